@@ -1,1 +1,1 @@
-"""Reads Hugging Face folders and the hub, reads and writes orbax folders; knows tensors by name, but no model."""
+"""Reads Hugging Face folders and the hub, and reads and writes orbax folders; knows tensor names but no models."""

@@ -1,11 +1,18 @@
 """Detects the kind of checkpoint in a Hugging Face folder from config.json and tensor names."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+from convert.fields import CheckpointError, Fields, short
+
+KINDS = {  # kinds of checkpoints, and what loads them
+    "target": "Engine.from_pretrained, or as a draft model DraftModel.from_pretrained",
+    "eagle3": "Eagle3.from_pretrained",
+    "eagle": "Eagle.from_pretrained",
+    "medusa": "Medusa.from_pretrained",
+}
+MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
 # Patterns of tensor names that occur only in unsupported methods, and the name of the method.
 OTHER_TENSORS = {
@@ -19,41 +26,45 @@ OTHER_ARCHITECTURES = ("PEagle", "DFlash", "DSpark", "Domino")
 
 
 def bare_name(name: str) -> str:
-    """A tensor name without the prefix `model.`, which some exporters of heads add."""
+    """Removes the prefix `model.`, which some exporters of heads add, from a tensor name."""
     return name.removeprefix("model.")
 
 
-def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
+def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> str:
+    """Returns the kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
 
     Args:
         config: parsed config.json.
         names: names of all tensors in the folder.
+        families: values of `model_type` that are supported for targets, for the error.
 
     Raises:
+        CheckpointError: a value of the config has another type.
         NotImplementedError: the folder holds a head of an unsupported method; the message names the method.
     """
     bare = {bare_name(name) for name in names}
-    architectures = " ".join(config.get("architectures") or ())
-    speculators = config.get("speculators_model_type")
-    others = [f"the architecture {architectures}" for name in OTHER_ARCHITECTURES if name in architectures]
+    architectures = " ".join(config.texts("architectures"))
+    speculators = config.text("speculators_model_type", "")
+    others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
     others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
-    if speculators not in (None, "eagle3"):
-        others.append(f"speculators_model_type {speculators!r}")
+    if speculators not in ("", "eagle3"):
+        others.append(f"speculators_model_type {short(speculators)}")
     if others:
+        known = ", ".join(families)
         raise NotImplementedError(
-            f"expected a Llama model or an EAGLE or Medusa head, got {others[0]}; this method is not supported yet"
+            f"expected a model ({known}) or an EAGLE or Medusa head, got {others[0]}; this method is not supported yet"
         )
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
-    if speculators or "d2t" in bare or "Eagle3" in architectures or any(n.startswith("midlayer.") for n in bare):
+    eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures
+    if eagle3 or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in bare):
         return "eagle3"
     has_fc = any(name.startswith("fc.") for name in bare)
-    return "eagle" if has_fc or config.get("model_type") == "eagle" else "target"
+    return "eagle" if has_fc or config.text("model_type", "") == "eagle" else "target"
 
 
 def check_kind(folder: Path, got: str, expected: str | None) -> None:
-    """Raises ValueError if a checkpoint is not of the expected kind.
+    """Raises CheckpointError if a checkpoint is not of the expected kind.
 
     Args:
         folder: folder of the checkpoint, for the error.
@@ -61,4 +72,7 @@ def check_kind(folder: Path, got: str, expected: str | None) -> None:
         expected: expected kind; None: any.
     """
     if expected is not None and got != expected:
-        raise ValueError(f"{folder}: expected a checkpoint of kind {expected!r}, got {got!r}; give another folder")
+        raise CheckpointError(
+            folder, f"expected a checkpoint of kind {expected!r}, got {got!r}; load it with {KINDS[got]}, or give "
+            "another folder",
+        )  # fmt: skip

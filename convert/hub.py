@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import partial
 from pathlib import Path
 
-from convert.huggingface import read_json
+from convert.fields import MAX_SIZE, is_int, read_json, short
 
-HUB_FILES = ["*.json", "model*.safetensors", "medusa_lm_head.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
 SUBFOLDERS = ["*/*"]  # files in subfolders of a repository, which are other formats of the same weights
 
 
-def find(path: str | Path) -> Path:
-    """The folder of a model; downloads the model from the hub if there is no such folder.
+def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
+    """Returns the absolute path of a model's folder; downloads the model from the hub if there is no such folder.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name").
+        tokenizer: download the files of the tokenizer only.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
+        TypeError: the path is neither text nor a path.
     """
-    folder = Path(path)
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise TypeError(f"path: expected a folder or a hub id (owner/name), got {short(path)}; pass one of them")
+    folder = Path(path).expanduser().absolute()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise FileNotFoundError(f"{folder}: expected a folder, got a file; give the folder that holds it")
-    if folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith("."):
+    if old := [left for left in leftovers(folder) if left.suffix == ".old"]:
+        raise FileNotFoundError(
+            f"{folder}: expected a folder, got none: replacing it was interrupted, and its old contents are in "
+            f"{old[0]}; rename that folder to {folder.name}"
+        )
+    if not is_id(path):
         raise FileNotFoundError(
             f"{folder}: expected a folder or a hub id (owner/name), got no such folder; check the path"
         )
@@ -34,19 +46,45 @@ def find(path: str | Path) -> Path:
 
     try:
         download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
-        copy = Path(download(allow_patterns=HUB_FILES))
-        if not any(copy.glob("*.safetensors")):
+        copy = Path(download(allow_patterns=TOKENIZER_FILES if tokenizer else HUB_FILES))
+        if not tokenizer and not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({error})") from error
+        reason = short(str(error), 200)
+        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({reason})") from error
     return copy
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Lists the hidden folders that interrupted conversions to a folder have left beside it.
+
+    A folder whose name ends in ".old" has the contents that were to be replaced; the others are incomplete.
+    """
+    if not folder.parent.is_dir():
+        return []
+    temporary = re.compile(rf"\.{re.escape(folder.name)}\.[a-z0-9_]{{8}}(\.old)?")
+    return sorted(path for path in folder.parent.iterdir() if temporary.fullmatch(path.name) and path.is_dir())
+
+
+def is_id(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path that is no folder may be a hub id, "owner/name" or "name"."""
+    return not Path(path).is_absolute() and len(Path(path).parts) <= 2 and not os.fspath(path).startswith((".", "~"))
+
+
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """The EOS token ids in a folder's generation_config.json, else in its config.json, else ()."""
+    """Reads the EOS token ids in a folder's generation_config.json, else in its config.json; returns () if none.
+
+    Raises:
+        CheckpointError: a file has something other than an id or a list of ids.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        fields = read_json(file) if file.is_file() else None
+        if fields is None or fields.get("eos_token_id") is None:
+            continue
+        ids = fields["eos_token_id"]
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(is_int(token) and 0 <= token <= MAX_SIZE for token in ids):
+            raise fields.error("eos_token_id", "a token id from 0 or a list of them (pass eos_ids= to replace it)")
+        return tuple(ids)
     return ()

@@ -7,18 +7,28 @@ such as "layers.3.qkv", which the converter prints.
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
+import io
 import json
+import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from convert.detect import KINDS
+from convert.fields import CheckpointError, cut, listed, read_json, require
+from convert.sources import is_finite
 from pallas_kernels.layers.quantized import Quantized
 
 VERSION = 2
@@ -37,6 +47,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale"}  # names of the two arrays of a quantised weight
 READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to the largest array
@@ -87,7 +98,7 @@ class Header:
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
-    """The arrays of a tree of weights, by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
+    """Lists the arrays of a tree of weights by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
 
     Args:
         tree: tree of dicts, lists, arrays and `Quantized` weights.
@@ -102,7 +113,7 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of weights from arrays by name, the inverse of `flatten`.
+    """Builds the tree of weights from arrays by name, as the inverse of `flatten`.
 
     Children named 0, 1, ... become a list, a pair of children `values` and `scale` becomes a `Quantized`.
     """
@@ -121,12 +132,12 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a converted checkpoint, as `save` writes it."""
+    """Returns whether a folder is a converted checkpoint, as `save` writes it."""
     return (folder / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """The tokenizer and config files of a model's folder, which the converter copies."""
+    """Lists the tokenizer and config files of a model's folder, which the converter copies."""
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
@@ -169,8 +180,20 @@ def save(
         work.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
         _move(work, folder)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.redirect_stderr(io.StringIO()):
+            _remove(work)
         raise
+
+
+def _remove(work: Path) -> None:
+    """Deletes a folder into which orbax's threads may still write, until it stays deleted; takes at most 3 seconds."""
+    gone = 0
+    for _ in range(50):
+        shutil.rmtree(work, ignore_errors=True)
+        gone = 0 if work.exists() else gone + 1
+        if gone == 4:
+            return
+        time.sleep(0.05)
 
 
 def _move(work: Path, folder: Path) -> None:
@@ -205,13 +228,51 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
     context.memory.deepcopy_host_arrays = False
     with context:
         for batch in batches:
-            ocp.partial.save(folder, batch)
+            with _named_failure(folder):
+                ocp.partial.save(folder, batch)
             del batch  # before the next one is read
-        ocp.partial.finalize(folder)
+        with _named_failure(folder):
+            ocp.partial.finalize(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context manager in which orbax and its tasks log no errors, because the caller raises one."""
+    orbax_log, asyncio_log = logging.getLogger("absl"), logging.getLogger("asyncio")
+    level = orbax_log.level
+    orbax_log.setLevel(logging.CRITICAL)
+    asyncio_log.addFilter(_is_of_others)
+    try:
+        yield
+    finally:
+        orbax_log.setLevel(level)
+        asyncio_log.removeFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Returns whether a log record has another source than tensorstore, which names itself in its messages."""
+    return "tensorstore" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def _named_failure(folder: Path) -> Iterator[None]:
+    """A context manager that turns errors of writing weights into an OSError that says why and where."""
+    try:
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # tensorstore's threads print tracebacks there
+            yield
+    except MemoryError:
+        raise
+    except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+        free = shutil.disk_usage(folder.parent).free
+        reason = next((text for text in map(os.strerror, WRITE_ERRORS) if text in str(error)), cut(str(error), 200))
+        raise OSError(
+            f"{folder.parent.parent}: expected to write the weights there, got an error ({reason}; {free:,} bytes are "
+            "free); nothing was kept, make room and convert again"
+        ) from error
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """The size of each file in bytes, by path; finds truncated files, for which orbax raises errors of many classes."""
+    """Returns the size of each file in bytes, by path relative to the folder."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -219,21 +280,24 @@ def read_header(folder: Path) -> Header:
     """Reads the kind, config and parameter shapes of a converted folder, but no weights.
 
     Raises:
-        ValueError: the folder is damaged or has another format version.
+        CheckpointError: the folder is damaged or has another format version.
     """
-    with named_damage(folder):
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version = manifest["version"]
+    with _named_damage(folder):
+        manifest = read_json(folder / MANIFEST)
+        version = manifest.integer("version")
     if version != VERSION:
-        raise ValueError(f"{folder}: expected format version {VERSION}, got {version}; convert the model again")
-    with named_damage(folder):
+        raise CheckpointError(folder, f"expected format version {VERSION}, got {version}; convert the model again")
+    with _named_damage(folder):
+        kind, config, wanted = manifest.text("kind"), manifest.object("config"), manifest.object("file_sizes")
+        require(manifest, ("config", "file_sizes"))
+        if kind not in KINDS:
+            raise manifest.error("kind", f"one of {', '.join(KINDS)}")
         sizes = _file_sizes(folder / WEIGHTS)
-        broken = [name for name, size in manifest["file_sizes"].items() if sizes.get(name) != size]
-        if broken:
-            raise ValueError(f"absent or incomplete files in {WEIGHTS}: {', '.join(broken)}")
-        stored = ocp.metadata(folder / WEIGHTS).metadata
+        if broken := [name for name, size in wanted.items() if sizes.get(name) != size]:
+            raise ValueError(f"absent or incomplete files in {WEIGHTS}: {listed(broken)}")
+        stored = ocp.metadata((folder / WEIGHTS).absolute()).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-        return Header(manifest["kind"], manifest["config"], parameters, folder)
+        return Header(kind, config, parameters, folder)
 
 
 def read_arrays(
@@ -255,7 +319,7 @@ def read_arrays(
         The parameters, by name.
 
     Raises:
-        ValueError: a value is too large for float16.
+        CheckpointError: the arrays are damaged, or a value is too large for float16.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     names = list(header.parameters) if names is None else list(names)
@@ -267,23 +331,47 @@ def read_arrays(
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    largest = max(4 * leaf.size for leaf in wanted.values())
+    largest = max((4 * leaf.size for leaf in wanted.values()), default=0)
     context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax needs more than the bytes of any single array
-    with context:
-        arrays = ocp.load(header.folder / WEIGHTS, wanted)
+    with context, _named_damage(header.folder):
+        arrays = ocp.load((header.folder / WEIGHTS).absolute(), wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
-    if overflown := [name for name in narrowed if jax.numpy.isinf(arrays[name]).any()]:
-        raise ValueError(
-            f"{header.folder}: expected values within float16's 65504, got larger ones in "
-            f"{', '.join(overflown)}; use bfloat16"
-        )
+    if overflown := [name for name in narrowed if jnp.isinf(arrays[name]).any()]:
+        raise CheckpointError(
+            header.folder, f"expected values within float16's 65504, got larger ones in {listed(overflown)}; use "
+            "bfloat16",
+        )  # fmt: skip
     return arrays
 
 
+@jax.jit
+def _count_not_finite(array: jax.Array) -> jax.Array:
+    return array.size - jnp.isfinite(array.astype(jnp.float32)).sum()
+
+
+def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """Counts the NaN and infinite values of each array; returns the counts above 0, by name of the array."""
+    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    if jax.default_backend() == "cpu":  # where XLA takes ten times as long as numpy
+        floats = {name: array for name, array in floats.items() if not is_finite(np.asarray(array))}
+    counts = jax.device_get({name: _count_not_finite(array) for name, array in floats.items()})
+    return {name: int(count) for name, count in counts.items() if count}
+
+
 @contextlib.contextmanager
-def named_damage(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading a manifest into a ValueError that names the folder."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: damaged checkpoint ({error}); convert the model again") from error
+def _named_damage(folder: Path) -> Iterator[None]:
+    """A context manager that turns errors of reading a converted folder into a CheckpointError that names it."""
+    with _quiet():
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = cut(f"{kind}{error}", 250)
+            # Orbax's tasks print their errors when they are collected; the traceback would keep them until later.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            gc.collect()
+            raise CheckpointError(folder, f"damaged checkpoint ({reason}); convert the model again") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from convert.detect import check_kind, kind_of
-from convert.huggingface import FLOATS, Row, Source, batches, check, open_source, read_json
+from convert.fields import Fields, named, read_json
+from convert.huggingface import FLOATS, Row, batches, check
+from convert.sources import Source, not_found, open_source
 
 # Function (kind, parsed config.json, tensors) -> (config record of the kind, rows of the weight map).
-ReadFormat = Callable[[str, Mapping[str, Any], Source], tuple[Any, list[Row]]]
+ReadFormat = Callable[[str, Fields, Source], tuple[Any, list[Row]]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Plan:
     source: Source  # tensors of the folder
 
     def dtype(self, wanted: str | None = None) -> str:
-        """The floating-point dtype to convert to.
+        """Returns the floating-point dtype to convert to.
 
         Args:
             wanted: dtype that the caller wants; None: the dtype of all tensors in the folder.
@@ -47,11 +49,11 @@ class Plan:
         return found.pop()
 
     def row_dtype(self, row: Row) -> str:
-        """The dtype of a row's parameter if it is read without conversion."""
+        """Returns the dtype of a row's parameter if it is read without conversion."""
         return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
 
     def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """All parameters by name, in batches; the caller should drop each batch before taking the next.
+        """Yields all parameters by name, in batches; the caller should drop each batch before taking the next.
 
         Args:
             dtype: dtype of floating-point parameters.
@@ -59,34 +61,37 @@ class Plan:
         return batches(self.source, self.rows, dtype)
 
 
-def plan_folder(folder: str | Path, read_format: ReadFormat, *, kind: str | None = None) -> Plan:
+def plan_folder(
+    folder: str | Path, read_format: ReadFormat, *, kind: str | None = None, families: Iterable[str] = ()
+) -> Plan:
     """Reads the config and the tensor headers of a Hugging Face folder, and checks that they match.
 
     Args:
         folder: folder with config.json and weights.
         read_format: function that reads the config of a kind of checkpoint and makes its weight map.
         kind: required kind of checkpoint; None: any.
+        families: values of `model_type` that are supported for targets, for the error.
 
     Returns:
         The plan; no weight is read yet.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: files are damaged or contradict each other, the checkpoint is of another kind, or the tensors do not
-            match the config (the message lists the names).
+        CheckpointError: files are damaged or contradict each other, the checkpoint is of another kind, or the tensors
+            do not match the config (the message has their names).
         NotImplementedError: an option or the method of the checkpoint is not supported.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        got = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"{folder}: expected a folder with config.json, got {got}; give a model's folder")
-    fields = read_json(folder / "config.json")
+    folder = Path(folder).expanduser().absolute()
+    file = folder / "config.json"
+    if not file.is_file():
+        raise not_found(folder, "config.json")
+    fields = read_json(file)
     source = open_source(folder, heads_first="medusa_num_heads" in fields)
-    found = kind_of(fields, source.tensors)
+    with named(file):
+        found = kind_of(fields, source.tensors, families)
     check_kind(folder, found, kind)
-    config, rows = read_format(found, fields, source)
-    try:
+    with named(file):
+        config, rows = read_format(found, fields, source)
+    with named(folder):
         check(rows, source.tensors)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     return Plan(folder, found, config, tuple(rows), source)

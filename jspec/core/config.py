@@ -32,7 +32,8 @@ class EngineConfig:
 
     Attributes, cache and memory:
         slots: number of requests that may run at once.
-        max_len: largest number of tokens of a request, prompt included.
+        max_len: largest number of tokens of a request, prompt included; at most the target's
+            max_position_embeddings.
         page_size: number of cache rows per page; a cache row holds the keys and values of one token.
         pages: number of pages per pool, the null page included. None: enough for every slot to reach ``max_len``; but
             if the device reports its memory, as many as fit. Then the limits are one request of ``max_len`` tokens, and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,11 @@ import numpy as np
 from jaxtyping import Int
 
 from convert import orbax
-from convert.huggingface import Row, Source
+from convert.fields import Fields
+from convert.huggingface import Row
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
+from convert.sources import Source
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft import eagle_formats, medusa
 from jspec.draft.base import Drafter
@@ -138,7 +139,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
 def _checked(kind: str, form: Format, overrides: Overrides) -> Format:
     """Return a copy of a format that also raises ValueError if ``overrides`` do not apply to the kind."""
 
-    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[Any, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
         overrides.check(kind)
         return form.from_hf(fields, source)
 

@@ -99,7 +99,8 @@ class DraftModel(Drafter):
         if own != wanted:
             raise ValueError(
                 f"DraftModel: expected the target's vocabulary of {wanted} tokens, got {own}; "
-                "use a draft model that shares the target's tokenizer"
+                "use a draft model of the target's tokenizer and vocab_size (sizes may also differ by padding alone: "
+                "then pad or cut the draft model's embedding and output head)"
             )
         return self.model
 

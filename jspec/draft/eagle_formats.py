@@ -7,7 +7,7 @@ config under `model`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +16,16 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
-from convert.huggingface import Row, Source, renamed, side_by_side
+from convert.fields import CheckpointError, Fields, require, short
+from convert.huggingface import Row, renamed, side_by_side
+from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
-from jspec.models.config import require, unsupported
+from jspec.models.config import unsupported
 from jspec.models.families import llama
 from jspec.models.families.llama import layer_tensors, read_rope, read_sizes
-from jspec.models.load import Format
-from jspec.models.params import rows
+from jspec.models.load import Format, check_count
+from jspec.models.params import Params, rows
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -80,19 +82,19 @@ class Parts:
     """
 
     source_format: str
-    layer: Mapping[str, Any]
-    outer: Mapping[str, Any]
-    nested: Mapping[str, Any]
+    layer: Fields
+    outer: Fields
+    nested: Fields
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Parts:
-        nested = config.get("eagle_config") or {}
+    def of(cls, config: Fields) -> Parts:
+        nested = config.object("eagle_config")
         if "speculators_model_type" in config:
-            require("config.json", config, ("transformer_layer_config",))
-            return cls("speculators", config["transformer_layer_config"], config, nested)
-        if config.get("model_type") == "eagle":
-            require("config.json", config, ("model",))
-            return cls("vllm", config["model"], config, nested)
+            require(config, ("transformer_layer_config",))
+            return cls("speculators", config.object("transformer_layer_config"), config, nested)
+        if config.text("model_type", "") == "eagle":
+            require(config, ("model",))
+            return cls("vllm", config.object("model"), config, nested)
         if nested.keys() & (MODELOPT.keys() | {"parallel_draft_step", "return_hidden_post_norm"}):
             return cls("modelopt", config, config, nested)
         specforge = nested or config.keys() & {"fc_norm", "norm_output"}
@@ -105,7 +107,7 @@ class Parts:
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """Return the single value that the file has under any of the names.
+        """Reads the value that the file has under any of the names.
 
         Args:
             names: alternative names of one option.
@@ -113,12 +115,24 @@ class Parts:
             remedy: what the user shall do, for the error message.
 
         Raises:
-            ValueError: the file has several different values.
+            CheckpointError: the file has several different values.
         """
         found = self.values(*names)
         if len(found) > 1:
-            raise ValueError(f"{', '.join(names)}: expected one value, got {found} in config.json; {remedy}")
+            raise CheckpointError(", ".join(names), f"expected one value, got {short(found)} in config.json; {remedy}")
         return found[0] if found else default
+
+    def flag(self, *names: str, default: bool = False, remedy: str = "correct config.json") -> bool:
+        """Reads true or false under any of the names; arguments and errors as `one`."""
+        return self._single(names, remedy).flag(names[0], default)
+
+    def integer(self, *names: str, default: int) -> int:
+        """Reads the integer above 0 under any of the names; arguments and errors as `one`."""
+        return self._single(names).integer(names[0], default)
+
+    def _single(self, names: Sequence[str], remedy: str = "correct config.json") -> Fields:
+        """Makes an object with the one value of an option under the option's first name."""
+        return Fields({names[0]: self.one(*names, remedy=remedy)}, self.outer.place)
 
 
 def head_format(method: str, overrides: Overrides | None = None) -> Format:
@@ -130,12 +144,22 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     """
     given = overrides or Overrides()
 
-    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[HeadConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[Row]]:
         config = read_head(fields, method, given)
+        check_count("num_hidden_layers", config.num_layers, source.tensors)
         names = {bare_name(name): name for name in source.tensors}
         return config, renamed(head_weights(config, names), names)
 
-    return Format(from_hf, HeadConfig.from_json, given.apply)
+    def from_json(fields: Fields) -> HeadConfig:
+        if fields.text("method") != method:
+            raise fields.error("method", f"{method!r}, the kind of the checkpoint")
+        return HeadConfig.from_json(fields)
+
+    def params(config: HeadConfig, names: Collection[str]) -> Params:
+        check_count("num_layers", config.num_layers, names)
+        return head_params(config, has_embed="embed" in names, has_head="head" in names)
+
+    return Format(from_hf, from_json, params, given.apply)
 
 
 def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
@@ -150,31 +174,32 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         The config. If the file gives no rotary base, the base is 10000, even if the target's base is another.
 
     Raises:
-        ValueError: keys are missing, or values contradict each other; the message names the argument to pass.
+        CheckpointError: keys are missing, a value has another type, or values contradict each other; the message names
+            the argument that decides.
         NotImplementedError: an option is not supported.
     """
     overrides = overrides or Overrides()
-    parts = Parts.of(config)
+    parts = Parts.of(Fields.of(config))
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
     # Other EAGLE-3 files often give the target's number of layers; their heads have one layer.
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
     _check_model_type(parts, method)
     fields = read_sizes(parts.layer, *counted)
-    fuses = method == "eagle3" and bool(parts.one("use_aux_hidden_state", default=True))
+    fuses = method == "eagle3" and parts.flag("use_aux_hidden_state", default=True)
     return METHODS[method].of_method(
         **fields,
-        draft_vocab_size=int(parts.one("draft_vocab_size", "truncated_vocab_size") or fields["vocab_size"]),
-        target_hidden_size=int(parts.one("target_hidden_size") or fields["hidden_size"]),
+        draft_vocab_size=parts.integer("draft_vocab_size", "truncated_vocab_size", default=fields["vocab_size"]),
+        target_hidden_size=parts.integer("target_hidden_size", default=fields["hidden_size"]),
         rope=read_rope(parts.layer, theta=overrides.rope_theta),
         feature_layers=_feature_layers(parts, fuses) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
-        num_layers=int(parts.layer["num_hidden_layers"]) if counted else 1,
+        num_layers=parts.layer.integer("num_hidden_layers") if counted else 1,
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
-        norm_before_fc=bool(parts.one("norm_before_fc")),
-        fc_norm=bool(parts.one("fc_norm")),
+        norm_before_fc=parts.flag("norm_before_fc"),
+        fc_norm=parts.flag("fc_norm"),
         norm_output=_norm_output(parts, overrides.norm_output),
         qk_norm=parts.layer["model_type"] == "qwen3",
-        qkv_bias=bool(parts.one("qkv_bias")),
+        qkv_bias=parts.flag("qkv_bias"),
         fc_bias=_fc_bias(parts, method),
         fuse=fuses,
     )
@@ -183,7 +208,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
 def _check_options(parts: Parts, supported: Mapping[str, Any]) -> None:
     for name, value in supported.items():
         for got in parts.values(name):
-            if got != value:
+            if got != value or isinstance(got, bool) != isinstance(value, bool):
                 raise unsupported(name, got, "none" if value is None else str(value))
 
 
@@ -197,57 +222,57 @@ def _norm_before_residual(parts: Parts, override: bool | None) -> bool:
     if override is not None:
         return override
     remedy = "pass norm_before_residual=True if the first residual is the normed hidden state, else False"
-    value = parts.one("norm_before_residual", remedy=remedy)
-    if value is None and parts.source_format == "speculators":  # speculators and vLLM take different defaults
-        raise ValueError(f"norm_before_residual: expected in a speculators config.json, got none; {remedy}")
-    return bool(value)
+    if parts.source_format == "speculators" and not parts.values("norm_before_residual"):
+        # Its tools and vLLM take different defaults.
+        raise CheckpointError("norm_before_residual", f"expected in a speculators config.json, got none; {remedy}")
+    return parts.flag("norm_before_residual", remedy=remedy)
 
 
 def _norm_output(parts: Parts, override: bool | None) -> bool:
     if override is not None:
         return override
     remedy = "pass norm_output=True if the normed output is fed back (EAGLE-3.1), else False (plain EAGLE-3)"
-    value = bool(parts.one("norm_output", "return_hidden_post_norm", remedy=remedy))
+    value = parts.flag("norm_output", "return_hidden_post_norm", remedy=remedy)
     if value and parts.source_format == "specforge":
-        raise ValueError(
-            "norm_output: expected to know what is fed back, got true in a SpecForge config.json, which older and "
-            f"newer versions of SpecForge understand differently; {remedy}"
-        )
+        raise CheckpointError(
+            "norm_output", "expected to know what is fed back, got true in a SpecForge config.json, which older and "
+            f"newer versions of SpecForge understand differently; {remedy}",
+        )  # fmt: skip
     return value
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """Whether the head's projection `fc` has a bias.
+    """Reads whether `fc` has a bias.
 
     In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false. In vLLM it has one if `eagle_fc_bias` is true.
     """
     if parts.source_format == "vllm":
-        return bool(parts.one("eagle_fc_bias"))
-    return bool(parts.one("bias", default=method == "eagle"))
+        return parts.flag("eagle_fc_bias")
+    return parts.flag("bias", default=method == "eagle")
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Return the indices of the target's hidden states that the head reads, ascending; None if the file has none.
+    """Reads the indices of the target states that the head reads, ascending, as all exporters concatenate them.
 
     The ids in the file are indices of states, with one exception. Ids in `eagle_config` whose lowest is 1 are indices
     of layers, unless one id is the target's number of layers. The output of layer j is state j + 1.
     """
     found = set()
     for part in (parts.nested, parts.outer):
-        ids = sorted(int(i) for i in part.get(IDS) or ())
+        ids = sorted(part.integers(IDS))
         if ids:
             are_layers = part is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
             found.add(tuple(i + are_layers for i in ids))
     if len(found) > 1 or (found and not fuses):
-        raise ValueError(
-            f"{IDS}: expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
-            f"{sorted(found)}; pass feature_layers= with the target state indices"
-        )
+        raise CheckpointError(
+            IDS, f"expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
+            f"{short(sorted(found))}; pass feature_layers= with the target state indices",
+        )  # fmt: skip
     return next(iter(found), None)
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """Return the rows of an EAGLE head's weight map, for files of any exporter.
+    """Makes the rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
         config: config of the head.
@@ -277,8 +302,6 @@ def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
 def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
     """Fill `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and check the ids against `t2d`."""
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
-    if floats := [name for name, table in tables.items() if table.dtype.kind not in "biu"]:
-        raise ValueError(f"{floats[0]}: expected integers, got {tables[floats[0]].dtype}; rounding has lost ids")
     ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
     if "t2d" in tables:
         check_members(ids, tables["t2d"])
@@ -298,10 +321,10 @@ def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[
     ids = np.arange(len(offsets)) + offsets
     repeated = len(ids) - len(np.unique(ids))
     if repeated or ids.min() < 0 or ids.max() >= vocab:
-        raise ValueError(
-            f"d2t: expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
-            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged"
-        )
+        raise CheckpointError(
+            "d2t", f"expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
+            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged",
+        )  # fmt: skip
     return ids
 
 
@@ -315,7 +338,7 @@ def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, 
     expected = np.flatnonzero(member)
     if not np.array_equal(np.sort(ids), expected):
         wrong = np.setxor1d(ids, expected)
-        raise ValueError(
-            f"t2d: expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
-            f"they differ in {wrong[:8].tolist()}; the file is inconsistent"
-        )
+        raise CheckpointError(
+            "t2d", f"expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
+            f"they differ in {wrong[:8].tolist()}; the file is inconsistent",
+        )  # fmt: skip

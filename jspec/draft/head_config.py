@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from jspec.models.config import DecoderConfig, Rope, positive, unsupported
+from convert.fields import CheckpointError, Fields
+from jspec.models.config import DecoderConfig, positive, stored_arguments, unsupported
 
 # Options of the forward pass that only EAGLE-3 heads have.
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")
@@ -58,9 +59,10 @@ class HeadConfig(DecoderConfig, ABC):
         super().__post_init__()
         positive("head config", self, ("draft_vocab_size", "target_hidden_size"))
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size: expected at most vocab_size ({self.vocab_size}, the target's), "
-                f"got {self.draft_vocab_size}; correct config.json"
+            raise CheckpointError(
+                "draft_vocab_size",
+                f"expected at most vocab_size ({self.vocab_size}, the target's), got {self.draft_vocab_size}; "
+                "correct config.json",
             )
         layers = self.feature_layers
         if layers is not None and (not layers or len(set(layers)) < len(layers) or min(layers) < 0):
@@ -103,9 +105,10 @@ class HeadConfig(DecoderConfig, ABC):
                 "pass feature_layers= with one state, or leave it out for the state after the final norm"
             )
         if self.target_hidden_size != self.hidden_size:
-            raise ValueError(
-                f"target_hidden_size: expected hidden_size ({self.hidden_size}) for a head that fuses no states, "
-                f"got {self.target_hidden_size}; correct config.json"
+            raise CheckpointError(
+                "target_hidden_size",
+                f"expected hidden_size ({self.hidden_size}) for a head that fuses no states, "
+                f"got {self.target_hidden_size}; correct config.json",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -114,12 +117,13 @@ class HeadConfig(DecoderConfig, ABC):
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Build a config from the JSON values that `to_json` returned; the value "method" selects the class."""
-        fields = dict(fields)
-        method, layers = fields.pop("method"), fields["feature_layers"]
+        fields = Fields.of(fields)
+        method = fields.text("method")
         if method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}; pass one of them")
-        fields |= {"rope": Rope(**fields["rope"]), "feature_layers": None if layers is None else tuple(layers)}
-        config = METHODS[method].of_method(**fields)
+            raise fields.error("method", f"one of {', '.join(METHODS)}")
+        flags = {name: fields.flag(name) for name in EAGLE3_FLAGS if method == "eagle" and name in fields}
+        rest = {name: value for name, value in fields.items() if name != "method" and name not in flags}
+        config = METHODS[method].of_method(**stored_arguments(METHODS[method], Fields(rest, fields.place)), **flags)
         assert isinstance(config, cls)
         return config
 
@@ -156,9 +160,10 @@ class Eagle3Config(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError(
-                "norm_before_fc, fc_norm: expected at most one of them, got both; correct config.json, "
-                "the head's file holds input_norm.weight for the former, fc_norm.0.weight for the latter"
+            raise CheckpointError(
+                "norm_before_fc, fc_norm",
+                "expected at most one of them, got both; correct config.json, the head's file holds input_norm.weight "
+                "for the former, fc_norm.0.weight for the latter",
             )
 
     def _check_single_state(self) -> None:

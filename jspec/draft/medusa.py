@@ -8,7 +8,7 @@ depends only on the node's depth and rank. The drafter stores this hidden state 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -20,16 +20,18 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from convert.detect import MEDUSA_BLOCK, bare_name
-from convert.huggingface import Row, Source, Tensor, renamed
+from convert.fields import CheckpointError, Fields, listed
+from convert.huggingface import Row, renamed
+from convert.sources import Source, Tensor
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load
-from jspec.models.config import positive
+from jspec.models.config import positive, stored_arguments
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.layers import logits_of
-from jspec.models.load import Format
+from jspec.models.load import Format, check_count
 from jspec.models.params import ParamSpec, rows
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import matmul
@@ -55,7 +57,7 @@ class MedusaConfig:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Build a config from the JSON values that `to_json` returned."""
-        return cls(**fields)
+        return cls(**stored_arguments(cls, Fields.of(fields)))
 
 
 @struct.dataclass
@@ -220,13 +222,18 @@ def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> Me
 
 def head_format(kind: str = "medusa") -> Format:
     """Return the format of checkpoints with Medusa heads; ``kind`` is ignored."""
-    return Format(_read_heads, MedusaConfig.from_json)
+    return Format(_read_heads, MedusaConfig.from_json, _params)
 
 
-def _read_heads(fields: Mapping[str, Any], source: Source) -> tuple[MedusaConfig, list[Row]]:
+def _read_heads(fields: Fields, source: Source) -> tuple[MedusaConfig, list[Row]]:
     names = {bare_name(name): name for name in source.tensors}
     config = medusa_config({bare: source.tensors[name] for bare, name in names.items()})
     return config, renamed(head_weights(config), names)
+
+
+def _params(config: MedusaConfig, names: Collection[str]) -> dict[str, ParamSpec]:
+    check_count("num_heads * num_layers", config.num_heads * config.num_layers, names)
+    return medusa_params(config)
 
 
 def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
@@ -238,16 +245,18 @@ def medusa_config(tensors: Mapping[str, Tensor]) -> MedusaConfig:
         tensors: header of each tensor, by its name without the prefix `model.`.
 
     Raises:
-        ValueError: the output matrix of the first head is missing.
+        CheckpointError: the output matrix of the first head is missing, or names count more heads than there are
+            tensors.
     """
-    layers = 1 + max(int(match[2]) for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match)
-    heads = 1 + max(int(name.partition(".")[0]) for name in tensors if name[:1].isdigit())
+    blocks = [match for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match]
+    layers, heads = (1 + max(int(match[part]) for match in blocks) for part in (2, 1))
     output = f"0.{layers}.weight"
     if output not in tensors or len(tensors[output].shape) != 2:
-        raise ValueError(
-            f"expected {output}, the first head's matrix [vocabulary, hidden], got {', '.join(sorted(tensors))}; "
-            "the file is incomplete"
-        )
+        raise CheckpointError(
+            "", f"expected {output}, the first head's matrix [vocabulary, hidden], got {listed(sorted(tensors))}; "
+            "the file is incomplete",
+        )  # fmt: skip
+    check_count("heads with their blocks", heads * layers, tensors)
     vocab, hidden = tensors[output].shape
     return MedusaConfig(vocab_size=vocab, hidden_size=hidden, num_heads=heads, num_layers=layers)
 

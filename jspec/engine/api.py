@@ -9,14 +9,13 @@ from typing import Any, NoReturn, Self, Unpack, final
 
 from tqdm import tqdm
 
-from convert import hub
 from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.draft.named import DrafterSource, make_drafter
 from jspec.engine import streams
-from jspec.engine.build import build_core
+from jspec.engine.build import build_core, engine_config, model_options
 from jspec.engine.caller_input import (
     PARAMETERS,
     Conversation,
@@ -31,7 +30,7 @@ from jspec.engine.loop import EngineLoop
 from jspec.engine.output_processor import make_completion
 from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_fields import SamplingFields
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
@@ -52,7 +51,8 @@ class Engine(EngineLoop):
         target: the model whose distribution the output has.
         drafter: proposes tokens: a `Drafter`, "ngram", "suffix", or a path or hub id of a draft head or draft model,
             which then drafts the default tree; None: plain decoding with the same programs.
-        tokenizer: a `Tokenizer`, a folder with tokenizer files, or "bytes"; None: prompts and output are token ids.
+        tokenizer: a `Tokenizer`, a tokenizer of transformers, a folder with tokenizer files, a hub id, or "bytes";
+            None: prompts and output are token ids.
         eos_ids: tokens that end a request.
         logits_processor: a pure function that jax can trace. It takes logits ``[batch, nodes, vocab]`` and a
             `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It runs for all requests in every
@@ -86,9 +86,10 @@ class Engine(EngineLoop):
                 "Engine.from_pretrained(path)"
             )
         check_names("Engine", options, OPTIONS, ELSEWHERE)
-        config = EngineConfig(**options)
+        config = engine_config(options, target.config)
         keep_compiled(config.compile_cache)
-        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
+        tokenizer = load_tokenizer(tokenizer)
+        check_size(tokenizer, target.config.vocab_size)
         self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
         proposes = make_drafter(drafter)
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
@@ -126,23 +127,23 @@ class Engine(EngineLoop):
                 raise ValueError(
                     f"dtype: expected None with a loaded Model, got {short(dtype)}; load the model with it"
                 )
-            made: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids or ()}
-            return cls(path, logits_processor=logits_processor, **made, **options)
+            given: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids or ()}
+            return cls(path, logits_processor=logits_processor, **given, **options)
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
                 f"Engine.from_pretrained: path: expected a folder, a hub id (owner/name) or a Model, got {short(path)}"
             )
         keep_compiled(config.compile_cache)
         proposes = make_drafter(drafter, dtype=dtype)  # first, because it is the smaller checkpoint
-        checkpoint = load.load(os.fspath(path), dtype=dtype, quantize=config.quantize)
-        return cls(
-            Model.from_weights(checkpoint.config, checkpoint.weights),
-            drafter=proposes,
-            tokenizer=load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer,
-            eos_ids=hub.eos_ids(checkpoint.folder) if eos_ids is None else eos_ids,
-            logits_processor=logits_processor,
-            **options,
+        made: dict[str, Any] = {}  # from the folder, checked before weights are read
+        checkpoint = load.load(
+            os.fspath(path),
+            dtype=dtype,
+            quantize=config.quantize,
+            check=lambda found, folder: made.update(model_options(found, folder, tokenizer, eos_ids, options)),
         )
+        model = Model.from_weights(checkpoint.config, checkpoint.weights)
+        return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
 
     # -- completions
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
@@ -10,11 +14,60 @@ from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
+from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer
+from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.program import Params, Program
+
+
+def engine_config(options: Mapping[str, Any], target: ModelConfig) -> EngineConfig:
+    """Check an engine's options for a target.
+
+    Args:
+        options: fields of `EngineConfig`; without ``max_len`` it is the default or, if that is less, the longest
+            sequence that the target was trained for.
+
+    Raises:
+        ValueError: an option is impossible, or ``max_len`` is more than the target was trained for.
+    """
+    longest = target.max_position
+    config = EngineConfig(**{"max_len": min(EngineConfig.max_len, longest), **options})
+    if config.max_len > longest:
+        raise ValueError(
+            f"max_len: expected at most {longest}, the target's max_position_embeddings, got {config.max_len}; lower "
+            "max_len, or raise max_position_embeddings in config.json if the target was trained for more"
+        )
+    return config
+
+
+def model_options(
+    target: ModelConfig, folder: Path, tokenizer: Any, stop_ids: Sequence[int] | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make the tokenizer and the EOS ids of an engine from its target's folder, before weights are read.
+
+    Args:
+        target: config of the target.
+        folder: folder of the target.
+        tokenizer: argument of `Engine.from_pretrained`.
+        stop_ids: argument ``eos_ids`` of `Engine.from_pretrained`.
+        options: fields of `EngineConfig`.
+
+    Returns:
+        The arguments "tokenizer" and "eos_ids" of `Engine`.
+
+    Raises:
+        ValueError: an option is impossible or does not fit the target, or a file of the folder is damaged.
+    """
+    engine_config(options, target)
+    made = load_tokenizer(folder if tokenizer is None else tokenizer)
+    check_size(made, target.vocab_size)
+    return {
+        "tokenizer": made,
+        "eos_ids": eos_ids(folder, made, target.vocab_size) if stop_ids is None else stop_ids,
+    }
 
 
 def build_core(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from pathlib import Path
 from typing import Any
 
-FIELDS = {  # maps an option of transformers to a field of SamplingParams
+from convert.fields import CheckpointError, read_json, short
+
+FIELDS = {  # transformers' option: field of SamplingParams
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -46,6 +48,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # maps an unsupported option to its
     "watermarking_config": (),
     "dola_layers": (),
 }
+IGNORED = ("presence_penalty", "frequency_penalty")  # in some files, though transformers passes over them
 
 
 def recommended(path: str | Path) -> dict[str, Any]:
@@ -60,30 +63,27 @@ def recommended(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not a JSON object, or sets an unsupported option that changes tokens.
+        CheckpointError: the file is not a JSON object, or sets an unsupported option that changes tokens.
     """
     file = Path(path)
     file = file / "generation_config.json" if file.is_dir() else file
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{file}: expected a generation_config.json, found none; write out the fields"
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: expected JSON, got {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(config).__name__}")
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: expected a generation_config.json, found none; write out the fields")
+    config = read_json(file)
     for name, values_without_effect in UNSUPPORTED.items():
         value = config.get(name)
         if value is not None and value not in values_without_effect:
-            raise ValueError(
-                f"{file}: {name}={value!r} has no counterpart here; remove it from a copy of the file, or write out "
-                "the other fields"
-            )
-    if not isinstance(config.get("do_sample"), (bool, type(None))):
-        raise ValueError(f"{file}: do_sample: expected true or false, got {config['do_sample']!r}")
+            raise CheckpointError(
+                file, f"{name}={short(value)} has no counterpart here; remove it from a copy of the file, or write out "
+                "the other fields",
+            )  # fmt: skip
+    if ignored := [f"{name}={short(config[name])}" for name in IGNORED if config.get(name) not in (None, 0)]:
+        warnings.warn(
+            f"{file}: {', '.join(ignored)}: not read, as transformers has no such option; pass it to SamplingParams "
+            "if it is meant",
+            stacklevel=3,
+        )
     fields = {field: config[name] for name, field in FIELDS.items() if config.get(name) is not None}
-    if not config.get("do_sample"):
+    if not config.flag("do_sample"):
         fields["temperature"] = 0.0
     return fields

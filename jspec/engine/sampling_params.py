@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.fields import named
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import names_checked
 from jspec.core.shorten import short
@@ -132,7 +133,9 @@ class SamplingParams:
                 the file's EOS ids.
             fields: parameters that override the file's.
         """
-        return cls(**{**recommended(path), **fields})
+        values = {**recommended(path), **fields}
+        with named(path):
+            return cls(**values)
 
     @cached_property
     def controls_used(self) -> tuple[str, ...]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from convert import hub
+from convert.fields import CheckpointError, cut, short
 
 REPLACEMENT = "\ufffd"
 BLANK = "\u2581"  # SentencePiece's character for a blank
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
+ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
+REMEDY = (
+    "mend the folder, pass another one as tokenizer=, or load the model alone for token ids in and out: "
+    "Engine.from_pretrained(Model.from_pretrained(folder))"
+)
 
 
 class Tokenizer(Protocol):
@@ -78,20 +90,45 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer, read from a folder without network access."""
+    """A Hugging Face tokenizer, read from a folder without network access and without code from the folder.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self._tokenizer: Any = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises errors of many classes, also Exception itself
-            raise ValueError(
-                f"{folder}: expected tokenizer files that transformers can read, got "
-                f"{type(error).__name__}: {error}; mend the folder, or pass tokenizer=None for ids in and out"
-            ) from error
-        self.vocab_size = len(self._tokenizer)
-        self.hidden_ids = frozenset(i for i in self._tokenizer.added_tokens_decoder if self.decode([i]) == "")
-        self.byte_ids = self._byte_ids()
+    Args:
+        source: folder with the tokenizer's files, or a tokenizer of transformers.
+
+    Attributes:
+        eos_id: id of the tokenizer's EOS token; None: it has none.
+
+    Raises:
+        CheckpointError: the files are damaged, have no vocabulary, need code of their own, or the tokenizer that
+            transformers makes of them loses blanks.
+    """
+
+    def __init__(self, source: Path | Any) -> None:
+        made: Any = None if isinstance(source, Path) else source
+        self._folder = Path(str(source if made is None else getattr(made, "name_or_path", "") or "tokenizer"))
+        with _named_faults(self._folder):
+            self._tokenizer: Any = _read_folder(self._folder) if made is None else made
+            vocab = self._tokenizer.get_vocab()
+            added = self._tokenizer.added_tokens_decoder
+            if not vocab.keys() - {token.content for token in added.values()}:
+                raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
+            self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
+            self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
+            self.byte_ids = self._byte_ids()
+            self.eos_id: int | None = self._tokenizer.eos_token_id
+            self._check_round_trips()
+
+    def _check_round_trips(self) -> None:
+        """Raise CheckpointError if the tokenizer loses blanks, as a class for another kind of file does."""
+        for text in ROUND_TRIPS:
+            got = self.decode(self._tokenizer.encode(text, add_special_tokens=False)).casefold()
+            has_letters = "".join(got.split()) == "".join(text.casefold().split())
+            if has_letters and got.split() != text.casefold().split():
+                raise CheckpointError(
+                    self._folder, f"expected a tokenizer that keeps a text's blanks, got {got!r} for {text!r} from "
+                    f"{type(self._tokenizer).__name__}; correct tokenizer_class in tokenizer_config.json, or install "
+                    "another version of transformers",
+                )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, verbose=False))
@@ -176,25 +213,124 @@ def _byte_level_letters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def load_tokenizer(source: str | os.PathLike[str] | None) -> Tokenizer | None:
-    """Load the tokenizer of a model folder.
+@contextlib.contextmanager
+def _named_faults(folder: Path) -> Iterator[None]:
+    """A context manager that turns errors of reading a tokenizer into a CheckpointError that names the folder."""
+    try:
+        yield
+    except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics
+        if isinstance(error, (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(
+            folder, f"expected tokenizer files that transformers can read, got {type(error).__name__}: "
+            f"{cut(str(error), 120)}; {REMEDY}",
+        ) from error  # fmt: skip
+
+
+def _read_folder(folder: Path) -> Any:
+    """Read the tokenizer of a folder with transformers."""
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if large := [file for file in files if file.stat().st_size > MAX_BYTES]:
+        raise CheckpointError(large[0], f"expected at most {MAX_BYTES:,} bytes, got more; download it again")
+    alone = {file.name for file in files} <= {"tokenizer.model", "tokenizer_config.json"}
+    absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if (folder / "tokenizer.model").is_file() and alone and absent:
+        raise CheckpointError(
+            folder / "tokenizer.model", f"expected {' and '.join(absent)} to read it, not installed; "
+            "pip install -e '.[sentencepiece]' in jspec's folder, or save a tokenizer.json beside it",
+        )  # fmt: skip
+    try:
+        return _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            folder, f"expected a tokenizer of transformers, got one with code of its own (auto_map), which is never "
+            f"run; {REMEDY}",
+        ) from None  # fmt: skip
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that holds the module
+        return False
+
+
+def load_tokenizer(source: Any) -> Tokenizer | None:
+    """Load a tokenizer.
 
     Args:
-        source: a folder, "bytes" for models whose tokens are bytes, or None.
+        source: a folder, a hub id ("owner/name"), "bytes" for models whose tokens are bytes, a tokenizer of
+            transformers, a `Tokenizer`, or None.
 
     Returns:
-        The tokenizer; None if ``source`` is None or the folder has no tokenizer files.
+        The tokenizer; None if ``source`` is None or a folder without tokenizer files.
 
     Raises:
         ValueError: the folder does not exist, or its files cannot be read.
+        FileNotFoundError: the hub has no such tokenizer.
+        TypeError: the source is of another type.
     """
     if source is None:
         return None
     if source == "bytes":
         return ByteTokenizer()
-    folder = Path(source)
-    if not folder.is_dir():
+    if hasattr(source, "hidden_ids") and hasattr(source, "byte_ids"):
+        return source
+    if hasattr(source, "get_vocab") and hasattr(source, "added_tokens_decoder"):
+        return HFTokenizer(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f'tokenizer: expected a folder, a hub id, a tokenizer of transformers, "bytes" or None, got {short(source)}'
+        )
+    folder = Path(source).expanduser().absolute()
+    if not folder.is_dir() and not hub.is_id(source):
         raise ValueError(f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}: no such folder')
+    folder = hub.find(source, tokenizer=True)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HFTokenizer(folder)
+
+
+def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raise ValueError if a tokenizer gives ids that the target's vocabulary lacks.
+
+    Special tokens beyond the vocabulary are accepted: some checkpoints add a padding token that the model lacks.
+
+    Args:
+        vocab_size: number of tokens of the target's vocabulary.
+    """
+    if tokenizer is None or all(token in tokenizer.hidden_ids for token in range(vocab_size, tokenizer.vocab_size)):
+        return
+    raise ValueError(
+        f"tokenizer: expected ids below {vocab_size}, the target's vocabulary, got a tokenizer of "
+        f"{tokenizer.vocab_size}; pass the target's own tokenizer"
+    )
+
+
+def eos_ids(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Return the EOS ids of a model: those of its folder, else the tokenizer's with a warning, else ().
+
+    Args:
+        folder: folder of the model.
+        vocab_size: number of tokens of the model's vocabulary.
+
+    Raises:
+        CheckpointError: the folder gives something other than ids of the vocabulary.
+    """
+    if ids := hub.eos_ids(folder):
+        if wrong := [token for token in ids if token >= vocab_size]:
+            raise CheckpointError(
+                folder, f"eos_token_id: expected ids in [0, {vocab_size}), got {wrong[0]}; pass eos_ids= to replace it"
+            )
+        return ids
+    token = getattr(tokenizer, "eos_id", None)
+    if token is None or not 0 <= token < vocab_size:
+        return ()
+    warnings.warn(
+        f"{folder}: expected eos_token_id in generation_config.json or config.json, got none; the tokenizer's EOS "
+        f"token {token} ends requests; pass eos_ids= to choose others, eos_ids=() for none",
+        stacklevel=3,
+    )
+    return (token,)

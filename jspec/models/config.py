@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+
+from convert.fields import CheckpointError, Fields, listed, require, short
 
 ROPE_KINDS = ("default", "llama3")
 ACTIVATIONS = ("silu",)
 NORMS = ("pre",)
+MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
-    """Raise ValueError if one of the named attributes of a record is not above 0.
+    """Raises CheckpointError if one of the named attributes of a record is not above 0.
 
     Args:
         where: beginning of the error message.
@@ -26,31 +30,52 @@ def positive(where: str, record: Any, names: Iterable[str]) -> None:
 def _positive(where: str, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         if not value > 0:
-            raise ValueError(f"{where}: expected {name} > 0, got {value!r}; correct config.json")
-
-
-def require(where: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError if required keys of a config are absent or null; the message names them.
-
-    Args:
-        where: beginning of the error message.
-        config: parsed config.json, or a part of it.
-        names: required keys.
-    """
-    missing = [name for name in names if config.get(name) is None]
-    if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}; got {', '.join(sorted(config))}; add the keys")
+            raise CheckpointError(where, f"expected {name} > 0, got {short(value)}; correct config.json")
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """Return the error to raise if jspec does not support the value of a checkpoint's option.
+    """Makes the error for a checkpoint option whose value jspec does not support.
 
     Args:
         name: name of the option.
         got: value of the option in the checkpoint.
         expected: supported values, as text.
     """
-    return NotImplementedError(f"{name}: expected {expected}, got {got!r}; this checkpoint is not supported yet")
+    return NotImplementedError(f"{name}: expected {expected}, got {short(got)}; this checkpoint is not supported yet")
+
+
+def stored_arguments(record: type, fields: Fields) -> dict[str, Any]:
+    """Reads the arguments of a config record from the JSON values of a manifest, and checks their names and types.
+
+    Args:
+        record: dataclass; its class method `of_sizes` takes the arguments if it has one.
+        fields: JSON values by argument name.
+
+    Raises:
+        CheckpointError: a required value is missing, a name is unknown, or a value has another type.
+    """
+    kinds: dict[str, tuple[Any, Any]] = {
+        field.name: (field.type, field.default) for field in dataclasses.fields(record)
+    }
+    if issubclass(record, DecoderConfig):
+        parameters = inspect.signature(record.of_sizes).parameters.values()
+        kinds |= {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        del kinds["layers"]
+    missing = (dataclasses.MISSING, inspect.Parameter.empty)
+    require(fields, [name for name, (kind, default) in kinds.items() if default in missing and "None" not in kind])
+    if unknown := sorted(fields.keys() - kinds.keys()):
+        raise CheckpointError(fields.place, f"expected {', '.join(kinds)}, got {listed(unknown)}; convert again")
+    return {name: READERS[kinds[name][0]](fields, name) for name in fields}
+
+
+READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of an argument: reader of its JSON value
+    "int": lambda fields, name: fields.integer(name, least=0),
+    "float": Fields.number,
+    "bool": Fields.flag,
+    "str": Fields.text,
+    "Rope": lambda fields, name: Rope(**stored_arguments(Rope, fields.object(name))),
+    "tuple[int, ...] | None": lambda fields, name: tuple(fields.integers(name)) or None,
+}
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,10 @@ class Rope:
         if self.kind == "llama3":
             positive("rope", self, ("low_freq_factor", "original_max_position"))
             if self.high_freq_factor <= self.low_freq_factor:
-                raise ValueError(
-                    f"rope: expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
-                    f"{self.low_freq_factor}; correct config.json"
-                )
+                raise CheckpointError(
+                    "rope", f"expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
+                    f"{self.low_freq_factor}; correct config.json",
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,12 +153,12 @@ class GQA:
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         _positive("config", named)
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads {self.heads}, "
-                f"got {self.kv_heads}; correct config.json"
+            raise CheckpointError(
+                "num_key_value_heads",
+                f"expected a divisor of num_attention_heads {self.heads}, got {self.kv_heads}; correct config.json",
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}; correct config.json")
+            raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
         if self.window is not None:
             raise unsupported("sliding_window", self.window, "none")
 
@@ -264,6 +289,10 @@ class DecoderConfig:
             intermediate_size: width of each layer's `Dense`.
             others: all fields of the record except ``layers``.
         """
+        if num_layers > MAX_LAYERS:
+            raise CheckpointError(
+                "config", f"expected num_layers <= {MAX_LAYERS}, got {num_layers}; correct config.json"
+            )
         attention = GQA(num_heads, num_kv_heads, head_dim, bias=qkv_bias, qk_norm=qk_norm, rope=rope)
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
@@ -302,7 +331,7 @@ class DecoderConfig:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Make a config from the JSON values that `to_json` returned."""
-        return cls.of_sizes(**{**fields, "rope": Rope(**fields["rope"])})
+        return cls.of_sizes(**stored_arguments(cls, Fields.of(fields)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from convert import orbax
 from convert.detect import check_kind
+from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
-from convert.huggingface import Row, Source
+from convert.huggingface import Row, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
+from convert.sources import Shape, Source
 from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config import ModelConfig
+from jspec.models.params import Params, model_params
 from jspec.models.quantize import check_scope, quantize_parameters
 
 logger = logging.getLogger(__name__)
@@ -33,18 +37,22 @@ class Format:
     """The functions that read one kind of checkpoint.
 
     Attributes:
-        from_hf: function that takes a Hugging Face folder's parsed config.json and tensors, and returns the config
-            record and the rows of the weight map.
-        from_json: function that takes a converted folder's parsed config, and returns the config record.
-        override: function that takes the config record of a converted folder, and applies the caller's options to it.
+        from_hf: function of a Hugging Face folder's parsed config.json and tensors that returns the config record and
+            the rows of the weight map.
+        from_json: function of a converted folder's parsed config that returns the config record.
+        params: function of the config record and the names of a converted folder's parameters that returns the
+            declarations of the parameters; a quantised parameter has its own name.
+        override: function that applies the caller's overrides to the config record of a converted folder.
     """
 
-    from_hf: Callable[[Mapping[str, Any], Source], tuple[Any, list[Row]]]
-    from_json: Callable[[Mapping[str, Any]], Any]
+    from_hf: Callable[[Fields, Source], tuple[Any, list[Row]]]
+    from_json: Callable[[Fields], Any]
+    params: Callable[[Any, Collection[str]], Params]
     override: Callable[[Any], Any] = lambda config: config
 
 
-FormatOf = Callable[[str], Format]  # function that takes a kind of checkpoint and returns this kind's format
+FormatOf = Callable[[str], Format]  # kind of checkpoint -> format of that kind
+Check = Callable[[Any, Path], None]  # config of a checkpoint, its folder -> nothing; raises an error
 
 
 def load(
@@ -54,16 +62,19 @@ def load(
     rope_theta: float | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    check: Check | None = None,
 ) -> Checkpoint:
     """Load a target or a draft model.
 
     Args:
-        path: folder, or if no such folder exists, hub id ("owner/name").
-        dtype: dtype of the weights, "float32", "bfloat16" or "float16"; None: float32 on CPU, bfloat16 elsewhere.
+        path: existing folder, else hub id ("owner/name").
+        dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
+            None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
             None: as stored.
-        placement: sharding of each parameter, by parameter name; None: the default device.
+        placement: sharding of each parameter, by name; None: the default device.
+        check: function of the config and the folder that is called before weights are read, and may raise an error.
 
     Returns:
         The checkpoint, with its weights on the devices.
@@ -74,7 +85,8 @@ def load(
         NotImplementedError: the model's family, or an option of the model, is not supported.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
-    return read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize, placement=placement)
+    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement, "check": check}
+    return read_checkpoint(path, format_of, kind="target", **options)
 
 
 def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
@@ -86,18 +98,38 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     """
     assert kind == "target", kind
 
-    def from_hf(fields: Mapping[str, Any], source: Source) -> tuple[ModelConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
         config = families.read_config(fields, rope_theta=rope_theta)
+        check_count("num_hidden_layers", config.num_layers, source.tensors)
         return config, families.family_of(config.family).weights(config, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
 
-    def from_json(fields: Mapping[str, Any]) -> ModelConfig:
-        families.family_of(fields["family"])  # raises an error that names an unknown family
+    def from_json(fields: Fields) -> ModelConfig:
+        families.family_of(fields.text("family"))  # an unknown family is refused by name
         return ModelConfig.from_json(fields)
 
-    return Format(from_hf, from_json, override)
+    def params(config: ModelConfig, names: Collection[str]) -> Params:
+        check_count("num_layers", config.num_layers, names)
+        return model_params(config)
+
+    return Format(from_hf, from_json, params, override)
+
+
+def check_count(name: str, count: int, tensors: Collection[str]) -> None:
+    """Raises CheckpointError if a config has more layers or heads than the files have tensors.
+
+    Args:
+        name: name of the count in the config.
+        count: number of layers or heads.
+        tensors: names of the tensors.
+    """
+    if count > len(tensors):
+        raise CheckpointError(
+            name,
+            f"expected at most {len(tensors)}, the number of tensors in the files, got {count}; correct the config",
+        )
 
 
 def read_checkpoint(
@@ -108,11 +140,12 @@ def read_checkpoint(
     dtype: str | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    check: Check | None = None,
 ) -> Checkpoint:
     """Load a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
 
     Args:
-        path, dtype, quantize, placement: arguments of `load`.
+        path, dtype, quantize, placement, check: arguments of `load`.
         format_of: function that returns the format of the checkpoint's kind.
         kind: required kind of checkpoint; None: any.
 
@@ -122,19 +155,23 @@ def read_checkpoint(
     Raises:
         ValueError: the checkpoint is not of the required kind. `load` lists the other errors.
     """
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if dtype not in orbax.DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(orbax.DTYPES)}, got {dtype!r}; pass one of them")
+    dtype = _dtype_name(dtype)
     folder = find(path)
     logger.info("loading %s", folder)
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
-        weights = orbax.unflatten(orbax.read_arrays(header, dtype=dtype, placement=placement))
+        if check is not None:
+            check(header.config, folder)
+        stored = orbax.read_arrays(header, dtype=dtype, placement=placement)
+        warn_not_finite(folder, orbax.not_finite(stored))
+        weights = orbax.unflatten(stored)
         weights = weights if quantize is None else quantize_parameters(weights, quantize)
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    if check is not None:
+        check(plan.config, folder)
     arrays: dict[str, Any] = {}
     with progress_bar(len(plan.rows), f"loading {folder.name}", "tensors") as progress:
         for batch in plan.batches(dtype):
@@ -175,14 +212,59 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
         format_of: function that returns the format of the checkpoint's kind.
         kind: required kind of checkpoint; None: any.
     """
-    return plan_folder(folder, lambda found, fields, source: format_of(found).from_hf(fields, source), kind=kind)
+
+    def read_format(found: str, fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+        return format_of(found).from_hf(fields, source)
+
+    return plan_folder(folder, read_format, kind=kind, families=families.model_types())
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
+
+    Raises:
+        ValueError: the dtype is not supported.
+    """
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in orbax.DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(orbax.DTYPES)}, got {short(dtype)}; pass one of them")
+    return name
 
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
-    """Read the header of a converted folder, and apply the caller's options to its config record."""
+    """Reads the header of a converted folder, with its config as a record that has the caller's overrides."""
     found = orbax.read_header(folder)
     check_kind(folder, found.kind, kind)
-    with orbax.named_damage(folder):
-        form = format_of(found.kind)
+    form = format_of(found.kind)
+    with named(folder / orbax.MANIFEST):
         config = form.from_json(found.config)
+        _check_parameters(form, config, found.parameters)
     return replace(found, config=form.override(config))
+
+
+def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises CheckpointError unless the arrays of a converted folder are those of its config."""
+    names = {name.removesuffix(".values") for name in stored if not name.endswith(".scale")}
+    params = form.params(config, names)
+    wanted: dict[str, Shape] = {}
+    for name, spec in params.items():
+        if f"{name}.values" in stored:
+            wanted |= {f"{name}.values": spec.shape, f"{name}.scale": spec.shape[:1]}
+        else:
+            wanted[name] = spec.shape
+    shapes = {name: leaf.shape for name, leaf in stored.items()}
+    floats = [name for name in stored if name in params and params[name].dtype is None]
+    faults = {
+        "missing": sorted(wanted.keys() - shapes.keys()),
+        "unknown": sorted(shapes.keys() - wanted.keys()),
+        "wrong shape": sorted(name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name]),
+        "not floating point": [name for name in floats if not jnp.issubdtype(stored[name].dtype, jnp.floating)],
+    }
+    if any(faults.values()):
+        found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
+        raise CheckpointError("", f"the weights are not those of the config ({found}); convert the model again")

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from convert.huggingface import Row, Shape, stacked
+from convert.huggingface import Row, stacked
 from convert.orbax import unflatten
+from convert.sources import Shape
 from jspec.models.config import LayerConfig, ModelConfig
 from jspec.models.quantize import quantize_parameters
 

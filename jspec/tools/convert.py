@@ -1,4 +1,4 @@
-"""`jspec convert SRC DST`, which is `python -m convert`: a Hugging Face folder to an orbax folder."""
+"""`jspec convert SRC DST`, which is `python -m convert`: converts a Hugging Face folder to an orbax folder."""
 
 import argparse
 import resource
@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from convert import orbax
+from convert import hub, orbax
 from convert.huggingface import FLOATS
 from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.quantize import check_scope, quantize_parameters
+from jspec.tools.parser import Parser
 
 STORED = ("int8", "fp8")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
 
@@ -31,20 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     start = time.perf_counter()
     try:
-        given = (options.rope_theta, options.feature_layers, options.norm_before_residual, options.norm_output)
-        planned = plan(options.src, Overrides(*given))
-        dtype = planned.dtype(options.dtype)
-        _describe(planned, dtype)
-        orbax.save(
-            options.dst,
-            planned.kind,
-            planned.config,
-            _quantized(planned, dtype, options.quantize),
-            files=orbax.companions(options.src),
-            overwrite=options.overwrite,
-        )
+        planned, dtype = _convert(options)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"jspec: {error}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
     size = f"{len(planned.rows)} parameters, {dtype}" + (f", {options.quantize}" if options.quantize else "")
@@ -52,13 +43,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
+    """Convert as the command line says; return the plan and the dtype of the weights."""
+    folder = options.dst.expanduser().absolute()
+    orbax.check_vacant(folder, options.overwrite)
+    for left in hub.leftovers(folder):
+        print(f"note: {left} was left by an interrupted conversion; delete it unless another one is running")
+    given = (options.rope_theta, options.feature_layers, options.norm_before_residual, options.norm_output)
+    planned = plan(options.src, Overrides(*given))
+    dtype = planned.dtype(options.dtype)
+    print(f"{planned.folder}: {planned.kind}, {dtype}, {_summary(planned)}")
+    if options.verbose:
+        _list_tensors(planned)
+    with tqdm(total=len(planned.rows), unit=" parameters", disable=None) as bar:
+        batches = _quantized(planned, dtype, options.quantize, bar)
+        files = orbax.companions(planned.folder)
+        orbax.save(folder, planned.kind, planned.config, batches, files=files, overwrite=options.overwrite)
+    return planned, dtype
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
+    parser = Parser(prog="jspec convert", description=__doc__)
     parser.add_argument("src", type=Path, help="folder with config.json and safetensors or torch weights")
     parser.add_argument("dst", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=FLOATS, help="of the weights; default: as in the file")
     parser.add_argument("--quantize", choices=STORED, help="quantise the linear weights")
     parser.add_argument("--overwrite", action="store_true", help="replace a converted folder at DST")
+    parser.add_argument("--verbose", action="store_true", help="list the tensors and the parameters they make")
     overrides = parser.add_argument_group("values that replace those of the source's config.json")
     overrides.add_argument("--rope-theta", type=float, help="rotary base")
     overrides.add_argument("--feature-layers", type=_ids, metavar="2,16,29", help="target state indices, for a head")
@@ -68,20 +79,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quantized(planned: Plan, dtype: str, kind: str | None) -> Iterator[dict[str, np.ndarray]]:
+def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the plan's batches of parameters, quantised; the bar counts the parameters."""
     check_scope(kind, planned.kind)
     for batch in planned.batches(dtype):
+        bar.update(len(batch))
         leaves = batch if kind is None else orbax.flatten(quantize_parameters(batch, kind))
         yield {name: np.asarray(leaf) for name, leaf in leaves.items()}
         del batch, leaves
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ids separated by commas, such as 2,16,29, got {text!r}") from None
 
 
 def _peak_memory() -> int:
-    """The peak memory of this process in bytes."""
+    """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     if status.is_file():  # ru_maxrss includes the parent process's memory before the fork
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -90,8 +106,15 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _describe(planned: Plan, dtype: str) -> None:
-    print(f"{planned.folder}: {planned.kind}, {dtype}, {planned.config}")
+def _summary(planned: Plan) -> str:
+    """Say how many tensors and values a plan reads."""
+    tensors = [planned.source.tensors[name] for row in planned.rows for name in row.sources]
+    values = sum(int(np.prod(tensor.shape)) for tensor in tensors)
+    return f"{len(tensors)} tensors with {values:,} values"
+
+
+def _list_tensors(planned: Plan) -> None:
+    """Print shape, dtype and parameter of every tensor."""
     for row in planned.rows:
         for name in row.sources:
             tensor = planned.source.tensors[name]

@@ -135,5 +135,8 @@ def _parameters(found: Header) -> str:
 
 def _companions(folder: Path) -> list[str]:
     tokenizer = next((name for name in TOKENIZERS if (folder / name).is_file()), "none: token ids in and out")
-    ids = hub.eos_ids(folder)
-    return [f"tokenizer: {tokenizer}", f"EOS ids: {', '.join(map(str, ids)) or 'none'}"]
+    try:
+        ids = ", ".join(map(str, hub.eos_ids(folder))) or "none"
+    except ValueError as error:
+        ids = f"cannot be read: {error}"
+    return [f"tokenizer: {tokenizer}", f"EOS ids: {ids}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,10 @@ from tests.support.folders import BFLOAT16, DRAFT_IDS, HEAD, TARGET
 pytestmark = pytest.mark.once
 
 
-def test_convert_command_prints_shape_dtype_and_parameter_of_every_tensor(tmp_path, capsys):
+def test_convert_command_verbose_prints_shape_dtype_and_parameter_of_every_tensor(tmp_path, capsys):
     tensors = folders.head_tensors()
     source = folders.write(tmp_path / "src", HEAD, tensors)
-    assert main([str(source), str(tmp_path / "dst"), "--feature-layers", "2,16,29"]) == 0
+    assert main([str(source), str(tmp_path / "dst"), "--feature-layers", "2,16,29", "--verbose"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, tensor in tensors.items():
         (line,) = (line for line in lines if line.startswith(f"{name} "))
@@ -31,6 +32,74 @@ def test_convert_command_prints_shape_dtype_and_parameter_of_every_tensor(tmp_pa
         assert str(tensor.dtype) in line
     assert "midlayer.mlp.up_proj.weight [24, 16] float32 -> layers.0.gate_up" in lines
     assert "MiB" in lines[-1]
+
+
+def test_convert_command_prints_one_line_before_and_one_after(tmp_path, capsys):
+    tensors = folders.target_tensors()
+    source = folders.write(tmp_path / "src", TARGET, tensors)
+    assert main([str(source), str(tmp_path / "dst")]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    values = sum(tensor.size for tensor in tensors.values())
+    assert first == f"{source}: target, float32, {len(tensors)} tensors with {values:,} values"
+    assert last.startswith(f"{tmp_path / 'dst'}: ") and "MiB" in last
+
+
+def test_convert_command_existing_destination_is_refused_before_the_source_is_read(tmp_path, capsys):
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "precious").touch()
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "dst")]) == 2
+    assert capsys.readouterr().err.startswith(f"jspec: {tmp_path / 'dst'}: expected a new folder")
+
+
+def test_convert_command_relative_paths_give_a_folder_that_loads_by_relative_path(tmp_path, monkeypatch):
+    folders.write(tmp_path / "src", TARGET, folders.target_tensors())
+    monkeypatch.chdir(tmp_path)
+    assert main(["src", "dst"]) == 0
+    assert auto.load_checkpoint("dst").folder == tmp_path / "dst"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert auto.load_checkpoint("~/dst").folder == auto.load_checkpoint("./dst").folder == tmp_path / "dst"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's threads
+def test_convert_command_full_disk_prints_one_line_and_leaves_no_file(tmp_path, capfd):
+    """A limit of the size of a file stands for the full disk; the largest tensor is larger."""
+    config = {**TARGET, "vocab_size": 20_000, "num_hidden_layers": 1}
+    source = folders.write(tmp_path / "src", config, folders.target_tensors(config))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        assert main([str(source), str(tmp_path / "out" / "dst")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(
+        f"jspec: {tmp_path / 'out'}: expected to write the weights there"
+    )
+    assert "File too large" in error and "bytes are free" in error
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_convert_command_after_a_kill_tells_the_hidden_folders(tmp_path, capsys):
+    """A kill between the two renames of --overwrite leaves the old folder and the new one under hidden names."""
+    source = folders.write(tmp_path / "src", TARGET, folders.target_tensors())
+    old, new = (tmp_path / f".dst.ab12_xyz{end}" for end in (".old", ""))
+    assert main([str(source), str(old)]) == 0
+    new.mkdir()
+    (tmp_path / ".dst.other.ab12_xyz").mkdir()  # of another destination
+    with pytest.raises(FileNotFoundError, match=rf"interrupted.*{old}; rename that folder to dst"):
+        auto.load_checkpoint(tmp_path / "dst")
+    capsys.readouterr()
+    assert main([str(source), str(tmp_path / "dst")]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert [line.split()[1] for line in notes] == [str(new), str(old)]
+    old.rename(tmp_path / "back")
+    assert auto.load_checkpoint(tmp_path / "back").kind == "target"
+
+
+def test_convert_command_invalid_ids_print_one_line_and_exit_with_2(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), str(tmp_path / "dst"), "--feature-layers", "2,x"])
+    assert "jspec convert: argument --feature-layers: expected ids separated by commas" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", ["no source", "unknown tensor", "existing destination", "truncated", "bad values"])
@@ -51,7 +120,7 @@ def test_convert_command_faulty_source_or_destination_prints_an_error_and_writes
         (target / "precious").touch()
     before = sorted(tmp_path.rglob("*"))
     assert main([str(source), str(target)]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert capsys.readouterr().err.startswith("jspec: ")
     after = [path for path in sorted(tmp_path.rglob("*")) if path != target.parent]
     assert after == [path for path in before if path != target.parent]
 

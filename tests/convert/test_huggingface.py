@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convert import huggingface
+from convert import huggingface, sources
 from jspec.draft import auto
 from jspec.tools import demo
 from tests.support import folders
@@ -43,7 +43,7 @@ def test_conversion_batches_are_equal_for_any_number_of_shards_and_pieces(tmp_pa
     single = folders.write(tmp_path / "single", TARGET, tensors)
     sharded = folders.write(tmp_path / "sharded", TARGET, tensors, shards=3)
     if piece:
-        monkeypatch.setattr(huggingface, "PIECE_BYTES", piece)
+        monkeypatch.setattr(sources, "PIECE_BYTES", piece)
         monkeypatch.setattr(huggingface, "BATCH_BYTES", 1)
     expected = expected_target(tensors, 3)
     expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
@@ -146,7 +146,7 @@ def test_tensor_check_error_lists_all_missing_unknown_and_misshapen_tensors(tmp_
 
 
 def test_tensor_check_duplicate_tensor_or_parameter_raises_assertion_error():
-    tensors = {name: huggingface.Tensor((2,), "float32", Path()) for name in "xy"}
+    tensors = {name: sources.Tensor((2,), "float32", Path()) for name in "xy"}
     row = huggingface.stacked
     huggingface.check([row("a", {"x": (2,)}), row("b", {"y": (2,)})], tensors)
     with pytest.raises(AssertionError, match="'x'"):

@@ -351,7 +351,8 @@ def test_describe_eagle1_and_medusa_heads_prints_format_and_which_target_hidden_
 
 def test_describe_ambiguous_config_prints_the_override_to_pass(tmp_path):
     text = describe(folders.write(tmp_path, {**HEAD, "norm_output": True}, folders.head_tensors()))
-    assert "cannot be loaded: norm_output" in text
+    assert "cannot be loaded: " in text
+    assert "config.json: norm_output: expected" in text
     assert "pass norm_output=True" in text
 
 
@@ -367,6 +368,12 @@ def test_describe_converted_folder_reads_no_weights(converted):
     assert "converted by jspec" in text
     assert "llama, 3 layers, hidden 16" in text
     assert "cannot be loaded" not in text
+
+
+def test_describe_folder_with_damaged_eos_ids_prints_the_rest_and_the_reason(tmp_path):
+    text = describe(folders.write(tmp_path, {**TARGET, "eos_token_id": 97.5}, folders.target_tensors()))
+    assert "llama, 3 layers, hidden 16" in text
+    assert "EOS ids: cannot be read: " in text and "got 97.5" in text
 
 
 def test_describe_unloadable_folder_prints_the_reason(tmp_path):

@@ -71,7 +71,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(overlap=1), r"overlap: expected a bool, got 1"),
     (dict(controls=None), r"controls: expected a bool, got None"),
     (dict(seed=-1), r"seed: expected an int >= 0, got -1"),
-    (dict(tokenizer="no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got 'no-such-folder'"),
+    (dict(tokenizer="./no-such-folder"), r"tokenizer: expected a folder, \"bytes\" or None, got './no-such-folder'"),
+    (dict(tokenizer="bytes"), r"tokenizer: expected ids below 16, the target's vocabulary, got a tokenizer of 256"),
+    (dict(max_len=4097), r"max_len: expected at most 4096, the target's max_position_embeddings, got 4097"),
     (
         dict(slots=10**6, max_len=10**5),
         r"pages: expected a pool below 2\*\*31 elements, got \d+ pages \(slots=.*; lower slots, .* at most \d+",
@@ -98,11 +100,12 @@ def test_engine_with_unknown_option_raises_naming_the_option() -> None:
 def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() -> None:
     """With the number of pages in the message the engine starts."""
     options: dict[str, Any] = dict(memory_fraction=0.001, slots=8, page_size=16)
+    target = small.target().replace(config=replace(small.target().config, max_position=2**31 - 1))
     with pytest.raises(ValueError, match="pass pages=") as error:
-        Engine(small.target(), max_len=100_000 * 16, **options)
+        Engine(target, max_len=100_000 * 16, **options)
     pages = int(str(error.value).split("pass pages=")[1])
     with pytest.raises(AssertionError, match="it came to compiling"):
-        Engine(small.target(), max_len=1000, pages=pages - 8, **options)
+        Engine(target, max_len=1000, pages=pages - 8, **options)
 
 
 def eagle3(*, vocab: int = small.VOCAB, hidden: int = 16, layers: tuple[int, ...] = (0, 1)) -> Eagle3:
@@ -119,7 +122,7 @@ def with_default_layers() -> Eagle3:
 BAD_PAIRS: dict[str, tuple[Any, str]] = {
     "draft model of another vocabulary": (
         lambda: DraftModel(tiny.model(15, layers=1), CHAIN),
-        r"DraftModel: expected the target's vocabulary of 16 tokens, got 15; use a draft model that shares",
+        r"DraftModel: expected the target's vocabulary of 16 tokens, got 15; use a draft model of the target's ",
     ),
     "head of another vocabulary": (
         lambda: eagle3(vocab=20),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from convert.fields import CheckpointError
 from jspec import SamplingParams
 from jspec.tools import demo
 
@@ -96,4 +98,25 @@ def test_generation_config_that_is_missing_or_invalid_raises(tmp_path: Path) -> 
     for text, got in (("{", "expected JSON"), ("[]", "expected a JSON object, got list")):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=got):
+            SamplingParams.from_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_generation_config_with_a_penalty_that_transformers_lacks_warns_once(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, name: 1.5}))
+    with pytest.warns(UserWarning, match=rf"{file}: {name}=1\.5: not read, .*; pass it to SamplingParams") as told:
+        assert SamplingParams.from_generation_config(tmp_path) == SamplingParams()
+    assert len(told) == 1
+    file.write_text(json.dumps({name: 0}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SamplingParams.from_generation_config(tmp_path)
+
+
+def test_generation_config_value_of_another_type_raises_naming_file_and_field(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    for fields, named in (({"top_k": "5"}, "top_k"), ({"max_new_tokens": [1]}, "max_tokens"), ({"top_p": {}}, "top_p")):
+        file.write_text(json.dumps({"do_sample": True, **fields}))
+        with pytest.raises(CheckpointError, match=rf"^{tmp_path}: SamplingParams\.{named}: expected"):
             SamplingParams.from_generation_config(tmp_path)

@@ -23,7 +23,7 @@ from tests.support import folders
 
 pytestmark = pytest.mark.once
 
-PROMPT = '!"#$%!"#$%!"'  # bytes below 40, the tokens of the small target
+PROMPT = '!"#$%!"#$%!"'
 TOKENS = 20
 SPEED = r"(\d+) tokens, (\d+) rounds, mean acceptance length [\d.]+, [\d.]+ tokens/s"
 
@@ -32,14 +32,18 @@ SPEED = r"(\d+) tokens, (\d+) rounds, mean acceptance length [\d.]+, [\d.]+ toke
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A target of one layer and a drafter of every kind, with random weights."""
     root = tmp_path_factory.mktemp("small")
-    config = {**folders.TARGET, "num_hidden_layers": 1, "eos_token_id": None}
+    vocabulary = {"vocab_size": 256}
+    config = {**folders.TARGET, **vocabulary, "num_hidden_layers": 1, "eos_token_id": None}
     states = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     folders.write(root / "target", config, folders.target_tensors(config))
-    folders.write(root / "eagle3", {**folders.HEAD, **states}, folders.head_tensors())
-    folders.write(root / "eagle", folders.EAGLE, folders.eagle_tensors())
+    folders.write(
+        root / "eagle3", {**folders.HEAD, **vocabulary, **states}, folders.without(folders.head_tensors(), "t2d")
+    )
+    folders.write(root / "eagle", {**folders.EAGLE, **vocabulary}, folders.eagle_tensors())
     medusa = folders.write(root / "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 1}, {})
     (medusa / "model.safetensors").unlink()
-    folders.save_file(folders.medusa_tensors(3), medusa / "medusa_lm_head.safetensors")
+    outputs = folders.random_tensors({f"{head}.1.weight": (256, 16) for head in range(3)})
+    folders.save_file(folders.medusa_tensors(3) | outputs, medusa / "medusa_lm_head.safetensors")
     return {path.name: str(path) for path in root.iterdir()} | {"draft-model": str(root / "target")}
 
 

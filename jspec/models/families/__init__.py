@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
+from convert.fields import Fields
 from convert.huggingface import Row
 from jspec.models.config import ModelConfig, unsupported
 
@@ -26,7 +27,7 @@ class Family(Protocol):
             rope_theta: rotary base; None: as in config.json.
 
         Raises:
-            ValueError: keys are missing; the message names them.
+            CheckpointError: keys are missing, or a value is impossible or of another type; the message names them.
             NotImplementedError: an option is not supported.
         """
 
@@ -55,19 +56,25 @@ def register(*model_types: str) -> Callable[[F], F]:
     return add
 
 
+def model_types() -> list[str]:
+    """Returns all registered values of `model_type`."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return list(FAMILIES)
+
+
 def family_of(model_type: str) -> Family:
-    """Return the family that is registered under a `model_type`.
+    """Returns the family that is registered under a `model_type`.
 
     Raises:
         NotImplementedError: no family has this `model_type`; the message names the registered values.
     """
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    if model_type not in FAMILIES:
+    if model_type not in model_types():
         raise unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
     return FAMILIES[model_type]
 
 
 def read_config(fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
     """Read the config.json of a model of any family; `Family.config` documents the arguments and errors."""
-    return family_of(fields.get("model_type") or DEFAULT).config(fields, rope_theta=rope_theta)
+    fields = Fields.of(fields)
+    return family_of(fields.text("model_type", DEFAULT)).config(fields, rope_theta=rope_theta)

@@ -3,12 +3,15 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from convert.fields import CheckpointError, Fields, require, short
 from convert.huggingface import Row, same
-from jspec.models.config import ModelConfig, Rope, require, unsupported
+from jspec.models.config import ModelConfig, Rope, unsupported
 from jspec.models.families import register
 from jspec.models.params import Params, model_params, rows
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
+DEFAULT_THETA = 10000.0  # rotary base of a config.json that gives none, as in transformers
+QUANTIZATION = "unquantised float weights (quantize='int8' or 'fp8' rounds them at load)"
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER = {  # for each parameter of a layer, the tensors that are concatenated along axis 0
     "attn_norm": ("input_layernorm.weight",),
@@ -35,14 +38,15 @@ class Llama:
             rope_theta: rotary base; None: as in config.json.
             flags: values of `qkv_bias` and `qk_norm` for all layers, which derived families pass.
         """
+        fields = Fields.of(fields)
         return ModelConfig.of_sizes(
             **read_sizes(fields, "num_hidden_layers"),
             **flags,
-            family=fields["model_type"],
-            num_layers=int(fields["num_hidden_layers"]),
+            family=fields.text("model_type"),
+            num_layers=fields.integer("num_hidden_layers"),
             rope=read_rope(fields, theta=rope_theta),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            max_position=int(fields.get("max_position_embeddings", 2048)),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            max_position=fields.integer("max_position_embeddings", 2048),
         )
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
@@ -61,7 +65,7 @@ class Llama:
 def layer_tensors(
     params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
 ) -> dict[str, list[str]]:
-    """Return the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+    """Lists the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
 
     Args:
         params: declarations of the model's parameters; parameters without a declaration are left out of the result.
@@ -76,8 +80,8 @@ def layer_tensors(
     }
 
 
-def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """Read the sizes in a config.json, with the defaults of the Llama format.
+def read_sizes(fields: Fields, *required: str) -> dict[str, Any]:
+    """Reads the sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the Llama format's defaults.
 
     Args:
         fields: parsed config.json, or the part of it that describes the layers.
@@ -87,77 +91,83 @@ def read_sizes(fields: Mapping[str, Any], *required: str) -> dict[str, Any]:
         The sizes, by argument name of `DecoderConfig.of_sizes`.
 
     Raises:
-        ValueError: keys are missing; the message names them.
+        CheckpointError: keys are missing, or a value has another type; the message names them.
         NotImplementedError: an option of the layers is not supported.
     """
-    if fields.get("hidden_act", "silu") != "silu":
+    if fields.text("hidden_act", "silu") != "silu":
         raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if fields.get(flag):
-            raise unsupported(flag, fields[flag], "False")
+        if fields.flag(flag):
+            raise unsupported(flag, True, "False")
     if fields.get("quantization_config"):
-        raise unsupported("quantization_config", fields["quantization_config"], "unquantised float weights")
-    if other := set(fields.get("layer_types") or ()) - {"full_attention"}:
+        raise unsupported("quantization_config", fields["quantization_config"], QUANTIZATION)
+    if other := set(fields.texts("layer_types")) - {"full_attention"}:
         raise unsupported("layer_types", sorted(other), "'full_attention' alone")
-    require("config.json", fields, ("model_type", *SIZES, *required))
-    heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+    require(fields, ("model_type", *SIZES, *required))
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     return {
-        "vocab_size": int(fields["vocab_size"]),
+        "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": int(fields["intermediate_size"]),
+        "intermediate_size": fields.integer("intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": int(fields.get("num_key_value_heads") or heads),
-        "head_dim": int(fields.get("head_dim") or hidden // heads),
-        "norm_eps": float(fields["rms_norm_eps"]),
+        "num_kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": fields.integer("head_dim", hidden // heads),
+        "norm_eps": fields.number("rms_norm_eps"),
     }
 
 
-def read_rope(fields: Mapping[str, Any], *, theta: float | None = None) -> Rope:
-    """Read the rotary embedding in a config.json.
+def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
+    """Reads the rotary embedding in a config.json.
 
-    Older config.json files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead.
+    Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead and reads all
+    three, with a rotary base within either of the two objects. Files whose values differ are refused.
 
     Args:
         fields: parsed config.json.
         theta: rotary base; None: as in config.json, or 10000 if the file gives none.
 
     Raises:
-        ValueError: `rope_parameters` and the older keys are both present and their values differ.
+        CheckpointError: two parts of the file differ, or a value has another type.
         NotImplementedError: the rope type is not supported.
     """
-    parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    if by_layer := [kind for kind, value in parameters.items() if isinstance(value, Mapping)]:
+    forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
+    if by_layer := [kind for form in forms for kind, value in form.items() if isinstance(value, Mapping)]:
         raise unsupported("rope_parameters", by_layer, "one rotary embedding for all layers")
-    named = {float(c["rope_theta"]) for c in (parameters, fields) if c.get("rope_theta") is not None}
+    outer = fields.number("rope_theta", DEFAULT_THETA)
+    named = {form.number("rope_theta", outer) for form in forms if form}
+    if not named or fields.get("rope_theta") is not None:
+        named.add(outer)
     if theta is None and len(named) > 1:
-        raise ValueError(
-            f"rope_theta: expected one value, got {sorted(named)} from rope_parameters and beside it; "
-            "pass rope_theta= to choose"
-        )
-    theta = theta if theta is not None else next(iter(named), 10000.0)
-    for source in (parameters, fields):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise unsupported("partial_rotary_factor", source["partial_rotary_factor"], "1.0")
-    forms = {_scaled_rope(theta, form) for form in (parameters, scaling) if form}
-    if len(forms) > 1:
-        raise ValueError(
-            f"rope: expected rope_parameters and rope_scaling to agree, got {parameters} and {scaling}; "
-            "delete one of the two from config.json"
-        )
-    return next(iter(forms), Rope(theta=theta))
+        raise CheckpointError(
+            fields.place, f"rope_theta: expected one value, got {sorted(named)} from rope_parameters, rope_scaling and "
+            "beside them; pass rope_theta= to choose",
+        )  # fmt: skip
+    theta = theta if theta is not None else named.pop()
+    for part in (*forms, fields):
+        if part.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise unsupported("partial_rotary_factor", part["partial_rotary_factor"], "1.0")
+    ropes = {_scaled_rope(theta, form, fields) for form in forms if form}
+    if len(ropes) > 1:
+        raise CheckpointError(
+            fields.place, f"rope: expected rope_parameters and rope_scaling to agree, got {short(dict(forms[0]))} and "
+            f"{short(dict(forms[1]))}; delete one of the two",
+        )  # fmt: skip
+    return next(iter(ropes), Rope(theta=theta))
 
 
-def _scaled_rope(theta: float, form: Mapping[str, Any]) -> Rope:
-    kind = form.get("rope_type", form.get("type", "default"))
+def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
+    kind = form.text("rope_type", form.text("type", "default"))
     if kind != "llama3":
         return Rope(theta=theta, kind=kind)
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    require("rope_scaling", form, keys)
+    length = "original_max_position_embeddings"
+    require(form, ("factor", "low_freq_factor", "high_freq_factor", length))
+    if outer.get(length) not in (None, form[length]):  # readers differ in which of the two they take
+        raise outer.error(length, f"{short(form[length])}, as in {form.place}")
     return Rope(
         theta=theta,
         kind=kind,
-        factor=float(form["factor"]),
-        low_freq_factor=float(form["low_freq_factor"]),
-        high_freq_factor=float(form["high_freq_factor"]),
-        original_max_position=int(form["original_max_position_embeddings"]),
+        factor=form.number("factor"),
+        low_freq_factor=form.number("low_freq_factor"),
+        high_freq_factor=form.number("high_freq_factor"),
+        original_max_position=form.integer(length),
     )

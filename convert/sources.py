@@ -1,0 +1,219 @@
+"""Opens the weights of a Hugging Face folder: reads all headers first, then values piece by piece."""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, read_json, short
+
+PIECE_BYTES = 8 * 2**20  # bytes of a tensor that are read at a time, as float32
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
+EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The header of a tensor in a file."""
+
+    shape: Shape
+    dtype: str  # name of the dtype, as numpy spells it
+    file: Path  # file that holds the tensor
+
+
+class Source(abc.ABC):
+    """The tensors of a folder.
+
+    Args:
+        files: the files that hold the tensors.
+
+    Attributes:
+        tensors: headers of the tensors, by name.
+        folder: folder of the files.
+        not_finite: number of NaN and infinite values in each tensor that has any, of the pieces read until now.
+
+    Raises:
+        CheckpointError: a file is incomplete, or two files hold tensors of the same name.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.not_finite: Counter[str] = Counter()
+        self.folder = Path()
+        for file in files:
+            self.folder = file.parent
+            for name, tensor in self._headers(file).items():
+                if name in self.tensors:
+                    place = self.tensors[name].file
+                    raise CheckpointError(file, f"{short(name)}: expected once, got it in {place} too; remove one")
+                self.tensors[name] = tensor
+
+    @abc.abstractmethod
+    def _headers(self, file: Path) -> dict[str, Tensor]:
+        """Reads the headers of the tensors in one file; returns them by name.
+
+        Raises:
+            CheckpointError: the file is incomplete.
+        """
+
+    @abc.abstractmethod
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Reads the rows from start (inclusive) to stop (exclusive) of a tensor, in the dtype of the file."""
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """Yields all rows of a tensor in order, in pieces of a few megabytes; counts NaN and infinite values."""
+        tensor = self.tensors[name]
+        rows, *rest = tensor.shape
+        step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
+        for start in range(0, rows, step):
+            try:
+                piece = self.read(name, start, min(start + step, rows))
+            except (SafetensorError, RuntimeError, OSError) as error:
+                raise incomplete(tensor.file, f"values of {short(name)}", error) from error
+            if not is_finite(piece):
+                self.not_finite[name] += int((~np.isfinite(piece)).sum())
+            yield piece
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Returns whether all values are finite; for bfloat16 far faster than `np.isfinite`.
+
+    NaN and infinity have all exponent bits set. Read as integers, they are the largest values of their sign.
+    """
+    exponent = EXPONENT.get(values.dtype.name)
+    if exponent is None or not values.size:
+        return True
+    sign = 1 << (8 * values.itemsize - 1)
+    signed, unsigned = (values.view(f"{kind}{values.itemsize}") for kind in "iu")
+    return bool(signed.max() < exponent and unsigned.max() < sign + exponent)
+
+
+@final
+class Safetensors(Source):
+    """Tensors in safetensors files.
+
+    Each read opens the file again, because an open memory mapping keeps all pages that were read in memory.
+    """
+
+    def _headers(self, file: Path) -> dict[str, Tensor]:
+        try:
+            with safe_open(file, "numpy") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+                return {
+                    name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
+                    for name, s in slices.items()
+                }
+        except (SafetensorError, OSError) as error:
+            raise incomplete(file, "safetensors file", error) from error
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        with safe_open(self.tensors[name].file, "numpy") as opened:
+            return opened.get_slice(name)[start:stop]
+
+
+def incomplete(file: Path, what: str, error: object) -> CheckpointError:
+    """Makes the error for a file of weights that cannot be read.
+
+    Args:
+        what: what was expected in the file.
+        error: the error of the library that reads it.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+            return CheckpointError(file, LFS_ADVICE)
+    reason = short(str(error).partition("\n")[0], 200)
+    return CheckpointError(
+        file, f"expected a complete {what}, got an error ({reason}); download it again, or save it as safetensors"
+    )
+
+
+Reader = Callable[[Iterable[Path]], Source]
+
+
+def _torch_files(files: Iterable[Path]) -> Source:
+    from convert.torch_files import TorchFiles  # imported late: torch takes seconds
+
+    return TorchFiles(files)
+
+
+MODEL: dict[str, Reader] = {"model.safetensors": Safetensors, "pytorch_model.bin": _torch_files}
+MEDUSA: dict[str, Reader] = {"medusa_lm_head.safetensors": Safetensors, "medusa_lm_head.pt": _torch_files}
+OTHER_FOLDERS = {  # files that show what else a folder is: the name, the advice
+    "adapter_config.json": ("a LoRA adapter", "merge it into its model and save that"),
+    "*.gguf": ("GGUF files", "take the model's safetensors"),
+    "*.safetensors": ("other safetensors", "name the file model.safetensors, or add its index"),
+}
+
+
+def open_source(folder: Path, *, heads_first: bool = False) -> Source:
+    """Opens the weights of a folder, in one file or sharded: safetensors files if there are any, else torch files.
+
+    Args:
+        folder: folder with the weights.
+        heads_first: open the Medusa heads if the folder has both heads and a whole model; False: open the model.
+
+    Raises:
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        CheckpointError: a file is incomplete, the index does not match the files, or the folder has both a whole file
+            and shards.
+    """
+    for single, reader in (MEDUSA | MODEL if heads_first else MODEL | MEDUSA).items():
+        index, whole = folder / f"{single}.index.json", folder / single
+        if index.is_file() and whole.is_file():
+            raise CheckpointError(
+                folder, f"expected one set of weights, got {whole.name} and {index.name}, the index of shards; "
+                "delete the older of the two",
+            )  # fmt: skip
+        if index.is_file():
+            return _open_sharded(index, reader)
+        if whole.is_file():
+            return reader([whole])
+    raise not_found(folder, f"one of {', '.join(MODEL | MEDUSA)}, or the index of one (*.index.json)")
+
+
+def not_found(folder: Path, expected: str) -> FileNotFoundError:
+    """Makes the error for a folder that lacks a file; its message names what the folder holds instead."""
+    if not folder.is_dir():
+        return FileNotFoundError(f"{folder}: expected a folder with {expected}, got no such folder; check the path")
+    for pattern, (what, advice) in OTHER_FOLDERS.items():
+        if any(folder.glob(pattern)):
+            return FileNotFoundError(f"{folder}: expected a folder with {expected}, got {what}; {advice}")
+    names = listed(sorted(path.name for path in folder.iterdir())) or "an empty folder"
+    return FileNotFoundError(f"{folder}: expected a folder with {expected}, got {names}; download the model's files")
+
+
+def _open_sharded(index: Path, reader: Reader) -> Source:
+    fields = read_json(index)
+    shards = fields.object("weight_map")
+    if not shards:
+        raise fields.error("weight_map", "the file of each tensor")
+    if wrong := [name for name, shard in shards.items() if not _is_file_name(shard)]:
+        raise CheckpointError(index, f"expected a file name for each tensor, got none for {listed(wrong)}; correct it")
+    files = {name: index.parent / name for name in sorted(set(shards.values()))}
+    if absent := [name for name, file in files.items() if not file.is_file()]:
+        raise FileNotFoundError(f"{index} names files that are not there: {listed(absent)}; download them")
+    source = reader(files.values())
+    wrong = [n for n, shard in shards.items() if n not in source.tensors or source.tensors[n].file != files[shard]]
+    if wrong:
+        raise CheckpointError(
+            index, f"expected tensors in the files that it names for them, not found there: {listed(sorted(wrong))}; "
+            "download the index again",
+        )  # fmt: skip
+    return source
+
+
+def _is_file_name(value: object) -> bool:
+    """Returns whether a value is the name of a file, without a folder."""
+    return (
+        isinstance(value, str) and value.isprintable() and value == Path(value).name and 0 < len(value.encode()) < 256
+    )

@@ -1,0 +1,132 @@
+"""Every spelling of a config.json that is read has the values that transformers resolves; others are refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec.draft.eagle_formats import read_head
+from jspec.models.config import DecoderConfig
+from jspec.models.families import read_config
+from tests.support.folders import HEAD, TARGET, without
+
+pytestmark = pytest.mark.once
+transformers = pytest.importorskip("transformers")
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+SHORT = without(LLAMA3, "original_max_position_embeddings")
+ROPES: list[Any] = [
+    None, {}, {"rope_theta": 5e5}, {"rope_theta": 10000}, {"rope_type": "default"}, {"type": "default"}, LLAMA3,
+    {**LLAMA3, "rope_theta": 5e5}, {**without(LLAMA3, "rope_type"), "type": "llama3"}, {**SHORT, "rope_theta": 5e5},
+    {**LLAMA3, "factor": 4.0}, {"partial_rotary_factor": 0.5}, {"rope_type": "linear", "factor": 2.0},
+]  # fmt: skip
+THETAS = (None, 5e5, 10000)
+LENGTHS = (None, 64, 32)
+SIZES: list[dict[str, Any]] = [
+    {}, {"head_dim": 8}, {"head_dim": None}, {"num_key_value_heads": None}, {"num_key_value_heads": 4},
+    {"tie_word_embeddings": True}, {"max_position_embeddings": 4096}, {"rms_norm_eps": 1e-6},
+    {"attention_bias": False, "mlp_bias": False}, {"attention_bias": True}, {"hidden_act": "gelu"},
+    {"partial_rotary_factor": 0.5}, {"sliding_window": 4}, {"pretraining_tp": 2}, {"rope_theta": 1e6},
+    {"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+]  # fmt: skip
+
+
+def spelled(theta: Any, parameters: Any, scaling: Any, length: Any) -> dict[str, Any]:
+    """The keys of a rotary embedding in a config.json; None: absent."""
+    keys = {"rope_theta": theta, "rope_parameters": parameters, "rope_scaling": scaling}
+    keys["original_max_position_embeddings"] = length
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def resolved(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """The values of transformers' config object for a config.json."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return {
+        "sizes": [getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")],
+        "heads": [config.num_attention_heads, config.num_key_value_heads, config.head_dim],
+        "eps": config.rms_norm_eps,
+        "rope": rope_values(config.rope_parameters),
+        "bias": config.attention_bias or config.mlp_bias,
+        "activation": config.hidden_act,
+    }
+
+
+def rope_values(rope: dict[str, Any]) -> list[Any]:
+    """Rotary base, kind and scaling, with `partial_rotary_factor`."""
+    scaled = [rope[name] for name in LLAMA3 if name != "rope_type"] if rope["rope_type"] == "llama3" else []
+    return [rope["rope_theta"], rope["rope_type"], *scaled, rope.get("partial_rotary_factor") or 1.0]
+
+
+def ours(config: DecoderConfig) -> dict[str, Any]:
+    rope = config.rope
+    scaled = [rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position]
+    return {
+        "sizes": [config.vocab_size, config.hidden_size, config.intermediate_size],
+        "heads": [config.num_heads, config.num_kv_heads, config.head_dim],
+        "eps": config.norm_eps,
+        "rope": [rope.theta, rope.kind, *(scaled if rope.kind == "llama3" else []), 1.0],
+        "bias": False,
+        "activation": config.layers[0].mlp.activation,
+    }
+
+
+def readings(fields: dict[str, Any]) -> list[DecoderConfig]:
+    """A config as that of a target and as that of an EAGLE-3 head, in two layouts; [] if it is refused."""
+    head = {**HEAD, **fields}
+    outer = {"speculators_model_type": "eagle3", "norm_before_residual": False, "transformer_layer_config": fields}
+    try:
+        return [read_config(fields), read_head(head, "eagle3"), read_head(outer, "eagle3")]
+    except (ValueError, NotImplementedError):
+        return []
+
+
+def test_config_with_any_spelling_of_the_rope_equals_transformers_or_is_refused(tmp_path: Path) -> None:
+    accepted = 0
+    for keys in itertools.product(THETAS, ROPES, ROPES, LENGTHS):
+        fields = {**TARGET, **spelled(*keys)}
+        for config in readings(fields):
+            accepted += 1
+            assert ours(config) == resolved(tmp_path, fields), fields
+    assert accepted > 300
+
+
+@pytest.mark.parametrize("keys", SIZES, ids=str)
+def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    fields = {**TARGET, "max_position_embeddings": 512, **keys}
+    expected = resolved(tmp_path, fields)
+    for config in readings(fields):
+        assert ours(config) == expected
+    if not expected["bias"] and expected["activation"] == "silu" and expected["rope"][-1] == 1:
+        target = read_config(fields)
+        assert (target.num_layers, target.tie_word_embeddings) == (3, keys.get("tie_word_embeddings", False))
+        assert target.max_position == keys.get("max_position_embeddings", 512)
+
+
+REAL: dict[str, tuple[dict[str, Any], float]] = {
+    "Llama 2": ({"rope_scaling": None}, 1e4),
+    "Llama 3": ({"rope_theta": 500000.0, "rope_scaling": None}, 5e5),
+    "Llama 3.1": ({"rope_theta": 500000.0, "rope_scaling": LLAMA3}, 5e5),
+    "transformers 5": ({"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}, 5e5),
+    "transformers 5, plain": ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, 5e5),
+    "base within the scaling": ({"rope_scaling": {"rope_type": "default", "rope_theta": 500000.0}}, 5e5),
+    "all three": ({"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, 5e5),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_config_with_a_rope_as_files_in_use_spell_it_is_accepted(tmp_path: Path, name: str) -> None:
+    keys, theta = REAL[name]
+    fields = {**TARGET, **keys}
+    configs = readings(fields)
+    assert [config.rope.theta for config in configs] == [theta] * 3
+    assert ours(configs[0]) == resolved(tmp_path, fields)
