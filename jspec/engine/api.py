@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -82,6 +83,7 @@ class Engine:
         )
         self._recovery = Recovery(self.core)
         self._lock = FairLock()
+        self._checks = ThreadPoolExecutor(16, "check")  # their own threads: steps must not wait for slow grammars
         self._abort_after_step: list[Request] = []
         self._closed = False
         self._acceptance_warner = LowAcceptanceWarner(self.core.runner.program.drafter)
@@ -119,8 +121,6 @@ class Engine:
             logits_processor=logits_processor,
             **options,
         )
-
-    # -- completions
 
     def generate(
         self,
@@ -216,12 +216,12 @@ class Engine:
         finally:
             self._abort(request.samples)
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
-        """Do what `stream` does in asyncio, for any number of tasks at once; cancelling a task aborts its request."""
-        (request,) = self._make_requests([prompt], params, trace=False)
-        return self._astream(request)
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """Do what `stream` does in asyncio, for any number of tasks at once; cancelling a task aborts its request.
 
-    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+        The request is checked in a thread when the first chunk is requested, so its errors are raised there.
+        """
+        (request,) = await asyncio.wrap_future(self._checks.submit(self._make_requests, [prompt], params, trace=False))
         num_sent = dict.fromkeys(request.samples, 0)
         try:
             await asyncio.to_thread(self._queue, request.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 
 from jspec.core.config import MAX_LOGPROBS
 from jspec.engine.generation_config import recommended
+from jspec.engine.grammar import json_schema
 
 GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
@@ -42,12 +42,12 @@ class SamplingParams:
             word begins in the prompt. A text means its tokenisations with and without a leading blank.
         allowed_token_ids: the only tokens that may be emitted; None is off.
         min_tokens: number of tokens before which stop tokens are masked and stop strings do not match.
-        regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
-            matches. Tokens that end the request are allowed exactly where the text may end, and are the only tokens
-            allowed where the text must end. max_tokens or a stop string may cut the text earlier.
-        json_schema: a JSON schema, as a mapping or its text, that the whole text satisfies; same rules as ``regex``.
-            Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as text. A
-            recursive schema is followed as ``grammar`` is.
+        regex: a regular expression (of the library outlines_core, without look-around and anchors; ``\\d`` is 0 to 9)
+            that the whole text matches. Tokens that end the request are allowed exactly where the text may end, and are
+            the only tokens allowed where the text must end. max_tokens or a stop string may cut the text earlier.
+        json_schema: a JSON schema, as a mapping, its text or a pydantic class; the whole text is an instance of it. The
+            rules of ``regex`` hold. Schemas with unsupported keywords are refused. Stored as text. A schema that fits
+            no table (`jspec.engine.grammar.schema_regex`) is followed as ``grammar`` is.
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
             matches; same rules as ``regex``. A round with such a request runs as two launches; between them the host
             computes the mask of each draft node (`jspec.step.split_decode`).
@@ -83,7 +83,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
     grammar: str | None = None
     processor_args: tuple[float, ...] = ()
     draft: bool | int = True
@@ -169,8 +169,11 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         values["bad_words"] = tuple(
             tuple(word) if isinstance(word, (list, np.ndarray)) else word for word in params.bad_words
         )
-    if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
-        values["json_schema"] = json.dumps(params.json_schema)
+    if params.json_schema is not None:
+        values["json_schema"] = json_schema.text_of(params.json_schema)
+    for name in ("regex", "grammar"):
+        if isinstance(getattr(params, name), str):
+            json_schema.check_text(name, getattr(params, name))
     if isinstance(params.logit_bias, Mapping):
         values["logit_bias"] = dict(params.logit_bias)  # a copy, as the caller may change the original later
     return values
@@ -217,17 +220,6 @@ def are_words(value: object) -> bool:
     return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
 
 
-def is_schema(value: object) -> bool:
-    """Whether the value is None, a text, or a mapping that can be written as JSON."""
-    if not isinstance(value, Mapping):
-        return value is None or isinstance(value, str)
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def is_int_from(least: int, value: object) -> bool:
     return is_int(value) and value >= least  # type: ignore[operator]
 
@@ -268,7 +260,6 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
         lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
-    ("json_schema", lambda p: is_schema(p.json_schema), "None, a schema as a dict, or its text"),
     ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
     (
         "processor_args",
