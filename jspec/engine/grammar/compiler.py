@@ -150,7 +150,7 @@ def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar
 
 
 def _forms(field: str, value: str) -> tuple[str | None, str | None]:
-    """Write a grammar as a regular expression for a table and as a Lark grammar for a parser; None: it has no such form.
+    """Write a grammar as a regular expression for a table and as a Lark grammar for a parser; None: no such form.
 
     Raises:
         ValueError: a JSON schema is wrong.

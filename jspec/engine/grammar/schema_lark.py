@@ -1,9 +1,9 @@
 """Writes a JSON schema as a Lark grammar for llguidance, which follows or refuses every keyword of JSON Schema.
 
 Where llguidance would let out a text that is no instance, the schema is rewritten or refused. Llguidance reads
-patterns in another language. It compares the names of unlisted properties before their escapes are resolved, so `"\\u0061"` would
-not be the property "a". It counts a repeated property twice, rounds large numbers, and
-includes some exclusive bounds.
+patterns in another language. It compares the names of unlisted properties before their escapes are resolved, so
+`"\\u0061"` would not be the property "a". It counts a repeated property twice, rounds large numbers, and includes some
+exclusive bounds.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
-    """Move whole exclusive bounds a little, because llguidance includes some of them: 0 in the numbers from 0 to 0.5."""
+    """Move whole exclusive bounds a little, because llguidance includes some: 0 in the numbers from 0 to 0.5."""
     moved: dict[str, float] = {}
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         bound = schema.get(name)
