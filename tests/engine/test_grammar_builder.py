@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jspec import SamplingParams
+from jspec.engine.grammar import regex_dfa
 from jspec.engine.grammar.builder import Builder
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.regex_dfa import TooLarge, build
@@ -46,6 +49,30 @@ def test_grammar_builder_returns_the_automaton_of_build() -> None:
     with pytest.raises(ValueError, match="Failed to build DFA"):
         builder("build", "(")
     assert len(builder.processes) == 1
+
+
+@ON_LINUX
+def test_grammar_builder_of_a_process_with_much_memory_keeps_its_own_process() -> None:
+    """A child's peak memory begins with its parent's, which says nothing about the child."""
+    held = np.ones(2**26)
+    builder = Builder()
+    builder("build", "a")
+    (process,) = builder.processes
+    builder("build", "b")
+    assert builder.processes == [process] and held.nbytes > regex_dfa.MAX_KEPT
+
+
+@ON_LINUX
+def test_serve_ends_after_a_task_that_left_much_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter([None, ("build", ("a",), 0), ("build", ("b",), 0)])
+    monkeypatch.setattr(regex_dfa.pickle, "load", lambda file: next(asked))
+    monkeypatch.setattr(regex_dfa, "limit_memory", lambda limit: None)
+    monkeypatch.setattr(regex_dfa, "limit_cpu", lambda seconds: None)
+    monkeypatch.setattr(regex_dfa, "held_memory", lambda: regex_dfa.MAX_KEPT + 1)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=None))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=io.BytesIO()))
+    regex_dfa.serve(0)
+    assert next(asked) == ("build", ("b",), 0)  # was left for the next process
 
 
 @ON_LINUX
@@ -198,13 +225,3 @@ def test_grammar_input_closed_or_deleted_ends_the_compiling_process() -> None:
         assert second.poll() is not None
     finally:
         gc.enable()
-
-
-@ON_LINUX
-def test_grammar_builder_replaces_a_process_that_used_much_memory() -> None:
-    builder = Builder()
-    builder("build", "(a|b)*a(a|b){15}")
-    (first,) = builder.processes
-    first.wait(10)
-    assert first.returncode == 0
-    assert builder("build", "a")[1].any() and builder.processes != [first]

@@ -8,10 +8,12 @@ another, and ends if a task takes too much time or memory. This file must import
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ BEGIN, END = "\U0010fffe", "\U0010ffff"  # two code points that are not and will
 INSTALL = 'install outlines_core (pip install -e ".[grammar]")'
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
 MAX_WORK = 2**27  # most cells of an intermediate table, before useless states and classes are removed
-MAX_KEPT = 2**28  # bytes that the process may have used to serve another task
+MAX_KEPT = 2**28  # bytes that the process may hold to serve another task
 ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
 
 Automaton = tuple[Int[np.ndarray, "states 256"], Bool[np.ndarray, "states"]]
@@ -328,7 +330,7 @@ def serve(limit: int) -> None:
         limit_cpu(0)
         pickle.dump((kind, answer), sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
-        used = MAX_KEPT + 1 if kind == MEMORY else peak_memory()
+        used = MAX_KEPT + 1 if kind == MEMORY else held_memory()
 
 
 def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[str | None, Any]:
@@ -362,13 +364,13 @@ def limit_cpu(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def peak_memory() -> int:
-    """Most bytes that this process has held; 0 where the system does not tell."""
+def held_memory() -> int:
+    """Bytes that this process holds; 0 where the system does not tell. (`ru_maxrss` would include the parent's.)"""
     try:
-        import resource
-    except ImportError:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
