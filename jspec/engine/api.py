@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NoReturn, Self, Unpack, final
 
 from tqdm import tqdm
@@ -145,8 +146,6 @@ class Engine(EngineLoop):
         model = Model.from_weights(checkpoint.config, checkpoint.weights)
         return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
 
-    # -- completions
-
     def generate(
         self,
         prompts: Prompts,
@@ -197,8 +196,8 @@ class Engine(EngineLoop):
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]:
         """Complete prompts as `generate` does, for use in asyncio tasks; cancelling the task aborts the requests."""
-        asked = self._make_requests(prompts, params, sampling_params=sampling_params, trace=trace, keywords=fields)
-        await self._async_steps.finish(self, [sample for request in asked for sample in request.samples])
+        make = partial(self._make_requests, prompts, params, sampling_params=sampling_params, trace=trace)
+        asked = await self._async_steps.finish(self, partial(make, keywords=fields))
         return [make_completion(request) for request in asked]
 
     def submit(
@@ -262,9 +261,12 @@ class Engine(EngineLoop):
         sampling_params: Params | None = None,
         **fields: Unpack[SamplingFields],
     ) -> AsyncIterator[Chunk]:
-        """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request."""
-        request = self._make_request(prompt, params, sampling_params=sampling_params, keywords=fields)
-        return self._async_steps.stream(self, request)
+        """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request.
+
+        Errors in the prompt or a parameter are raised with the first chunk.
+        """
+        make = partial(self._make_request, prompt, params, sampling_params=sampling_params, keywords=fields)
+        return self._async_steps.stream(self, make)
 
     # -- conversations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import names_checked
 from jspec.core.shorten import short
 from jspec.engine.generation_config import recommended
+from jspec.engine.grammar import json_schema
 
 GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
@@ -48,11 +48,11 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be emitted; None is off.
         min_tokens: least number of tokens; before it, stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
-            matches. Tokens that end the request are allowed only where the text may end; where the text must end, no
-            other tokens are allowed. max_tokens or a stop string may cut the text earlier.
-        json_schema: a JSON schema, as a mapping or as JSON text, that the whole output satisfies; it ends as with
-            ``regex``. Schemas with unsupported keywords are refused (`jspec.engine.grammar.json_schema`). Stored as
-            text. A round with a recursive schema runs as with ``grammar``.
+            matches; ``\\d`` is 0 to 9. Tokens that end the request are allowed only where the text may end; where the text
+            must end, no other tokens are allowed. max_tokens or a stop string may cut the text earlier.
+        json_schema: a JSON schema, as a mapping, as JSON text or as a pydantic class, that the whole output satisfies;
+            it ends as with ``regex``. Schemas with unsupported keywords are refused. Stored as text. A round with a
+            schema that fits no table (`jspec.engine.grammar.schema_regex`) runs as with ``grammar``.
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
             matches; it ends as with ``regex``. A round with a ``grammar`` runs as two programs; between them the host
             computes the token mask of each draft token (`jspec.step.split_decode`).
@@ -88,7 +88,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
     grammar: str | None = None
     processor_args: tuple[float, ...] = ()
     draft: bool | int = True
@@ -176,8 +176,11 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         values["bad_words"] = tuple(
             tuple(word) if isinstance(word, list) or is_row(word) else word for word in params.bad_words
         )
-    if isinstance(params.json_schema, Mapping) and is_schema(params.json_schema):
-        values["json_schema"] = json.dumps(params.json_schema)
+    if params.json_schema is not None:
+        values["json_schema"] = json_schema.text_of(params.json_schema)
+    for name in ("regex", "grammar"):
+        if isinstance(getattr(params, name), str):
+            json_schema.check_text(name, getattr(params, name))
     if isinstance(params.logit_bias, Mapping):
         copied = {_id_of(key): bias for key, bias in params.logit_bias.items()}  # keys from JSON are texts
         values["logit_bias"] = copied if len(copied) == len(params.logit_bias) else dict(params.logit_bias)
@@ -235,17 +238,6 @@ def are_words(value: object) -> bool:
     return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
 
 
-def is_schema(value: object) -> bool:
-    """Whether the value is None, a text, or a mapping that can be written as JSON."""
-    if not isinstance(value, Mapping):
-        return value is None or isinstance(value, str)
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
 def is_int_from(least: int, value: object) -> bool:
     return is_int(value) and value >= least  # type: ignore[operator]
 
@@ -286,7 +278,6 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
         lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
-    ("json_schema", lambda p: is_schema(p.json_schema), "None, a schema as a dict, or its text"),
     ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
     (
         "processor_args",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 from jspec.engine.loop import EngineLoop, needs_rounds
@@ -38,10 +39,16 @@ class AsyncSteps:
     """
 
     def __init__(self) -> None:
+        self._checks = ThreadPoolExecutor(16, "check")  # their own threads, so that steps never wait for slow grammars
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
 
-    async def stream(self, loop: EngineLoop, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the chunks that the function `stream` yields; cancelling the task aborts the request."""
+    async def stream(self, loop: EngineLoop, make: Callable[[], Request]) -> AsyncIterator[Chunk]:
+        """Yield the chunks that the function `stream` yields; cancelling the task aborts the request.
+
+        Args:
+            make: makes and checks the request, in a thread because it may compile a grammar.
+        """
+        request = await asyncio.wrap_future(self._checks.submit(make))
         num_sent = dict.fromkeys(request.samples, 0)
         try:
             await asyncio.to_thread(loop._queue, request.samples)
@@ -54,12 +61,19 @@ class AsyncSteps:
         finally:
             await _abort(loop, request.samples)
 
-    async def finish(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
-        """Queue requests and wait until all have ended; cancelling the task aborts them."""
+    async def finish(self, loop: EngineLoop, make: Callable[[], list[Request]]) -> list[Request]:
+        """Queue requests and wait until all have ended; return them. Cancelling the task aborts them.
+
+        Args:
+            make: makes and checks the requests, in a thread because it may compile grammars.
+        """
+        asked = await asyncio.wrap_future(self._checks.submit(make))
+        requests = [sample for request in asked for sample in request.samples]
         try:
             await asyncio.to_thread(loop._queue, requests)
             while any(request.finish_reason is None for request in requests):
                 await self._step(loop, requests)
+            return asked
         finally:
             await _abort(loop, requests)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,9 +193,31 @@ def test_async_streams_in_more_tasks_than_slots_yield_each_task_its_tokens(
     assert ticks > 20
 
 
-def test_async_stream_of_empty_prompt_raises_when_called(engine: Engine) -> None:
+def test_astream_empty_prompt_raises_with_the_first_chunk(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt: expected at least one token"):
-        engine.astream([])
+        asyncio.run(anext(engine.astream([])))  # type: ignore[arg-type]
+
+
+def test_astream_with_a_slow_check_leaves_the_event_loop_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check takes long if it compiles a grammar or a program. The check here ends only once the loop has run on."""
+    ran_on = threading.Event()
+    make = engine._make_request
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert ran_on.wait(30)
+        return make(*args, **options)
+
+    async def run() -> list[int]:
+        task = asyncio.create_task(collect())
+        await asyncio.sleep(0)
+        ran_on.set()
+        return await task
+
+    async def collect() -> list[int]:
+        return [token async for chunk in engine.astream(PROMPTS[0], PARAMS[0]) for token in chunk.token_ids]
+
+    monkeypatch.setattr(engine, "_make_request", slow)
+    assert len(asyncio.run(run())) > 0
 
 
 @pytest.mark.parametrize("is_later", [False, True])

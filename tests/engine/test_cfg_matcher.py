@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Vocabularies, compile_lark
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Vocabulary, compile_lark
 from jspec.engine.grammar.compiler import GrammarInput
-from jspec.engine.grammar.json_schema import is_recursive
+from jspec.engine.grammar.regex_dfa import try_lark
 from tests.reference import descent
 from tests.support import lettered
 
@@ -190,23 +190,16 @@ def test_grammar_input_when_allowed_token_ids_exclude_every_first_token_raises()
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ('{"not":' * 100000 + "{}" + "}" * 100000, "nested so deep"),
-        (
-            {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{(i + 1) % 5000}"} for i in range(5000)}},
-            "not nested so deep",
-        ),
+        ('{"not":' * 7000 + "{}" + "}" * 7000, "nested so deep"),
+        ('{"not":' * 100 + "{}" + "}" * 100, "at most 50 schemas inside one another"),
+        ({"$ref": "#/$defs/0", "$defs": {"0": {"$ref": "#/$defs/1"}, "1": {"$ref": "#/$defs/0"}}}, "it has no text"),
         ({"$defs": [], "type": "string"}, r"'\$defs' at #: expected schemas by name, got \[\]"),
     ],
-    ids=["levels", "references", "no names"],
+    ids=["levels", "schemas", "references", "no names"],
 )
 def test_grammar_input_with_a_schema_nested_too_deep_or_invalid_defs_raises(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
-
-
-def test_is_recursive_follows_references_into_lists() -> None:
-    assert is_recursive({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/1"}}]})
-    assert not is_recursive({"anyOf": [{"type": "null"}, {"items": {"$ref": "#/anyOf/0"}}]})
 
 
 def test_compile_lark_accepts_an_option_name_inside_a_string() -> None:
@@ -229,9 +222,11 @@ KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # keywords, value, whether
     ({"prefixItems": [{"const": 1}]}, [2], True),
     ({"items": False}, [1], True),
     ({"minProperties": 1}, {}, True),
+    ({"minProperties": 2}, {"a": 1}, False),
     ({"maxProperties": 0}, {"a": 1}, True),
     ({"required": ["a"]}, {}, True),
-    ({"patternProperties": {"^a": {"type": "null"}}}, {"ab": 1}, True),
+    ({"patternProperties": {"^a": {"type": "null"}}}, {"ab": 1}, False),
+    ({"patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False}, {"ab": 1}, True),
     ({"additionalProperties": False, "properties": {"a": True}}, {"b": 1}, True),
     ({"allOf": [{"type": "integer"}, {"minimum": 4}]}, 3, True),
     ({"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 4}, 3, True),
@@ -281,20 +276,6 @@ def test_recursive_schema_keyword_is_enforced_or_raises(schema: dict[str, Any], 
         Matcher(compiled(bytes_, (0,), json_schema=recursive(schema))).follow([*output, 0])
 
 
-def test_is_recursive_is_true_only_for_schemas_with_cycles() -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}}
-    assert is_recursive(descent.OBJECTS) and is_recursive({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node}})
-    assert is_recursive({"properties": {"default": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}})
-    for schema in (
-        {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "null"}}},
-        {"type": "null", "$defs": {"a/b": node}},  # an unused definition
-        {"const": {"$ref": "#"}},
-        {"$ref": "#/nowhere"},
-        True,
-    ):
-        assert not is_recursive(schema)
-
-
 def test_grammar_input_logs_whether_a_grammar_uses_a_table(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("outlines_core")
     with caplog.at_level("INFO", logger="jspec.engine.grammar.compiler"):
@@ -318,4 +299,4 @@ def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
 def test_compile_lark_without_llguidance_raises_naming_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[grammar\]'"):
-        compile_lark("grammar", descent.LISTS, Vocabularies(lettered.TEXTS, 16), (0,))
+        compile_lark("grammar", descent.LISTS, Vocabulary(lettered.TEXTS, 16), (0,), lambda name, lark: try_lark(lark))

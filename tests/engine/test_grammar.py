@@ -12,17 +12,13 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.engine.grammar.compiler import GrammarInput
-from jspec.engine.grammar.token_table import (
-    Grammar,
-    TablePool,
-    TokenTexts,
-    check_size,
-    compile_grammar,
-    regex_of_schema,
-)
+from jspec.engine.grammar.regex_dfa import check_size
+from jspec.engine.grammar.schema_regex import regex_of
+from jspec.engine.grammar.token_table import Grammar, TablePool
 from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
 from tests.reference import regular
 from tests.support import lettered
+from tests.support.tables import table
 from tests.support.tokenizer_folders import PUBLISHED
 
 pytestmark = pytest.mark.once
@@ -54,7 +50,7 @@ SCHEMA = {
 
 def compiled(regex: str, texts: Sequence[bytes | None] = lettered.TEXTS, **options: Any) -> Grammar:
     size = options.pop("size", len(texts))
-    return compile_grammar("regex", regex, TokenTexts(texts, size), **{"stop_ids": (0,)} | options)
+    return table(regex, texts, size, **{"stop_ids": (0,)} | options)
 
 
 def allowed(grammar: Grammar, state: int) -> set[int]:
@@ -80,7 +76,8 @@ def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: st
 def test_grammar_table_bans_tokens_after_which_no_text_can_end() -> None:
     """The three causes: no token spells "x", only half of a letter has a token, or a token is banned."""
     assert allowed(compiled("ax|b"), 0) == {2}
-    assert allowed(compiled("a(é|b)", [None, b"a", b"b", b"\xc3"]), 1) == {2}
+    halves = compiled("a(é|b)", [None, b"a", b"b", b"\xc3"])
+    assert allowed(halves, halves.follow([1])) == {2}
     assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
 
 
@@ -109,7 +106,7 @@ def test_grammar_table_allows_the_tokens_that_outlines_allows(tokenizer_folder: 
         if text:
             by_text.setdefault(text, []).append(token)
     vocabulary = outlines_core.Vocabulary(end, by_text)
-    for regex in (regex_of_schema(SCHEMA), r"[A-Z][a-zé]{1,9}( [a-z]+){0,4}[.!]"):
+    for regex in (regex_of(SCHEMA), r"[A-Z][a-zé]{1,9}( [a-z]+){0,4}[.!]"):
         grammar, index = compiled(regex, texts, stop_ids=(end,)), outlines_core.Index(regex, vocabulary)
         rng, sizes = np.random.default_rng(0), set()
         for _ in range(4):
@@ -129,7 +126,7 @@ def test_grammar_table_of_a_json_schema_yields_valid_texts(tokenizer_folder: Fol
     tokenizer = load_tokenizer(tokenizer_folder("byte_level"))
     assert tokenizer is not None
     (end,) = tokenizer.hidden_ids
-    grammar = compiled(regex_of_schema(json.dumps(SCHEMA)), tokenizer.token_bytes(), stop_ids=(end,))
+    grammar = compiled(regex_of(SCHEMA), tokenizer.token_bytes(), stop_ids=(end,))
     rng = np.random.default_rng(1)
     for _ in range(20):
         ids: list[int] = []
@@ -172,8 +169,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(regex="("), r"regex='\(': expected a regular expression without look-around"),
     (dict(regex="(?=a)b"), "without look-around"),
     (dict(regex="x"), "regex='x': none of its texts can be written"),
-    (dict(json_schema={"type": "foo"}), "json_schema: expected a schema that outlines_core knows"),
-    (dict(json_schema="{"), "json_schema: expected JSON, got {"),
+    (dict(regex="a)(b"), "unopened group"),
+    (dict(json_schema={"type": "integer", "not": {}}), r"json_schema='.*llguidance reads: .*\[\"not\"\]"),
     (
         dict(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}),
         "json_schema='.*none of its texts can be written",  # no token spells "["
@@ -212,8 +209,14 @@ def test_grammar_input_without_tokenizer_tables_or_stop_ids_raises_naming_the_ca
     ("given", "message"),
     [
         (dict(regex=""), "regex: expected None or a text"),
-        (dict(json_schema=[1]), "json_schema: expected None, a schema as a dict, or its text"),
-        (dict(json_schema={1: {2}}), "json_schema: expected None"),
+        (dict(json_schema=[1]), "json_schema: expected a schema as a dict, its text, or a pydantic class, got"),
+        (dict(json_schema={1: {2}}), "json_schema: expected values that can be written as JSON"),
+        (dict(json_schema={"type": "foo"}), "json_schema: 'type' at #: expected one of string, .*, got 'foo'"),
+        (dict(json_schema="{"), "json_schema: expected JSON, got '{'"),
+        (dict(regex="\ud800"), r"regex: expected whole characters, got half of a surrogate pair, '\\ud800'"),
+        (dict(grammar='start: "\ud800"'), "grammar: expected whole characters"),
+        (dict(regex="a" * 70000), "regex: expected at most 65536 characters, got 70000"),
+        (dict(grammar="a" * 70000), "grammar: expected at most 65536 characters, got 70000"),
         (dict(regex="a", json_schema={}), "json_schema: expected its default beside regex"),
         (dict(grammar=""), "grammar: expected None or a text"),
         (dict(json_schema={}, grammar="start: /a/"), "grammar: expected its default beside json_schema"),
@@ -252,7 +255,7 @@ def test_equal_grammars_are_compiled_once_and_share_one_device_table() -> None:
         )
     )
     assert one is not None and one is same and other is not None and banned is not None and banned is not one
-    check_size(one, 100)
+    check_size(*one.next.shape, 100)
     pool = TablePool(2)
     assert pool.place(one, {one}) == (0, True)
     assert pool.place(other, {one, other}) == (1, True)

@@ -13,13 +13,14 @@ import pytest
 from jspec import SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.grammar.token_table import Grammar, TokenTexts, compile_grammar
+from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import OutputState, Request, RequestState
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
 from tests.support import lettered, small
 from tests.support.grammar_cases import LIST
+from tests.support.tables import table
 from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
@@ -38,7 +39,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
     for row in range(ROWS):
         grammar = Grammar("", *[np.zeros(1)] * 2)
         if row < len(expressions):
-            grammar = compile_grammar("regex", expressions[row], TokenTexts(lettered.TEXTS, small.VOCAB), (0, 14))
+            grammar = table(expressions[row], lettered.TEXTS, small.VOCAB, stop_ids=(0, 14))
         output: list[int] = []
         while len(output) < rng.integers(1, 6) and row < len(expressions):
             token = int(rng.integers(0, small.VOCAB))
@@ -69,11 +70,11 @@ def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> lis
 def view_of(requests: list[Request], **options: Any) -> SlotView:
     """The view of a bucket whose slots and tables are filled as the engine fills them."""
     state, grammars = penalties.unused(ROWS, small.VOCAB), grammar_mask.unused(ROWS, 4000, small.VOCAB)
-    for table, request in enumerate(requests):
+    for index, request in enumerate(requests):
         if request.grammar is not None:
-            packed = grammar_mask.pack(table, request.grammar.class_of, request.grammar.next, 4000)
+            packed = grammar_mask.pack(index, request.grammar.class_of, request.grammar.next, 4000)
             grammars = LOAD(grammars, jnp.asarray(packed))
-            state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, table)))
+            state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, index)))
     view = view_of_rows([request.token_ids[-1] for request in requests], **options)
     stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
     slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)

@@ -1,110 +1,353 @@
-"""JSON schemas: texts of an accepted schema pass an independent validator; other schemas raise naming a keyword."""
+"""JSON schemas: every text that a mask lets out is an instance, by the library jsonschema; wrong schemas raise."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.token_table import Grammar, TokenTexts, compile_grammar, regex_of_schema
+from jspec.engine.grammar import json_schema, pattern
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
+from jspec.engine.grammar.compiler import GrammarInput
+from jspec.engine.grammar.token_table import Grammar
+from tests.support import lettered, random_schemas
+from tests.support.random_schemas import BYTES, END
 
 pytest.importorskip("outlines_core")
-pytestmark = pytest.mark.once
+pytest.importorskip("llguidance")
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:Possible:FutureWarning"),
+]  # of patterns such as [a&&b]
 
-BYTES = [bytes([byte]) for byte in range(256)]
-ACCEPTED: list[dict[str, Any]] = [
-    {"type": "string", "minLength": 2, "maxLength": 4, "title": "an annotation"},
-    {"type": "string", "pattern": "^[a-c]{2}-[0-9]+$"},
-    {"type": "string", "format": "date"},
-    {"type": "integer"},
-    {"type": "number"},
-    {"type": ["boolean", "null"]},
-    {"enum": ["a", 1, None, {"b": [2]}]},
-    {"type": "integer", "const": 7},
-    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    {"type": "array", "prefixItems": [{"type": "integer"}, {"const": "x"}]},
-    {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
-    {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/short"}, "b": {"enum": [1, 2]}, "c": {"type": "boolean"}},
-        "required": ["b"],
-        "additionalProperties": False,
-        "$defs": {"short": {"type": "string", "maxLength": 3}},
-    },
-]
+
+@cache
+def maker() -> GrammarInput:
+    return GrammarInput(lettered.Lettered(BYTES), 257, 2**18)
+
+
+def compiled(schema: Any) -> Grammar | LarkGrammar:
+    made = maker().of(SamplingParams(json_schema=schema), (END,), ())
+    assert made is not None
+    return made
+
+
+def accepts(grammar: Grammar | LarkGrammar, text: str) -> bool:
+    """Whether a grammar over bytes allows a whole text."""
+    ids = [*text.encode(), END]
+    if isinstance(grammar, Grammar):
+        return grammar.follow(ids) >= 0
+    try:
+        Matcher(grammar).follow(ids)
+    except ValueError:
+        return False
+    return True
+
+
+def validator(schema: Any) -> Any:
+    """The library's validator, with times that need an offset, as RFC 3339 does."""
+    jsonschema = pytest.importorskip("jsonschema")
+    checker = jsonschema.FormatChecker()
+    for name, read in (("time", datetime.time.fromisoformat), ("date-time", datetime.datetime.fromisoformat)):
+
+        def is_right(text: Any, read: Any = read) -> bool:
+            return not isinstance(text, str) or read(text).tzinfo is not None
+
+        checker.checkers = {**checker.checkers, name: (is_right, ValueError)}
+    return jsonschema.Draft202012Validator(schema, format_checker=checker)
+
+
+class Rounded(Exception):
+    """A number that Python's float rounds, so the validator would judge another number."""
+
+
+def read_json(text: bytes) -> Any:
+    """Parse JSON, without Python's NaN and Infinity.
+
+    Raises:
+        ValueError: the text is not JSON.
+        Rounded: a number has more than 15 characters, or an exponent of more than two digits.
+    """
+
+    def no_constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    def number(digits: str) -> float:
+        if len(digits) > 15 or re.search("[eE][+-]?...", digits):
+            raise Rounded
+        return float(digits)
+
+    return json.loads(text.decode(), parse_constant=no_constant, parse_float=number)
+
+
+def is_instance(text: bytes, schema: Any) -> bool | None:
+    """Whether a text is JSON and an instance of a schema; None: the validator cannot tell."""
+    try:
+        return bool(validator(schema).is_valid(read_json(text)))
+    except (Rounded, RecursionError):  # or a schema that refers to itself at once, which says nothing about any value
+        return None
+
+
+def drawn(grammar: Grammar | LarkGrammar, rng: np.random.Generator) -> bytes | None:
+    """A random text of a grammar; None if it does not end soon."""
+    try:
+        return random_schemas.text(grammar, rng)
+    except ValueError as error:  # a parser may find only later that it cannot go on; a table never does
+        if isinstance(grammar, LarkGrammar) and "no token that the grammar allows was left" in str(error):
+            return None
+        raise
+
+
+def check_schema(seed: int) -> tuple[str, int]:
+    """Draw texts of one random schema and validate each; return what follows the schema, and the number of texts."""
+    rng = np.random.default_rng(seed)
+    schema = random_schemas.with_definitions(rng)
+    try:
+        grammar = compiled(schema)
+    except ValueError as error:
+        if "json_schema" not in str(error) or len(str(error)) > 500:
+            raise
+        return "refused", 0
+    texts = [text for _ in range(5) if (text := drawn(grammar, rng)) is not None]
+    wrong = [text for text in texts if is_instance(text, schema) is False]
+    assert wrong == [], (seed, schema)
+    return type(grammar).__name__, len(texts)
+
+
+def check_schemas(seeds: range) -> None:
+    found = [check_schema(seed) for seed in seeds]
+    for kind in ("Grammar", "LarkGrammar"):
+        counts = [count for name, count in found if name == kind]
+        assert len(counts) > len(seeds) / 5 and sum(counts) > 3 * len(counts), kind
+
+
+def test_texts_of_random_schemas_are_instances() -> None:
+    check_schemas(range(150))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("first", range(1000, 13000, 1000))
+def test_texts_of_many_random_schemas_are_instances(first: int) -> None:
+    check_schemas(range(first, first + 1000))
+
+
+def test_texts_of_a_schema_whose_keyword_was_removed_are_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the grammar is that of a schema without patterns."""
+    monkeypatch.setattr(random_schemas, "PATTERNS", ["^[a-c]{2}$"])
+    read = pattern.read
+    monkeypatch.setattr(pattern, "read", lambda given: read("^[a-d]{2}$"))
+    with pytest.raises(AssertionError, match="pattern"):
+        check_schemas(range(100_000, 100_300))
+
+
 INTEGER = {"type": "integer"}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"type": "integer", "minimum": 10}, r"'minimum' at # cannot be followed beside 'type', expected nothing"),
-    ({"type": "number", "multipleOf": 2}, "'multipleOf' at #"),
-    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "'uniqueItems' at #"),
-    ({"allOf": [INTEGER, {"type": "string"}]}, "'allOf' at #"),
-    ({"oneOf": [INTEGER, {"type": "number"}]}, r"'oneOf' at # .*express it otherwise \(anyOf"),
-    ({"not": INTEGER}, "'not' at #"),
-    ({"anyOf": [INTEGER], "type": "integer"}, "'type' at # cannot be followed beside 'anyOf'"),
-    ({"type": "object", "minProperties": 1}, "'minProperties' at #"),
-    ({"properties": {"a": INTEGER}, "patternProperties": {}}, "'patternProperties' at #"),
-    ({"properties": {"a": INTEGER}, "required": ["b"]}, r"'required' at # names \['b'\]"),
-    ({"properties": {"a": {"type": "integer", "maximum": 3}}}, "'maximum' at #/properties/a"),
-    ({"type": "array", "items": {"anyOf": [{"type": "string", "maximum": 3}]}}, "'maximum' at #/items/anyOf/0"),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer", "maximum": 3}}}, "'maximum' at #/\\$defs/a"),
-    ({"type": "string", "enum": ["a", 1]}, "'enum' at #: expected values of type 'string', got 1"),
-    ({"type": "string", "pattern": "^a$", "maxLength": 3}, "'maxLength' at # cannot be followed beside 'pattern'"),
-    ({"type": "string", "pattern": "a"}, r"'pattern' at #: expected '\^...\$' around"),
-    ({"type": "string", "pattern": "^a.b$"}, r"'pattern' at #: .* got '\^a.b\$'"),
-    ({"type": "array", "properties": {"a": INTEGER}}, "'type' at #: 'properties' belongs to another type"),
-    ({"type": ["string", "null"], "maxLength": 3}, "'maxLength' at #"),
+# Schema, texts that must be allowed, texts that must not be, whether a table follows the schema.
+CASES: list[tuple[Any, list[str], list[str], bool]] = [
+    ({"type": "string", "maxLength": 2}, ['""', '"é\\n"', '"\\""'], ['"abc"', '"\n"', '"\\u00zz"'], True),
+    ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2024-13-01"', '"٢024-01-01"'], True),
+    ({"type": "string", "format": "time"}, ['"23:59:59.5Z"', '"00:00:00+01:00"'], ['"24:00:00Z"', '"00:00:00"'], True),
+    ({"type": "string", "format": "email"}, ['"a@b.c"'], ['"a"', '"a\x01@b.c"'], False),
+    ({"type": "string", "pattern": r"^\d{2}$"}, ['"12"'], ['"٢٢"', '"1"'], True),
+    ({"type": "string", "pattern": "b"}, ['"abc"', '"\\"b"'], ['"a"'], False),
+    ({"type": "string", "pattern": "^[a&&b]$"}, ['"&"', '"a"'], ['"c"'], True),
+    (
+        {"const": {"a+b": [1, {"c": None}]}},
+        ['{"a+b":[1,{"c":null}]}', '{ "a+b" : [ 1 , { "c" : null } ] }'],
+        ['{"ab":1}'],
+        True,
+    ),
+    ({"const": 10**30}, ["1" + "0" * 30], ["1e+30", "1e30"], True),
+    ({"enum": ['q"\\\t', 1, None], "type": "string"}, ['"q\\"\\\\\\t"'], ["1", "null"], True),
+    ({"type": ["boolean", "null"]}, ["true", "null"], ["1"], True),
+    ({"type": ["string", "null"], "maxLength": 1}, ['"a"', "null"], ['"ab"'], True),
+    (
+        {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2},
+        ["[1]", "[1, 2]"],
+        ["[]", "[1,2,3]", "[1,]"],
+        True,
+    ),
+    ({"type": "array", "prefixItems": [INTEGER, {"const": "x"}]}, ['[1,"x"]'], ["[1]", '["x",1]'], True),
+    ({"type": "array", "maxItems": 0}, ["[]", "[ ]"], ["[1]"], True),
+    ({"type": "object", "additionalProperties": INTEGER}, ["{}", '{"a":1,"b":2}'], ['{"a":"x"}'], True),
+    ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}'], True),
+    (
+        {"properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}},
+        ["{}", '{"a":1,"c":2}', '{"b":1}'],
+        ['{"b":1,"a":1}', "{,}"],
+        True,
+    ),
+    (
+        {"properties": {'1"': INTEGER, "n\n": INTEGER}, "required": ["n\n"]},
+        ['{"n\\n":1}', '{"1\\"":1,"n\\n":2}'],
+        ['{"1\\"":1}'],
+        True,
+    ),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a~1b"}], "$defs": {"a/b": INTEGER}}, ["null", "-1"], ["01"], True),
+    ({"allOf": [{"type": "integer"}]}, ["7"], ["7.5"], True),
+    ({"type": "integer", "minimum": 10, "maximum": 12}, ["10", "12"], ["9", "13", "-11"], False),
+    ({"type": "number", "multipleOf": 5}, ["15"], ["16"], False),
+    ({"type": "object"}, ["{}", '{"a":[1,{}]}'], ["[]", "{,}"], False),
+    ({}, ["1", '"a"', "[[]]"], ["[", "nul"], False),
+    (True, ["1", "{}"], ["x"], False),
+    (
+        {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": {"type": "string"}},
+        ['{"a":1}', '{"b":"x"}', '{"a":1,"ab":"x"}'],
+        ['{"a":"x"}', '{"\\u0061":"x"}', '{"a":1,"\\u0061":"x"}'],
+        False,
+    ),
+    (
+        {"type": "object", "patternProperties": {"^a": INTEGER}, "additionalProperties": False},
+        ['{"a":1}', '{"ab":1}'],
+        ['{"a":"x"}', '{"b":1}', '{"\\u0061":"x"}'],
+        False,
+    ),
 ]
 
 
-def table(schema: dict[str, Any]) -> Grammar:
-    return compile_grammar("json_schema", regex_of_schema(schema), TokenTexts([*BYTES, None], 257), stop_ids=(256,))
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong", "is_table"), CASES, ids=[json.dumps(case[0])[:70] for case in CASES]
+)
+def test_schema_allows_its_instances_alone(schema: Any, right: list[str], wrong: list[str], is_table: bool) -> None:
+    grammar = compiled(json.dumps(schema))
+    assert isinstance(grammar, Grammar) == is_table
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
+    valid = validator(schema)
+    assert all(valid.is_valid(json.loads(text)) for text in right)
 
 
-def texts(grammar: Grammar, count: int) -> list[bytes]:
-    """Random texts of a grammar; a text that may end ends with probability 3/4."""
-    rng, found = np.random.default_rng(0), []
-    while len(found) < count:
-        ids: list[int] = []
-        state = 0
-        while ids[-1:] != [256]:
-            allowed = np.flatnonzero(grammar.next[state, grammar.class_of] >= 0)
-            ascii_first = allowed[allowed < 128] if np.any(allowed < 128) else allowed
-            ids.append(256 if 256 in allowed and rng.random() < 0.75 else int(rng.choice(ascii_first)))
-            state = grammar.follow(ids[-1:], state)
-        found.append(bytes(ids[:-1]))
-    return found
+def test_references_that_do_not_lead_back_become_a_table_at_any_length() -> None:
+    links = {f"n{index}": {"$ref": f"#/$defs/n{index + 1}"} for index in range(40)}
+    grammar = compiled({"$ref": "#/$defs/n0", "$defs": {**links, "n40": INTEGER}})
+    assert isinstance(grammar, Grammar) and accepts(grammar, "12") and not accepts(grammar, '"a"')
 
 
-@pytest.mark.parametrize("schema", ACCEPTED, ids=json.dumps)
-def test_regex_of_accepted_schema_matches_only_valid_texts(schema: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    found = {bytes(text) for text in texts(table(schema), 40)}
-    for text in found:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
-    assert len(found) > 1 or "const" in schema
+@pytest.mark.parametrize("levels", [3, 26])
+def test_schema_of_nested_arrays_is_followed_at_any_depth(levels: int) -> None:
+    """As a table up to a size, then by the parser; an expression would double with each level."""
+    schema: dict[str, Any] = INTEGER
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    grammar = compiled(schema)
+    assert isinstance(grammar, Grammar) == (levels == 3)
+    assert accepts(grammar, "[" * levels + "1,2" + "]" * levels) and not accepts(grammar, "[" * (levels + 1))
 
 
-def test_json_schema_validator_rejects_texts_that_ignore_a_keyword() -> None:
-    """Negative control: the texts were generated without the bounds in the schema."""
-    jsonschema = pytest.importorskip("jsonschema")
-    found = [json.loads(text) for text in texts(table(INTEGER), 20)]
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(found, {"items": INTEGER | {"minimum": 10, "maximum": 12}})
+def test_schema_whose_table_is_too_large_is_followed_by_the_parser() -> None:
+    small = GrammarInput(lettered.Lettered(BYTES), 257, 100)
+    grammar = small.of(SamplingParams(json_schema={"type": "string", "maxLength": 9}), (END,), ())
+    assert isinstance(grammar, LarkGrammar) and accepts(grammar, '"abc"')
+    none = GrammarInput(lettered.Lettered(BYTES), 257, 0)
+    assert isinstance(none.of(SamplingParams(json_schema=INTEGER), (END,), ()), LarkGrammar)
 
 
-def test_sampling_params_json_schema_is_unchanged_by_later_edits_of_the_dict() -> None:
-    schema = {"type": "integer"}
-    params = SamplingParams(json_schema=schema)
-    schema["type"] = "string"
-    assert params == SamplingParams(json_schema='{"type": "integer"}') and hash(params)
+class Model:
+    """A class with pydantic's method."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"properties": {"a": INTEGER}, "required": ["a"]}
 
 
-@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=lambda given: json.dumps(given)[:60])
-def test_regex_of_schema_with_an_unsupported_keyword_raises_naming_the_keyword(
-    schema: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"json_schema: {message}"):
-        regex_of_schema(schema)
+def test_sampling_params_accepts_a_schema_as_dict_text_or_class() -> None:
+    schema = Model.model_json_schema()
+    made = [SamplingParams(json_schema=given) for given in (schema, json.dumps(schema), Model)]
+    assert made[0] == made[1] == made[2] and hash(made[0]) == hash(made[2])
+    schema["required"].append("b")  # the caller's dict is not shared
+    assert made[0] == SamplingParams(json_schema=Model)
+    pydantic = pytest.importorskip("pydantic")
+    own = pydantic.create_model("Own", name=(str, ...), age=(int, pydantic.Field(ge=0)), kind=(str | None, None))
+    grammar = compiled(own)
+    assert accepts(grammar, '{"name":"x","age":3,"kind":null}') and not accepts(grammar, '{"name":"x","age":-3}')
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"properties": 5}, "'properties' at #: expected schemas by name, got 5"),
+    ({"properties": {"a": 5}}, "#/properties/a: expected a schema .an object, true or false., got 5"),
+    ({"required": "ab"}, "'required' at #: expected a list of different names, got 'ab'"),
+    ({"required": ["a", "a"]}, "'required' at #: expected a list of different names"),
+    ({"required": [[]]}, "'required' at #: expected a list of different names"),
+    ({"enum": []}, "'enum' at #: expected a list of values, at least one"),
+    ({"anyOf": []}, "'anyOf' at #: expected a list of schemas, at least one"),
+    ({"anyOf": {}}, "'anyOf' at #"),
+    ({"type": []}, "'type' at #: expected one of"),
+    ({"type": "objekt"}, "'type' at #: expected one of string, .* got 'objekt'"),
+    ({"type": [["string"]]}, "'type' at #"),
+    ({"type": "string", "maxLength": "3"}, "'maxLength' at #: expected an int >= 0"),
+    ({"type": "string", "maxLength": -1}, "'maxLength' at #"),
+    ({"type": "string", "minLength": float("inf")}, "expected finite numbers, got 'Infinity'"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "'maxLength' at #: expected at least 3, 'minLength', got 2"),
+    ({"type": "string", "pattern": 5}, "'pattern' at #: expected a text"),
+    ({"type": "string", "pattern": "(?=a)b"}, "'pattern' at #: expected a group without look-around and flags"),
+    (
+        {"type": "string", "pattern": "a("},
+        "'pattern' at #: expected more at character 2|'pattern' at #: expected '\\)'",
+    ),
+    ({"type": "string", "pattern": "a^b"}, "'pattern' at #: expected a character or its escape"),
+    ({"type": "string", "pattern": r"(a)\1"}, "'pattern' at #: expected an escape"),
+    ({"type": "string", "pattern": "a{99999}"}, "'pattern' at #: expected fewer repetitions"),
+    ({"type": "array", "items": [INTEGER]}, "'items' at #: expected a schema"),
+    ({"type": "array", "items": {"minimum": "3"}}, "'minimum' at #/items: expected a number"),
+    ({"type": "integer", "multipleOf": 0}, "'multipleOf' at #: expected a number > 0"),
+    ({"type": "integer", "minimun": 0}, "'minimun' at #: expected keywords of JSON Schema"),
+    ({"$ref": "other.json"}, "'[$]ref' at #: expected a place in the same schema"),
+    ({"$ref": "#/$defs/a"}, "expected a [$]ref to a part of the same schema, got '#/[$]defs/a'"),
+    ({"properties": {"a": {"$id": "x"}}}, r"'[$]id' at #/properties/a: this keyword is not followed"),
+    ({"enum": ["a", 1], "type": "null"}, "'enum' at #: expected a value of type 'null'"),
+    ({"const": "\ud800"}, "'const' at #: expected whole characters"),
+    ({"properties": {"\ud800": True}}, "'properties' at #: expected whole characters"),
+    ({"enum": [{"a": [{"\udfff": 1}]}]}, "'enum' at #: expected whole characters"),
+    ('{"const": 1e999}', "'const' at #: expected finite numbers"),
+    ('{"const": ' + "1" * 5000 + "}", "expected numbers of at most 1000 digits"),
+    ('{"const": NaN}', "expected finite numbers, got 'NaN'"),
+    ("[", "expected JSON, got '\\['"),
+    ("5", "#: expected a schema"),
+    (False, "expected a schema as a dict"),
+    ("false", "expected a schema that some value satisfies"),
+    ({"enum": list(range(100_000))}, "expected at most 65536 characters, got more"),
+    ({"enum": list(range(5000))}, "'enum' at #: expected at most 2000 values, got 5000"),
+    ({"properties": {f"p{index}": True for index in range(2001)}}, "'properties' at #: expected at most 2000 values"),
+    ({"type": "array", "uniqueItems": True}, r'Unimplemented keys: \["uniqueItems"\]'),
+    ({"minProperties": 2}, "'minProperties' at #: expected at most 1"),
+    ({"patternProperties": {"^a": True}}, "'patternProperties' at #: expected 'additionalProperties': false beside it"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_wrong_schema_raises_naming_the_keyword(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"json_schema.*(?:{message})") as error:
+        compiled(schema)
+    assert len(str(error.value)) < 500
+
+
+def test_schema_that_contains_itself_as_an_object_raises() -> None:
+    schema: dict[str, Any] = {"items": None}
+    schema["items"] = schema
+    with pytest.raises(ValueError, match="expected at most 65536 characters, got more"):
+        json_schema.text_of(schema)
+
+
+@pytest.mark.parametrize("given", [*random_schemas.PATTERNS, r"^\W$", r"^[^\w]$"])
+def test_pattern_translation_matches_the_texts_that_pythons_re_finds_it_in(given: str) -> None:
+    """Texts of up to two of these characters; `re` reads ECMA's syntax alike here, with ASCII classes."""
+    if given == "[]-]$":
+        with pytest.raises(pattern.Unsupported):
+            pattern.read(given)
+        return
+    translated, letters = pattern.read(given), 'abc012-_ .*/&~[xyz\t"\\é'
+    ours = re.compile(
+        re.sub(r"\\x\{([0-9A-F]+)\}", lambda code: re.escape(chr(int(code[1], 16))), translated.part.text)
+    )
+    for text in ["", *letters, *(a + b for a in letters for b in letters), "ab-12", "a b", "aab", 'b"b']:
+        assert (ours.fullmatch(text) is not None) == (re.search(given, text, re.ASCII) is not None), text
+        assert (
+            ours.fullmatch(text) is None
+            or not translated.is_plain
+            or json.dumps(text, ensure_ascii=False) == f'"{text}"'
+        )

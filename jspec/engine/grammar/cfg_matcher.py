@@ -7,24 +7,19 @@ masked decoding token by token. Between nodes the parser is rolled back to their
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, WORD, words_of
+from jspec.engine.grammar.regex_dfa import ALL_TOKENIZATIONS, NoText, TooLarge, reason
 
 INSTALL = "install llguidance (in the folder of jspec: pip install -e '.[grammar]')"
-TOKENIZERS = 8  # llguidance tokenizers to cache, one for each set of stop ids
-ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
-# JSON whitespace as in the regular expressions of outlines_core: at most one blank between JSON tokens.
-JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}
-STATE = "\n<state>"  # start of the internal parser state in the library's messages
 RULE_OPTIONS = re.compile(
     r'^[ \t]*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
 )
@@ -40,22 +35,27 @@ class LarkGrammar:
     Attributes:
         source: the request's field and its value, for error messages.
         stop_ids: tokens that end a request; allowed exactly where the grammar may end.
-        words: number of words in a token mask (`jspec.core.bitmask`).
+        vocab_size: size of the model's vocabulary.
         start: the library's parser in its state before the first token.
     """
 
     source: str
     stop_ids: tuple[int, ...]
-    words: int
+    vocab_size: int
     start: Any = field(repr=False)
+
+    @property
+    def words(self) -> int:
+        """Number of words in a token mask (`jspec.core.bitmask`)."""
+        return words_of(self.vocab_size)
 
     def first_tokens(self) -> set[int]:
         """Ids of the tokens that an output may begin with."""
         return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
-class Vocabularies:
-    """Makes llguidance tokenizers from the vocabulary, one for each set of stop ids.
+class Vocabulary:
+    """The vocabulary in the form that llguidance reads.
 
     Args:
         texts: bytes of each token; None for a token without text.
@@ -65,13 +65,18 @@ class Vocabularies:
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
         self.size = vocab_size
         self._texts = [*texts[:vocab_size], *[None] * (vocab_size - len(texts))]
-        self.with_stop_ids = lru_cache(TOKENIZERS)(self._with_stop_ids)
 
-    def _with_stop_ids(self, stop_ids: tuple[int, ...]) -> Any:
-        special = {token for token, text in enumerate(self._texts) if text is None} | set(stop_ids)
-        named = [f"none{token}".encode() if token in special else text for token, text in enumerate(self._texts)]
-        wrapper = _TokenizerWrapper(named, sorted(special), stop_ids[0])
-        return _library().LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(stop_ids))
+    @cached_property
+    def tokenizer(self) -> Any:
+        """An llguidance tokenizer with one token more, which stands for the end of a text."""
+        named = [f"none{token}".encode() if text is None else text for token, text in enumerate(self._texts)]
+        special = [token for token, text in enumerate(self._texts) if text is None]
+        wrapper = _TokenizerWrapper([*named, b"end"], [*special, self.size], self.size)
+        library = _library().LLTokenizer
+        # Two calls, because each holds the interpreter's lock: 0.1 s for 128,000 tokens.
+        return library(wrapper, n_vocab=self.size + 1, eos_token=[self.size], slices=[]).with_slices(
+            library.general_slices()
+        )
 
 
 @dataclass
@@ -88,24 +93,52 @@ class _TokenizerWrapper:
         return []  # only called for forced text, which ALL_TOKENIZATIONS switches off
 
 
-def lark_of_schema(schema: Mapping[str, Any]) -> str:
-    """Write a JSON schema as a Lark grammar: properties in the schema's order, at most one blank between tokens."""
-    return f"start: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
-
-
-def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: tuple[int, ...]) -> LarkGrammar:
-    """Compile a grammar in Lark's syntax.
+def compile_lark(
+    source: str, lark: str, vocabulary: Vocabulary, stop_ids: tuple[int, ...], run: Callable[..., Any]
+) -> LarkGrammar:
+    """Compile a grammar in Lark's syntax, first as a trial in another process, because that has limits.
 
     Args:
         source: the request's field and its value, for error messages.
         lark: the grammar's text.
-        vocabularies: makes the llguidance tokenizer.
+        vocabulary: the model's vocabulary.
         stop_ids: tokens that end a request.
+        run: runs the task "lark" (`jspec.engine.grammar.builder.Builder`).
 
     Raises:
-        ValueError: the grammar is invalid, a part of it would be ignored, or no token can begin a text of the grammar.
+        ValueError: the grammar is invalid, takes too much time or memory, a part of it would be ignored, or no token
+            can begin a text of the grammar.
         ImportError: llguidance is missing.
     """
+    _check_rules(source, lark)
+    matcher, library = _library().LLMatcher, vocabulary.tokenizer
+    try:
+        run("lark", lark)
+    except TooLarge as error:
+        raise ValueError(f"{source}: {error}") from None
+    except NoText as error:
+        raise ValueError(f"{source}: it has no text ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: expected a grammar that llguidance reads: {error}") from None
+    grammar = LarkGrammar(
+        source,
+        stop_ids,
+        vocabulary.size,
+        matcher(library, matcher.grammar_from_lark(lark + ALL_TOKENIZATIONS), log_level=0),
+    )
+    first = _next_tokens(grammar, probe := grammar.start.deep_copy())
+    if probe.is_error():
+        raise ValueError(
+            f"{source}: none of its texts can be written in the allowed tokens ({reason(probe)}); allow more"
+        )
+    token = next((token for token in _tokens(first) if token not in stop_ids), None)
+    if token is not None and not (probe.consume_token(token) and probe.rollback(1)):
+        raise ValueError(f"{source}: expected a grammar whose tokens can be followed and taken back: {reason(probe)}")
+    return grammar
+
+
+def _check_rules(source: str, lark: str) -> None:
+    """Refuse rules with options that llguidance ignores, and too many rules."""
     named = {name for options in RULE_OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
     if "temperature" in named:
         raise ValueError(
@@ -114,20 +147,6 @@ def compile_lark(source: str, lark: str, vocabularies: Vocabularies, stop_ids: t
     rules = len(RULE.findall(lark))
     if rules > MAX_RULES:
         raise ValueError(f"{source}: expected at most {MAX_RULES} rules and terminals, got {rules}; take fewer")
-    matcher, library = _library().LLMatcher, vocabularies.with_stop_ids(stop_ids)
-    start = matcher(library, matcher.grammar_from_lark(lark + ALL_TOKENIZATIONS), log_level=0)
-    if start.is_error():
-        raise ValueError(f"{source}: expected a grammar that llguidance reads: {_reason(start)}")
-    grammar = LarkGrammar(source, stop_ids, words_of(vocabularies.size), start)
-    first = _next_tokens(grammar, probe := start.deep_copy())
-    if probe.is_error():
-        raise ValueError(
-            f"{source}: none of its texts can be written in the allowed tokens ({_reason(probe)}); allow more"
-        )
-    token = next((token for token in _tokens(first) if token not in stop_ids), None)
-    if token is not None and not (probe.consume_token(token) and probe.rollback(1)):
-        raise ValueError(f"{source}: expected a grammar whose tokens can be followed and taken back: {_reason(probe)}")
-    return grammar
 
 
 @final
@@ -216,10 +235,13 @@ def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
 
 def _next_tokens(grammar: LarkGrammar, parser: Any) -> UInt32[np.ndarray, "words"]:
     """Compute the mask of the next token; stop ids are allowed if the text may end or no other token may follow."""
-    mask, stops = np.zeros(grammar.words, np.uint32), _bits(grammar.stop_ids, grammar.words)
+    stops = _bits(grammar.stop_ids, grammar.words)
     may_end = parser.is_accepting()
-    parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    mask &= ~stops
+    whole = np.zeros(words_of(grammar.vocab_size + 1), np.uint32)
+    parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+    end = grammar.vocab_size
+    whole[end // WORD] &= ~np.uint32(1 << end % WORD)
+    mask = whole[: grammar.words] & ~stops
     return mask | stops if may_end or parser.is_error() or not mask.any() else mask
 
 
@@ -234,17 +256,13 @@ def _tokens(mask: UInt32[np.ndarray, "words"]) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def _reason(parser: Any) -> str:
-    return parser.get_error().split(STATE)[0].strip()
-
-
 def _reason_in_brackets(parser: Any) -> str:
-    return f" ({_reason(parser)})" if parser.is_error() else ""
+    return f" ({reason(parser)})" if parser.is_error() else ""
 
 
 def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ImportError(f"grammar, and a recursive json_schema, need a library: {INSTALL}") from error
+        raise ImportError(f"grammar, and a json_schema that fits no table, need a library: {INSTALL}") from error
     return llguidance

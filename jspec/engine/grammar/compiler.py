@@ -6,17 +6,18 @@ the host.
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import final
 
-from jspec.engine.grammar import json_schema
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabularies, compile_lark, lark_of_schema
-from jspec.engine.grammar.regex_dfa import Builder
-from jspec.engine.grammar.token_table import Grammar, TokenTexts, check_size, compile_grammar, regex_of_schema
+from jspec.engine.grammar import json_schema, schema_lark, schema_regex
+from jspec.engine.grammar.builder import Builder
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabulary, compile_lark
+from jspec.engine.grammar.expression import NoTable
+from jspec.engine.grammar.regex_dfa import TooLarge
+from jspec.engine.grammar.token_table import Grammar, compile_grammar
 from jspec.engine.penalty_input import Words
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ from jspec.engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 64  # number of compiled grammars that the host keeps
+SECONDS_BEFORE_PARSER = 2.0  # CPU time to try a table for a schema that a parser can follow
 
 
 @final
@@ -41,16 +43,14 @@ class GrammarInput:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        self._build = Builder()
         own = weakref.proxy(self)  # a cycle would keep this object and the builder's process until garbage collection
+        self._run = Builder(lambda: (own._texts, vocab_size))
         self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
-        self._regex_of = lru_cache(CACHE_SIZE)(partial(regex_of_schema, build=self._build))
         self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
-        self._lark_of = lru_cache(CACHE_SIZE)(_lark_of)
 
     def close(self) -> None:
-        """End the process that builds automata; a later grammar starts a new one."""
-        self._build.close()
+        """End the processes that compile grammars; a later grammar starts a new one."""
+        self._run.close()
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
         """Compile the grammar of a request; None if the request has no grammar.
@@ -63,28 +63,22 @@ class GrammarInput:
         Raises:
             ValueError: the grammar cannot be served; the message names the field, its value and what is allowed.
             ImportError: a grammar library is missing.
+            RuntimeError: the process that compiles grammars failed.
         """
         field = params.grammar_field
         if field is None:
             return None
-        value = getattr(params, field)
-        source = f"{field}={value!r:.200}"
-        lark = value if field == "grammar" else self._lark_of(value) if field == "json_schema" else None
-        self._check(field, params, stop_ids, words, needs_table=lark is None)
-        if lark is not None:
-            grammar = self._compiled_lark(source, lark, stop_ids)
-            _check_first_tokens(field, params, grammar)
-            return grammar
-        regex = value if field == "regex" else self._regex_of(value)
+        self._check(field, params, stop_ids, words)
         singles = tuple(word[0] for word in words if len(word) == 1)
-        return self._compiled(source, regex, stop_ids, params.allowed_token_ids, singles)
+        grammar = self._compiled(field, getattr(params, field), stop_ids, params.allowed_token_ids, singles)
+        if isinstance(grammar, LarkGrammar):
+            _check_first_tokens(field, params, grammar)
+        return grammar
 
-    def _check(
-        self, field: str, params: SamplingParams, stop_ids: Sequence[int], words: Words, *, needs_table: bool
-    ) -> None:
+    def _check(self, field: str, params: SamplingParams, stop_ids: Sequence[int], words: Words) -> None:
         if self._tokenizer is None:
             raise ValueError(f"{field}: needs a tokenizer; pass tokenizer= to the engine")
-        if needs_table and not self._cells:
+        if field == "regex" and not self._cells:
             raise ValueError(f"{field}: this engine was built with grammar_cells=0; build it with more cells")
         if not stop_ids:
             raise ValueError(
@@ -105,32 +99,37 @@ class GrammarInput:
 
     def _compile(
         self,
-        source: str,
-        regex: str,
+        field: str,
+        value: str,
         stop_ids: tuple[int, ...],
         allowed: tuple[int, ...] | None,
         singles: tuple[int, ...],
-    ) -> Grammar:
-        banned = set(singles)
-        if allowed is not None:
-            banned |= set(range(self._vocab_size)) - set(allowed)
-        grammar = compile_grammar(source, regex, self._token_texts, stop_ids, banned, self._build)
-        check_size(grammar, self._cells)
-        logger.info("%s: a table of %d states x %d classes of tokens", source, *grammar.next.shape)
-        return grammar
+    ) -> Grammar | LarkGrammar:
+        """Compile a grammar to a table if it has one that fits, else to a parser."""
+        source = f"{field}={value!r:.100}"
+        regex, lark = _forms(field, value)
+        if regex is not None and (self._cells or lark is None):
+            banned = set(singles)
+            if allowed is not None:
+                banned |= set(range(self._vocab_size)) - set(allowed)
+            try:
+                seconds = None if lark is None else SECONDS_BEFORE_PARSER
+                grammar = compile_grammar(source, regex, self._run, stop_ids, banned, self._cells, seconds=seconds)
+                logger.info("%s: a table of %d states x %d classes of tokens", source, *grammar.next.shape)
+                return grammar
+            except TooLarge:
+                if lark is None:
+                    raise
+        return self._compiled_lark(source, lark, stop_ids)
 
     def _compile_lark(self, source: str, lark: str, stop_ids: tuple[int, ...]) -> LarkGrammar:
-        grammar = compile_lark(source, lark, self._vocabularies, stop_ids)
+        grammar = compile_lark(source, lark, self._vocabulary, stop_ids, self._run)
         logger.info("%s: fits no table; its rounds take two launches, and the host computes masks between them", source)
         return grammar
 
     @cached_property
-    def _token_texts(self) -> TokenTexts:
-        return TokenTexts(self._texts, self._vocab_size)
-
-    @cached_property
-    def _vocabularies(self) -> Vocabularies:
-        return Vocabularies(self._texts, self._vocab_size)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._texts, self._vocab_size)
 
     @cached_property
     def _texts(self) -> list[bytes | None]:
@@ -150,23 +149,23 @@ def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar
         )
 
 
-def _lark_of(schema: str) -> str | None:
-    """Write the Lark grammar of a recursive JSON schema; None for other schemas."""
+def _forms(field: str, value: str) -> tuple[str | None, str | None]:
+    """Write a grammar as a regular expression for a table and as a Lark grammar for a parser; None: no such form.
+
+    Raises:
+        ValueError: a JSON schema is wrong.
+    """
+    if field != "json_schema":
+        return (value, None) if field == "regex" else (None, value)
+    schema = json_schema.parse(value)
     try:
-        parsed = json.loads(schema)
-    except json.JSONDecodeError:
-        return None  # `regex_of_schema` raises the error
-    except RecursionError as error:
-        raise ValueError("json_schema: expected JSON that is not nested so deep; take fewer levels") from error
+        regex = schema_regex.regex_of(schema)
+    except NoTable:
+        return None, schema_lark.lark_of(schema)
     try:
-        if not json_schema.is_recursive(parsed):
-            return None
-        json_schema.check_keywords(parsed)
-    except RecursionError as error:
-        raise ValueError(
-            "json_schema: expected references and levels that are not nested so deep; take fewer"
-        ) from error
-    return lark_of_schema(parsed)
+        return regex, schema_lark.lark_of(schema)
+    except ValueError:
+        return regex, None  # only a table can follow it
 
 
 def follow(request: Request) -> None:

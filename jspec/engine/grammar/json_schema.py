@@ -1,178 +1,282 @@
-"""Refuses JSON schemas that would not be followed completely, because libraries ignore keywords they do not know.
+"""Reads JSON schemas and refuses wrong ones: values of another type, unknown keywords, sizes beyond the limits.
 
-A schema of bounded depth becomes a regular expression if `check` accepts it. A recursive schema goes to the library
-llguidance, which follows or refuses every keyword of JSON Schema; `check_keywords` refuses all other keywords.
+Libraries ignore keywords they do not know and values they do not expect, so every keyword is checked here.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
-ANNOTATIONS = frozenset(
+MAX_CHARACTERS = 2**16  # most characters in the text of a schema, an expression or a grammar
+MAX_VALUES = 2000  # most values of one enum, and most properties of one object
+MAX_LEVELS = 50  # most schemas inside one another
+MAX_DIGITS = 1000  # most digits of a number
+ANNOTATIONS = frozenset(  # keywords without effect on which values are valid
     [
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$defs", "definitions"),
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+        *("discriminator", "contentEncoding", "contentMediaType", "contentSchema"),
     ]
 )
-# The first of these keywords that a schema contains decides its form; the values are keywords that may accompany it.
-FORMS = {
-    "anyOf": frozenset[str](),
-    "$ref": frozenset[str](),
-    "enum": frozenset({"type"}),
-    "const": frozenset({"type"}),
-    "prefixItems": frozenset({"type"}),
-    "properties": frozenset({"type", "required", "additionalProperties"}),
-}
-TYPE_KEYWORDS = {  # keywords that may accompany "type" if no other keyword decides the form
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "array": frozenset({"items", "minItems", "maxItems"}),
-    "object": frozenset({"additionalProperties"}),
-}
-KEYWORDS = ANNOTATIONS | frozenset(  # all keywords of any draft of JSON Schema
-    [
-        *("$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "id"),
-        *("type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
-        *("properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
-        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-        *("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains"),
-        *("minItems", "maxItems", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
-        *("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    ]
-)
-NO_SUBSCHEMAS = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
-SUBSCHEMAS_BY_NAME = frozenset(
-    {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
+UNFOLLOWED = frozenset(  # keywords of JSON Schema that nothing here follows
+    ["$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "additionalItems"]
 )
 TYPES: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "integer": lambda value: _is_number(value) and (isinstance(value, int) or value.is_integer()),
+    "number": lambda value: _is_number(value),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
 
 
-def check(schema: Any, is_plain: Callable[[str], bool], path: str = "#") -> None:
-    """Refuse a schema if a part of it would be ignored.
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value) and len({*value}) == len(value)
+
+
+def _is_type(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return _is_names(names) and names != [] and set(names) <= set(TYPES)
+
+
+def _is_count(value: Any) -> bool:
+    return TYPES["integer"](value) and value >= 0
+
+
+def _is_by_name(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+SUBSCHEMAS = frozenset(  # keywords whose value is a schema
+    [
+        *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    ]
+)
+SUBSCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+SUBSCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+Rule = tuple[str, Callable[[Any], bool]]
+NUMBER: Rule = ("a number", _is_number)
+COUNT: Rule = ("an int >= 0", _is_count)
+TEXT: Rule = ("a text", TYPES["string"])
+VALUES: dict[str, Rule] = {  # description and test of each keyword's value
+    **dict.fromkeys(SUBSCHEMAS, ("a schema (an object, true or false)", lambda v: isinstance(v, (bool, Mapping)))),
+    **dict.fromkeys(SUBSCHEMA_LISTS, ("a list of schemas, at least one", lambda v: isinstance(v, list) and v != [])),
+    **dict.fromkeys(SUBSCHEMAS_BY_NAME, ("schemas by name", _is_by_name)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNT),
+    **dict.fromkeys(("minContains", "maxContains"), COUNT),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), NUMBER),
+    "multipleOf": ("a number > 0", lambda value: _is_number(value) and value > 0),
+    "type": (f"one of {', '.join(TYPES)}, or a list of them, at least one", _is_type),
+    "enum": ("a list of values, at least one", lambda value: isinstance(value, list) and value != []),
+    "const": ("a value", lambda value: True),
+    "required": ("a list of different names", _is_names),
+    "dependentRequired": ("lists of names by name", lambda v: _is_by_name(v) and all(map(_is_names, v.values()))),
+    "dependencies": ("schemas or lists of names by name", _is_by_name),
+    "uniqueItems": ("true or false", lambda value: isinstance(value, bool)),
+    "$ref": ("a place in the same schema, such as '#/$defs/name'", lambda v: isinstance(v, str) and v[:1] == "#"),
+    **dict.fromkeys(("pattern", "format", "$id", "id", "$schema"), TEXT),
+}
+LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
+
+
+def text_of(given: Any) -> str:
+    """Write a schema as JSON, and refuse it if it is wrong.
 
     Args:
-        is_plain: tells whether every text that a regular expression matches can stand in a JSON string unescaped.
+        given: a schema as a mapping, as JSON, or a class with a method ``model_json_schema`` (pydantic's).
+
+    Raises:
+        ValueError: the schema is too large, or no correct schema; the message names the keyword and its location.
+    """
+    make = getattr(given, "model_json_schema", None)
+    if callable(make):
+        given = make()
+    if not isinstance(given, (str, Mapping)):
+        _refuse("a schema as a dict, its text, or a pydantic class", given)
+    if isinstance(given, Mapping):
+        _check_size(given)
+        try:
+            given = json.dumps(given)
+        except (TypeError, ValueError, RecursionError):
+            _refuse("values that can be written as JSON", given)
+    check_text("json_schema", given)
+    check(parse(given))
+    return given
+
+
+def parse(text: str) -> Any:
+    """Read the text of a schema.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=lambda name: _refuse("finite numbers", name), parse_int=_int)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"json_schema: expected JSON, got {_cut(text)}: {error}") from error
+    except RecursionError:
+        raise ValueError("json_schema: expected JSON that is not nested so deep; take fewer levels") from None
+
+
+def _int(digits: str) -> int:
+    return int(digits) if len(digits) <= MAX_DIGITS else _refuse(f"numbers of at most {MAX_DIGITS} digits", digits)
+
+
+def check_text(field: str, text: str) -> None:
+    """Refuse a text that is too long, or that holds half of a surrogate pair.
+
+    Args:
+        field: the request's field, for the error message.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{field}: expected at most {MAX_CHARACTERS} characters, got {len(text)}; make it smaller")
+    wrong = next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None)
+    if wrong is not None:
+        raise ValueError(f"{field}: expected whole characters, got half of a surrogate pair, {wrong!r}; leave it out")
+
+
+def _check_size(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema whose text would be too long, before it is written: this must not take long itself."""
+    left, end = MAX_CHARACTERS, object()
+    parts: list[Iterator[Any]] = [iter([schema])]
+    while parts:
+        value: Any = next(parts[-1], end)
+        if value is end:
+            parts.pop()
+            continue
+        left -= 1 + (len(value) if isinstance(value, str) else 0)
+        if left < 0:
+            raise ValueError(f"json_schema: expected at most {MAX_CHARACTERS} characters, got more; make it smaller")
+        if isinstance(value, Mapping):
+            parts += [iter(value.values()), iter(value)]
+        elif isinstance(value, (list, tuple)):
+            parts.append(iter(value))
+
+
+def check(schema: Any, path: str = "#", levels: int = 0) -> None:
+    """Refuse a schema with unknown keywords, values of another type, or too many levels or values.
+
+    Args:
         path: location of ``schema`` in the whole schema.
+        levels: number of schemas around ``schema``.
 
     Raises:
-        ValueError: the schema is refused; the message names the keyword and its location.
+        ValueError: the schema is wrong; the message names the keyword and its location.
     """
+    if schema is False and not levels:
+        _refuse("a schema that some value satisfies", schema)
+    if isinstance(schema, bool):
+        return
     if not isinstance(schema, Mapping):
+        _refuse(VALUES["items"][0], schema, f"{path}: ")
+    if levels > MAX_LEVELS:
+        _refuse(f"at most {MAX_LEVELS} schemas inside one another", path)
+    for key, value in schema.items():
+        _check_value(key, value, f"{key!r} at {path}: ", is_root=not levels)
+    for least, most in LIMITS:
+        if schema.get(least, 0) > schema.get(most, math.inf):
+            _refuse(f"at least {schema[least]}, {least!r}", schema[most], f"{most!r} at {path}: ")
+    for name, part in subschemas(schema):
+        check(part, f"{path}/{name}", levels + 1)
+
+
+def _check_value(key: str, value: Any, place: str, *, is_root: bool) -> None:
+    if key in ANNOTATIONS:
         return
-    keywords = [key for key in schema if key not in ANNOTATIONS]
-    form = next((key for key in FORMS if key in schema), "type")
-    type_ = schema.get("type")
-    followed = FORMS.get(form, TYPE_KEYWORDS.get(type_, frozenset()) if isinstance(type_, str) else frozenset())
-    wrong = next((key for key in keywords if key != form and key not in followed), None)
-    if wrong is not None:
-        raise ValueError(
-            f"json_schema: {wrong!r} at {path} cannot be followed beside {form!r}, expected "
-            f"{sorted(followed) or 'nothing'}; leave it out, or express it otherwise (anyOf, enum, properties, a regex)"
-        )
-    _check_values(schema, form, is_plain, path)
-    inner = {name: schema.get(name) for name in ("items", "additionalProperties")}
-    for name in ("properties", "$defs", "definitions"):
-        if not isinstance(schema.get(name, {}), Mapping):
-            raise ValueError(f"json_schema: {name!r} at {path}: expected schemas by name, got {schema[name]!r}")
-        inner |= {f"{name}/{key}": part for key, part in schema.get(name, {}).items()}
-    for name in ("anyOf", "prefixItems"):
-        inner |= {f"{name}/{index}": part for index, part in enumerate(schema.get(name, []))}
-    for name, part in inner.items():
-        check(part, is_plain, f"{path}/{name}")
+    if key in UNFOLLOWED or (key in ("$id", "id") and not is_root):
+        raise ValueError(f"json_schema: {place}this keyword is not followed; leave it out, or express it otherwise")
+    if key not in VALUES:
+        raise ValueError(f"json_schema: {place}expected keywords of JSON Schema; leave it out or correct it")
+    expected, is_right = VALUES[key]
+    if not is_right(value):
+        _refuse(expected, value, place)
+    if isinstance(value, (list, Mapping)) and len(value) > MAX_VALUES:
+        _refuse(f"at most {MAX_VALUES} values", len(value), place)
+    for part in inner_values(value) if key in ("enum", "const", "required") else (value,):
+        if isinstance(part, str):
+            check_text(f"json_schema: {place[:-2]:.200}", part)
+        elif isinstance(part, float) and not math.isfinite(part):
+            _refuse("finite numbers", part, place)
+        elif isinstance(part, Mapping):
+            for name in part:
+                check_text(f"json_schema: {place[:-2]:.200}", name)
 
 
-def _check_values(schema: Mapping[str, Any], form: str, is_plain: Callable[[str], bool], path: str) -> None:
-    """Refuse unsupported values of supported keywords."""
-    type_, pattern = schema.get("type"), schema.get("pattern")
-    unlisted = sorted(set(schema.get("required", [])) - set(schema.get("properties", [])))
-    if unlisted:
-        raise ValueError(f"json_schema: 'required' at {path} names {unlisted}, expected names in 'properties'")
-    if form in ("properties", "prefixItems") and type_ not in (None, {"properties": "object"}.get(form, "array")):
-        raise ValueError(f"json_schema: 'type' at {path}: {form!r} belongs to another type, got {type_!r}")
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    types = [type_] if isinstance(type_, str) else type_ or list(TYPES)
-    wrong = [value for value in values if not any(TYPES.get(name, lambda _: True)(value) for name in types)]
-    if wrong:
-        raise ValueError(f"json_schema: {form!r} at {path}: expected values of type {type_!r}, got {wrong[0]!r}")
-    if pattern is None:
-        return
-    others = sorted({"minLength", "maxLength", "format"} & set(schema))
-    if others:
-        raise ValueError(
-            f"json_schema: {others[0]!r} at {path} cannot be followed beside 'pattern'; put it into the pattern"
-        )
-    if not (isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") and is_plain(pattern[1:-1])):
-        raise ValueError(
-            f"json_schema: 'pattern' at {path}: expected '^...$' around a pattern that matches no text with a quote, a "
-            f"backslash or a control character, got {pattern!r}; rewrite it"
-        )
+def inner_values(value: Any) -> Iterator[Any]:
+    """Yield a value and all values inside it."""
+    open_values = [value]
+    while open_values:
+        yield (part := open_values.pop())
+        open_values += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else []
 
 
-def is_recursive(schema: Any) -> bool:
-    """Whether a `$ref` points to a schema that contains this `$ref`, so the texts may nest to any depth."""
-    done: set[str] = set()
-
-    def leads_back(part: Any, open_refs: frozenset[str]) -> bool:
-        if not isinstance(part, Mapping):
-            return False
-        ref = part.get("$ref")
-        if isinstance(ref, str) and ref not in done:
-            if ref in open_refs or leads_back(_at(schema, ref), open_refs | {ref}):
-                return True
-            done.add(ref)
-        inner = (one for name, one in _subschemas(part) if name.split("/")[0] not in ("$defs", "definitions"))
-        return any(leads_back(one, open_refs) for one in inner)
-
-    return leads_back(schema, frozenset({"#"}))
+def _refuse(expected: str, got: Any, place: str = "") -> NoReturn:
+    raise ValueError(f"json_schema: {place:.200}expected {expected}, got {_cut(got)}")
 
 
-def check_keywords(schema: Any, path: str = "#") -> None:
-    """Refuse keywords outside JSON Schema, which the standard ignores, because most are spelling mistakes.
-
-    Raises:
-        ValueError: the schema is refused; the message names the keyword and its location.
-    """
-    if not isinstance(schema, Mapping):
-        return
-    wrong = next((key for key in schema if key not in KEYWORDS), None)
-    if wrong is not None:
-        raise ValueError(
-            f"json_schema: {wrong!r} at {path}: expected keywords of JSON Schema; leave it out or correct it"
-        )
-    for name, part in _subschemas(schema):
-        check_keywords(part, f"{path}/{name}")
+def _cut(value: Any) -> str:
+    """The beginning of a value, for an error message; a large value is not written as a whole."""
+    if isinstance(value, (Mapping, list, tuple, set)) and len(value) > 5:
+        return f"{type(value).__name__} of {len(value)} values"
+    return f"{value[:100] if isinstance(value, str) else value!r:.100}"
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas directly inside a schema, as (location, schema)."""
     for key, value in schema.items():
-        if key in NO_SUBSCHEMAS:
-            continue
-        if key in SUBSCHEMAS_BY_NAME and isinstance(value, Mapping):
-            yield from ((f"{key}/{name}", part) for name, part in value.items())
-        elif isinstance(value, list):
-            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
-        else:
+        if key in SUBSCHEMAS:
             yield key, value
+        elif key in SUBSCHEMA_LISTS:
+            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
+        elif key in SUBSCHEMAS_BY_NAME or key == "dependencies":
+            yield from ((f"{key}/{name}", part) for name, part in value.items() if not isinstance(part, list))
 
 
-def _at(schema: Any, ref: str) -> Any:
-    """The part of a schema that a `$ref` points to; None if that part does not exist."""
-    found, (start, *names) = schema, ref.split("/")
+def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any], path: str) -> dict[str, Any]:
+    """Copy a schema without its annotations, and with ``change`` applied to each schema directly inside it.
+
+    Args:
+        change: function of a schema and its location.
+        path: location of ``schema``.
+    """
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SUBSCHEMAS:
+            changed[key] = change(value, f"{path}/{key}")
+        elif key in SUBSCHEMA_LISTS:
+            changed[key] = [change(part, f"{path}/{key}/{index}") for index, part in enumerate(value)]
+        elif key in SUBSCHEMAS_BY_NAME:
+            changed[key] = {name: change(part, f"{path}/{key}/{name}") for name, part in value.items()}
+        elif key not in ANNOTATIONS:
+            changed[key] = value
+    return changed
+
+
+def at(schema: Any, ref: str) -> Any:
+    """The part of a schema that a `$ref` points to.
+
+    Raises:
+        ValueError: the schema has no such part.
+    """
+    found, (_, *names) = schema, ref.split("/")
     for name in names:
         key = unquote(name).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+        if isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, Mapping) and key in found:
+            found = found[key]
         else:
-            found = found.get(key) if isinstance(found, Mapping) else None
-    return found if start == "#" else None
+            _refuse("a $ref to a part of the same schema", ref)
+    if not isinstance(found, (bool, Mapping)) or (ref != "#" and not names):
+        _refuse("a $ref to a schema", ref)
+    return found

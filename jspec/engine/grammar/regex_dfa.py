@@ -1,38 +1,42 @@
-"""Byte automata of regular expressions, built by the library outlines_core within limits of time and memory. No jax.
+"""Automata of regular expressions and trials of grammars, made in a process of its own within limits. No jax.
 
-The size of an automaton may be exponential in the length of the expression and is only known once it is built.
-Therefore a separate process builds the automata. The process runs this file as a script, serves one expression after
-another, and is killed if an expression takes too much time or memory. This file must import nothing of jspec.
+What a grammar needs may be exponential in its length and is only known once it is compiled. Therefore a separate
+process compiles it (`jspec.engine.grammar.builder`). The process runs this file as a script, serves one task after
+another, and ends if a task takes too much time or memory. This file must import nothing of jspec.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
-import weakref
-from collections.abc import Callable
-from typing import IO, Any, final
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 NOWHERE = -1
-END = "\U0010ffff"  # a code point that is not and will never be a character
+BEGIN, END = "\U0010fffe", "\U0010ffff"  # two code points that are not and will never be characters
 INSTALL = "install outlines_core (in the folder of jspec: pip install -e '.[grammar]')"
-SECONDS, GIB = 30.0, 4  # time and memory limits for one automaton
-STDERR_TAIL = 2000  # characters of the process's stderr to show in an error
+MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
+MAX_WORK = 2**27  # most cells of an intermediate table, before useless states and classes are removed
+MAX_KEPT = 2**28  # bytes that the process may hold to serve another task
+ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
 
 Automaton = tuple[Int[np.ndarray, "states 256"], Bool[np.ndarray, "states"]]
-Build = Callable[[str], Automaton]
+Table = tuple[Int[np.ndarray, "vocab"], Int[np.ndarray, "states classes"]]
 
 
 class TooLarge(ValueError):
-    """Error: an automaton exceeds the limits of time or memory."""
+    """Error: a grammar exceeds the limits of time, memory or cells."""
+
+
+class NoText(ValueError):
+    """Error: no text of a grammar can be written in the allowed tokens."""
 
 
 def library() -> Any:
@@ -49,11 +53,12 @@ def library() -> Any:
 
 
 def build(regex: str) -> Automaton:
-    """Build the automaton of a regular expression; the start state is 0.
+    """Build the automaton of a regular expression over the bytes of its texts; the start state is 0.
 
-    The library omits transitions from final to non-final states. Therefore the library gets the expression followed by
-    an end character. Then only the state after the end character is final, and the final states of the expression
-    itself are those with a transition by the end character.
+    The library gets the expression between two marks. Without the first mark its time may be exponential, because it
+    also prepares for matches that begin anywhere in a text. Without the second it omits transitions from final to
+    non-final states: here only the state after the mark is final, and the final states of the expression itself are
+    those with a transition by the mark.
 
     Returns:
         The next state for each state and byte, [states, 256] (`NOWHERE`: no such transition), and whether each state is
@@ -65,146 +70,308 @@ def build(regex: str) -> Automaton:
     """
     outlines, stop_id = library(), 256
     vocabulary = outlines.Vocabulary(stop_id, {bytes([byte]): [byte] for byte in range(256)})
-    outlines.Index(regex, vocabulary)  # refuses an unbalanced ")", which the group in the next line would hide
-    index = outlines.Index(f"(?:{regex}){END}", vocabulary)
-    transitions, final_states = index.get_transitions(), index.get_final_states()
-    names = dict.fromkeys([index.get_initial_state(), *transitions, *final_states])
-    numbers = {name: number for number, name in enumerate(names)}
-    step = np.full((len(numbers), 256), NOWHERE, np.int64)
-    for name, row in transitions.items():
-        for byte, target in row.items():
-            if byte != stop_id:
-                step[numbers[name], byte] = numbers[target]
-    is_after_end, reached = np.array([name in final_states for name in numbers]), np.arange(len(numbers))
+    _check_closed(regex)
+    index = outlines.Index(f"{BEGIN}(?:{regex}){END}", vocabulary)
+    names, step = _transitions(index, stop_id)
+    is_after_end, reached = np.isin(names, [*index.get_final_states()]), np.arange(len(names))
     for byte in END.encode():
         reached = np.where(reached == NOWHERE, NOWHERE, step[reached, byte])
+    start = 0
+    for byte in BEGIN.encode():
+        start = int(step[start, byte]) if start != NOWHERE else NOWHERE
+    if start == NOWHERE:
+        raise ValueError("no text matches")
     step[(step != NOWHERE) & is_after_end[step]] = NOWHERE
-    return step, (reached != NOWHERE) & is_after_end[reached]
+    is_final = (reached != NOWHERE) & is_after_end[reached]
+    order = np.arange(len(step))
+    order[[0, start]] = start, 0  # an exchange of two states
+    moved = order[step[order]]
+    return np.where(step[order] == NOWHERE, NOWHERE, moved), is_final[order]
 
 
-@final
-class Builder:
-    """Calls `build` in a separate process, which starts at the first call and ends when this object is deleted.
+def _check_closed(regex: str) -> None:
+    r"""Refuse an unbalanced ")", which the group around the expression would hide.
+
+    Raises:
+        ValueError: the expression closes a group that it did not open.
+    """
+    depth, brackets, place = 0, 0, 0
+    while place < len(regex):
+        letter = regex[place]
+        if letter == "\\":
+            place += 1
+        elif letter == "[":
+            brackets += 1
+            place += regex.startswith("^", place + 1)
+            place += regex.startswith("]", place + 1)  # a "]" in the first place is a character
+        elif letter == "]":
+            brackets = max(brackets - 1, 0)
+        elif letter in "()" and not brackets:
+            depth += 1 if letter == "(" else -1
+            if depth < 0:
+                raise ValueError(f"Failed to build DFA: unopened group at character {place}")
+        place += 1
+
+
+def _transitions(index: Any, stop_id: int) -> tuple[Int[np.ndarray, "states"], Int[np.ndarray, "states 256"]]:
+    """The library's names of an automaton's states, the start first, and the next states as positions in them."""
+    transitions: dict[int, dict[int, int]] = index.get_transitions()
+    names = np.array([*dict.fromkeys([index.get_initial_state(), *transitions, *index.get_final_states()])])
+    in_order = np.argsort(names)
+    step = np.full((len(names), 256), NOWHERE, np.int32)
+    for number, name in enumerate(names.tolist()):
+        row = transitions.get(name, {})
+        row.pop(stop_id, None)
+        targets = np.fromiter(row.values(), np.int64, len(row))
+        step[number, np.fromiter(row, np.int64, len(row))] = in_order[np.searchsorted(names, targets, sorter=in_order)]
+    return names, step
+
+
+class TokenTexts:
+    """The tokens' bytes, grouped by byte position, in the order in which `table_of` reads them.
 
     Args:
-        seconds: time limit for one automaton.
-        gib: memory limit of the process in GiB, if the system supports one (Linux).
+        texts: bytes of each token; None for a token without text.
+        vocab_size: size of the model's vocabulary; ids that the tokenizer lacks get no text.
+
+    Attributes:
+        size: size of the vocabulary.
+        has_text: whether each token has a text, [vocab].
+        positions: for each byte position, the ids of the tokens that are long enough, and their bytes at the position.
     """
 
-    def __init__(self, seconds: float = SECONDS, gib: float = GIB) -> None:
-        self._seconds, self._gib = seconds, gib
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stderr: IO[bytes]
-        self._lock = threading.Lock()
-
-    def __call__(self, regex: str) -> Automaton:
-        """Build the automaton of a regular expression, as `build` does.
-
-        Raises:
-            TooLarge: the automaton exceeds the limits.
-            ValueError, ImportError: raised by `build`.
-        """
-        with self._lock:
-            answer = self._ask(regex)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _ask(self, regex: str) -> Any:
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
-        is_late = threading.Event()
-
-        def kill() -> None:
-            is_late.set()
-            process.kill()
-
-        timer = threading.Timer(self._seconds, kill)
-        timer.start()
-        try:
-            pickle.dump(regex, process.stdin)
-            process.stdin.flush()
-            return pickle.load(process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)  # to get the return code of a process that ended by itself
-            self.close()
-            stderr = self._stderr_tail()
-            if is_late.is_set() or "memory" in stderr.lower() or process.returncode == -signal.SIGKILL:
-                return TooLarge(
-                    f"its automaton takes more than {self._seconds:g} seconds or {self._gib:g} GiB; lower its "
-                    "repetitions and lengths"
-                )
-            return RuntimeError(
-                f"the process that builds automata, {sys.executable}, ended with {process.returncode}: {stderr}"
-            )
-        except BaseException:  # an interrupt: the unread answer would be taken for the answer to the next expression
-            self.close()
-            raise
-        finally:
-            timer.cancel()
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            command = [sys.executable, "-P", __file__, str(int(self._gib * 2**30)), str(int(self._seconds) + 1)]
-            pipe, self._stderr = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
-            try:
-                self._process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=self._stderr, start_new_session=True
-                )
-            except OSError as error:
-                raise RuntimeError(
-                    f"cannot start the process that builds automata, sys.executable={sys.executable!r}"
-                ) from error
-            weakref.finalize(self, _close, self._process)
-        return self._process
-
-    def _stderr_tail(self) -> str:
-        self._stderr.seek(0)
-        return self._stderr.read().decode(errors="replace")[-STDERR_TAIL:].strip()
-
-    def close(self) -> None:
-        """End the process; the next call starts a new one."""
-        process, self._process = self._process, None
-        if process is not None:
-            _close(process)
+    def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
+        self.size = vocab_size
+        found = [(token, text) for token, text in enumerate(texts[:vocab_size]) if text]
+        self.has_text = np.zeros(vocab_size, bool)
+        self.has_text[[token for token, _ in found]] = True
+        self.positions: list[tuple[np.ndarray, np.ndarray]] = []
+        while found:
+            position = len(self.positions)
+            ids, values = np.array([token for token, _ in found]), np.array([text[position] for _, text in found])
+            self.positions.append((ids, values))
+            found = [(token, text) for token, text in found if len(text) > position + 1]
 
 
-def _close(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # flushing to a process that has ended
-                pipe.close()
+def table_of(
+    regex: str, texts: TokenTexts, stop_ids: Collection[int], banned: Collection[int], cells: int | None
+) -> Table:
+    """Compile a regular expression, which must match the whole text, to a table over tokens.
+
+    Args:
+        stop_ids: tokens that end a request; allowed only in final states.
+        banned: tokens that are never allowed.
+        cells: most states x classes of tokens; None: any number.
+
+    Returns:
+        The class of each token, [vocab] int16, and the next state, [states, classes] int16.
+
+    Raises:
+        ValueError: the expression is invalid.
+        TooLarge: the table has too many cells.
+        NoText: no text can be written in the allowed tokens.
+        ImportError: the library is missing.
+    """
+    step, is_final = build(regex)
+    is_allowed = texts.has_text.copy()
+    is_allowed[[*stop_ids, *banned]] = False
+    table, class_of = _over_tokens(step, texts, is_allowed)
+    stop_column = np.where(is_final, np.arange(len(table)), NOWHERE)
+    class_of[sorted({*stop_ids} - {*banned})] = table.shape[1]
+    table = _trim(np.column_stack([table, stop_column]), is_final)
+    table, merged = np.unique(table, axis=1, return_inverse=True)
+    if cells is not None:
+        check_size(table.shape[0], table.shape[1], cells)
+    class_of = merged.reshape(-1)[class_of]
+    return class_of.astype(np.int16), table.astype(np.int16)
 
 
-def serve(limit: int, seconds: int) -> None:
-    """Read pickled expressions from stdin and write their automata, or errors, to stdout, until stdin ends.
+def _over_tokens(step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Convert an automaton over bytes to an automaton over tokens.
+
+    A column contains, for each start state, the state after a byte string. All tokens advance by one byte at a time.
+    Tokens whose bytes so far lead to equal columns share one column, so each pair of a column and a class of bytes is
+    computed once.
+
+    Returns:
+        The next state, [states, classes], and the class of each token, [vocab].
+    """
+    byte_columns, byte_class = np.unique(step, axis=1, return_inverse=True)
+    byte_class = byte_class.reshape(-1)
+    nowhere, start = np.full(len(step), NOWHERE, np.int32), np.arange(len(step), dtype=np.int32)
+    columns, known = [nowhere, start], {nowhere.tobytes(): 0, start.tobytes(): 1}
+    column_of = is_allowed.astype(np.int64)
+    for ids, values in texts.positions:
+        pairs, pair_of = np.unique(column_of[ids] * 256 + byte_class[values], return_inverse=True)
+        found = []
+        for column, byte in zip(*(part.tolist() for part in np.divmod(pairs, 256)), strict=True):
+            following = np.where(columns[column] == NOWHERE, NOWHERE, byte_columns[columns[column], byte])
+            number = known.setdefault(following.tobytes(), len(columns))
+            if number == len(columns):
+                columns.append(following)
+                if len(columns) * len(step) > MAX_WORK:
+                    raise TooLarge(_too_large(len(step), len(columns), MAX_WORK))
+            found.append(number)
+        column_of[ids] = np.array(found)[pair_of]
+    used, class_of = np.unique(column_of, return_inverse=True)
+    return np.stack([columns[column] for column in used], axis=1), class_of.reshape(-1)
+
+
+def _trim(table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
+    """Remove states that cannot be reached from the start or cannot reach a final state; renumber the rest."""
+    size = len(table)
+    rows, _ = np.nonzero(table != NOWHERE)
+    sources, targets = np.divmod(np.unique(rows * size + table[table != NOWHERE]), size)
+    can_end = _closure(is_final, targets, sources)
+    if not can_end[0]:
+        raise NoText("none of its texts can be written in the allowed tokens; allow more of them")
+    is_usable = can_end[sources] & can_end[targets]
+    is_kept = can_end & _closure(np.arange(size) == 0, sources[is_usable], targets[is_usable])
+    numbers = np.where(is_kept, np.cumsum(is_kept) - 1, NOWHERE)
+    kept = table[is_kept]
+    return np.where(kept == NOWHERE, NOWHERE, numbers[kept])
+
+
+def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Whether each state is one of the given states or reachable from them along the edges ``sources -> targets``."""
+    order = np.argsort(sources, kind="stable")
+    targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
+    found, newest = states.copy(), np.flatnonzero(states).tolist()
+    while newest:
+        state = newest.pop()
+        following = targets[first[state] : first[state + 1]]
+        fresh = following[~found[following]]
+        found[fresh] = True
+        newest += fresh.tolist()
+    return found
+
+
+def check_size(states: int, classes: int, cells: int) -> None:
+    """Refuse a table that is larger than the tables on the device.
+
+    Raises:
+        TooLarge: the table is too large; the message names its size and the limit.
+    """
+    if states * classes > cells or max(states, classes) > MAX_STATES:
+        raise TooLarge(_too_large(states, classes, cells))
+
+
+def _too_large(states: int, classes: int, cells: int) -> str:
+    return (
+        f"its table takes {states} states x {classes} classes of tokens = {states * classes}, allowed are {cells} "
+        f"(grammar_cells of the engine) and {MAX_STATES} states; lower its repetitions and lengths, or raise the cells"
+    )
+
+
+class _Bytes:
+    """A tokenizer with one token for each byte, for llguidance."""
+
+    is_tokenizer_wrapper, bos_token_id, eos_token_id = True, None, 256
+    special_token_ids = [256]  # noqa: RUF012 (the library wants a list)
+    tokens = [*(bytes([byte]) for byte in range(256)), b"end"]  # noqa: RUF012
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return []
+
+
+def try_lark(lark: str) -> None:
+    """Compile a context-free grammar with llguidance, compute its first mask over bytes and take one byte.
+
+    Raises:
+        ValueError: llguidance refuses the grammar.
+        NoText: the grammar has no text.
+        ImportError: llguidance is missing.
+    """
+    import llguidance
+
+    tokens: Any = _Bytes()
+    tokenizer = llguidance.LLTokenizer(tokens, n_vocab=257, eos_token=[256], slices=[])
+    matcher = llguidance.LLMatcher
+    parser = matcher(tokenizer, matcher.grammar_from_lark(lark + ALL_TOKENIZATIONS), log_level=0)
+    if parser.is_error():
+        raise ValueError(reason(parser))
+    mask = np.frombuffer(parser.compute_bitmask(), np.uint8)
+    if parser.is_error():
+        raise NoText(reason(parser))
+    first = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    if len(first) and first[0] < 256 and not (parser.consume_token(int(first[0])) and parser.rollback(1)):
+        raise ValueError(f"expected a grammar whose tokens can be followed and taken back: {reason(parser)}")
+
+
+def reason(parser: Any) -> str:
+    """The first line of the message of an llguidance parser's error, at most 200 characters."""
+    return parser.get_error().strip().split("\n")[0][:200]
+
+
+ERRORS: tuple[type[Exception], ...] = (TooLarge, NoText, ImportError, ValueError)
+MEMORY = "memory"  # kind of the answer to a task that needs more than the process may have
+
+
+def serve(limit: int) -> None:
+    """Read pickled tasks from stdin and write their results, or errors, to stdout, until stdin ends.
+
+    The first item is a pickled pair (bytes of the tokens, size of the vocabulary), or None. A task is (name, arguments,
+    seconds of CPU time after which the system ends the process), a result (None, result), an error (name of its type,
+    message).
 
     Args:
         limit: memory limit in bytes.
-        seconds: time limit for one expression, after which the process ends itself, as its parent may be gone.
     """
-    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has no alarm
-    with contextlib.suppress(ImportError, OSError, ValueError):  # some systems have no memory limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    while True:
+    limit_memory(limit)
+    vocabulary: list[Any] = [pickle.load(sys.stdin.buffer)]
+    used = 0
+    while used <= MAX_KEPT:  # the memory of a large task is free again only in a new process
         try:
-            regex = pickle.load(sys.stdin.buffer)
+            name, args, seconds = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        alarm(seconds)
-        try:
-            answer: Any = build(regex)
-        except (ValueError, ImportError) as error:
-            answer = error
-        alarm(0)
-        pickle.dump(answer, sys.stdout.buffer)
+        limit_cpu(seconds)
+        kind, answer = _answer(name, args, vocabulary)
+        limit_cpu(0)
+        pickle.dump((kind, answer), sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
+        used = MAX_KEPT + 1 if kind == MEMORY else held_memory()
+
+
+def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[str | None, Any]:
+    try:
+        if name == "table":
+            vocabulary[:] = [one if isinstance(one, TokenTexts) else TokenTexts(*one) for one in vocabulary]
+            return None, table_of(args[0], vocabulary[0], *args[1:])
+        return None, {"build": build, "lark": try_lark}[name](*args)
+    except MemoryError:
+        return MEMORY, ""
+    except ERRORS as error:
+        return next(one.__name__ for one in ERRORS if isinstance(error, one)), str(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # an error inside a library; it has no base class of its own
+            raise
+        return "ValueError", f"the library failed: {error!s:.200}"
+
+
+def limit_memory(limit: int) -> None:
+    """Limit the memory of this process, in bytes, and write no core files; some systems have no such limits."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the system end this process after some seconds of CPU time; 0: no limit. Some systems have no such limit."""
+    if hasattr(signal, "ITIMER_PROF"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def held_memory() -> int:
+    """Bytes that this process holds; 0 where the system does not tell. (`ru_maxrss` would include the parent's.)"""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:]))
+    serve(int(sys.argv[1]))
