@@ -124,7 +124,7 @@ def test_generate_compile_cache_is_used_before_weights_load(tmp_path: Path, monk
 
 def test_engine_wrong_compile_cache_folder_raises_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"compile_cache: expected None or a folder's path, got 3"):
+    with pytest.raises(ValueError, match=r"compile_cache: expected None, False or a folder's path, got 3"):
         Engine(small.target(), compile_cache=3)
     with pytest.raises(ValueError, match=r"compile_cache: expected a folder that exists or can be made, got .*file"):
         Engine(small.target(), compile_cache=tmp_path / "file")
