@@ -59,7 +59,7 @@ def test_tree_parse_invalid_text_raises(text: str) -> None:
 def test_tree_chain_invalid_length_raises(length: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=r"Tree\.chain: expected length >= 1 and at most 255, got .*; for plain decoding pass drafter=None",
+        match=r"Tree\.chain: expected length >= 1, got .*; for plain decoding pass drafter=None",
     ):
         Tree.chain(length)
 
@@ -98,8 +98,6 @@ def test_tree_topk_impossible_sizes_raise(sizes: tuple, message: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: Tree.chain(256), lambda: Tree.topk(60, 27, 10)])
 def test_tree_with_more_than_256_nodes_or_draft_rows_raises(make: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"Tree.*: expected .*at most 25[56].*, got .*(; take a smaller tree|drafter=None)"
-    ):
+    with pytest.raises(ValueError, match=r"Tree.*: expected at most 256 nodes.*, got .*; take a smaller tree"):
         make()
     assert Tree.chain(255).nodes == 256
