@@ -106,6 +106,8 @@ class Tree:
         for path in given:
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"Tree.static: expected the parent {short(path[:-1])} of {short(path)}; add that path")
+        if max(map(max, given)) >= 2**31:
+            raise ValueError(f"Tree.static: expected ranks below 2**31, got {short(given)}")
         ordered = tuple(sorted(given, key=lambda path: (len(path), path)))
         return cls(nodes=len(ordered) + 1, depth=len(ordered[-1]), paths=ordered)
 

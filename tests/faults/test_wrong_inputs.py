@@ -114,6 +114,7 @@ DRAFTERS: list[tuple[Call, str]] = [
     (lambda e: NGram(4), 'NGram: tree: expected a Tree or a text such as "chain:4", got 4; pass Tree.chain(4)'),
     (lambda e: Suffix(None), "Suffix: tree: expected a Tree|got None"),
     (lambda e: NGram("4"), "tree: expected chain:LENGTH, topk:NODES,DEPTH,K or static|got '4'"),
+    (lambda e: NGram("static:99999999999999"), "Tree.static: expected ranks below 2**31, got [(99999999999999,)]"),
     (lambda e: Tree.parse(4), "tree: expected a text, chain:LENGTH|got 4"),
     (
         lambda e: Tree.chain(300),
