@@ -69,12 +69,16 @@ class Tree:
         """Make a chain with ``length`` draft nodes after the root.
 
         Raises:
-            ValueError: length is below 1 (for plain decoding use ``drafter=None``).
+            ValueError: length is below 1 (for plain decoding use ``drafter=None``) or above 255.
         """
-        if not _is_int(length) or not 1 <= length < MAX_ROWS:
+        if not _is_int(length) or length < 1:
             raise ValueError(
-                f"Tree.chain: expected length >= 1 and at most {MAX_ROWS - 1}, got {short(length)}; for plain decoding "
-                "pass drafter=None"
+                f"Tree.chain: expected length >= 1, got {short(length)}; for plain decoding pass drafter=None"
+            )
+        if length >= MAX_ROWS:  # checked here too, because the paths of a long chain would fill the memory
+            raise ValueError(
+                f"Tree.chain: expected at most {MAX_ROWS} nodes with the root, got length {short(length)}; take a "
+                "smaller tree"
             )
         return cls(nodes=length + 1, depth=length, paths=tuple((0,) * n for n in range(1, length + 1)))
 
@@ -102,6 +106,8 @@ class Tree:
         for path in given:
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"Tree.static: expected the parent {short(path[:-1])} of {short(path)}; add that path")
+        if max(map(max, given)) >= 2**31:
+            raise ValueError(f"Tree.static: expected ranks below 2**31, got {short(given)}")
         ordered = tuple(sorted(given, key=lambda path: (len(path), path)))
         return cls(nodes=len(ordered) + 1, depth=len(ordered[-1]), paths=ordered)
 

@@ -26,7 +26,7 @@ class IdArray(Protocol):
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
-Prompts = Prompt | Iterable[Prompt]
+Prompts = Prompt | Iterable[Any]  # of `Prompt`; a list of texts and ids together has no narrower type
 Params = SamplingParams | Mapping[str, Any]
 
 A_PROMPT = "a text or a list of int token ids"

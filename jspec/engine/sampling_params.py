@@ -48,8 +48,8 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be emitted; None is off.
         min_tokens: least number of tokens; before it, stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
-            matches; ``\\d`` is 0 to 9. Tokens that end the request are allowed only where the text may end; where the text
-            must end, no other tokens are allowed. max_tokens or a stop string may cut the text earlier.
+            matches; ``\\d`` is 0 to 9. Tokens that end the request are allowed only where the text may end; where
+            it must end, no other tokens are allowed. max_tokens or a stop string may cut the text earlier.
         json_schema: a JSON schema, as a mapping, as JSON text or as a pydantic class, that the whole output satisfies;
             it ends as with ``regex``. Schemas with unsupported keywords are refused. Stored as text. A round with a
             schema that fits no table (`jspec.engine.grammar.schema_regex`) runs as with ``grammar``.

@@ -60,7 +60,7 @@ def test_tree_parsed_from_invalid_text_raises(text: str) -> None:
 def test_chain_tree_of_invalid_length_raises(length: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=r"Tree\.chain: expected length >= 1 and at most 255, got .*; for plain decoding pass drafter=None",
+        match=r"Tree\.chain: expected length >= 1, got .*; for plain decoding pass drafter=None",
     ):
         Tree.chain(length)
 
@@ -99,8 +99,6 @@ def test_topk_tree_of_impossible_sizes_raises(sizes: tuple, message: str) -> Non
 
 @pytest.mark.parametrize("make", [lambda: Tree.chain(256), lambda: Tree.topk(60, 27, 10)])
 def test_tree_with_more_than_256_nodes_or_draft_rows_raises(make: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"Tree.*: expected .*at most 25[56].*, got .*(; take a smaller tree|drafter=None)"
-    ):
+    with pytest.raises(ValueError, match=r"Tree.*: expected at most 256 nodes.*, got .*; take a smaller tree"):
         make()
     assert Tree.chain(255).nodes == 256

@@ -114,9 +114,13 @@ DRAFTERS: list[tuple[Call, str]] = [
     (lambda e: NGram(4), 'NGram: tree: expected a Tree or a text such as "chain:4", got 4; pass Tree.chain(4)'),
     (lambda e: Suffix(None), "Suffix: tree: expected a Tree|got None"),
     (lambda e: NGram("4"), "tree: expected chain:LENGTH, topk:NODES,DEPTH,K or static|got '4'"),
+    (lambda e: NGram("static:99999999999999"), "Tree.static: expected ranks below 2**31, got [(99999999999999,)]"),
     (lambda e: Tree.parse(4), "tree: expected a text, chain:LENGTH|got 4"),
-    (lambda e: Tree.chain(300), "Tree.chain: expected length >= 1 and at most 255, got 300"),
-    (lambda e: Tree.chain(10**9), "Tree.chain: expected length >= 1 and at most 255, got 1000000000"),
+    (
+        lambda e: Tree.chain(300),
+        "Tree.chain: expected at most 256 nodes with the root, got length 300; take a smaller tree",
+    ),
+    (lambda e: Tree.chain(10**9), "Tree.chain: expected at most 256 nodes with the root, got length 1000000000"),
     (lambda e: DraftModel(small.target(), 4), "DraftModel: tree: expected a Tree|got 4; pass Tree.chain(4)"),
     (lambda e: Eagle3("path"), "Eagle3: head: expected EagleHead, got 'path'|call Eagle3.from_pretrained(path)"),
     (
