@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.records import LogProbs, StepOutput, StepResult, Trace
+from jspec.core.records import NO_TOKEN, LogProbs, StepOutput, StepResult, Trace
 from jspec.engine.request import Chunk, Completion, Request, Round, TokenLogprob
 
 
@@ -23,11 +23,20 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
 
     Returns:
         The finish reason if the request ended, else None.
+
+    Raises:
+        FloatingPointError: the logits of an emitted token contain NaN.
     """
     output = request.output
     for index, fields in enumerate(StepResult.rounds(np.asarray(step.report)[:, row])):
         if fields.counts == 0:
             continue  # the request ended in an earlier round of this dispatch
+        if NO_TOKEN in fields.tokens[: fields.counts]:
+            raise FloatingPointError(
+                f"expected logits that are numbers, got NaN within {fields.counts} tokens after the first "
+                f"{len(output.token_ids)}; look for NaN or infinity in the weights, the drafter excepted, for values "
+                "too large for their dtype, and for a logits_processor that returns NaN"
+            )
         pieces = output.decoder.push(fields.tokens[: fields.counts], len(output.pieces))
         count = len(pieces)
         emitted = fields.tokens[:count]
