@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sized
 from itertools import islice
 from typing import Any
 
@@ -47,7 +46,9 @@ def shorten(value: object, most: int = MOST) -> str:
         text = _shortener.repr(value)
     except Exception as error:  # a class whose repr fails must not hide the error that is being reported
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
-    size = len(value) if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)) else None
-    note = "" if size is None or (size <= 6 and "..." not in text) else f" (length {size})"
+    note = ""
+    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)):
+        shown = _shortener.maxstring if isinstance(value, (str, bytes)) else _shortener.maxlist
+        note = f" (length {len(value)})" if len(value) > shown else ""
     room = most - len(note)
     return (text if len(text) <= room else f"{text[: room - 3]}...") + note

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from convert import hub
 from jspec.core.config import EngineConfig
+from jspec.core.text import shorten
 from jspec.draft.base import Drafter
 from jspec.engine.build import build_core
 from jspec.engine.core import EngineCore
@@ -35,6 +36,8 @@ from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
 from jspec.step.memory import MemoryPlan
+
+AT_ONCE = 256  # requests that are queued or aborted under one lock
 
 
 @final
@@ -181,13 +184,23 @@ class Engine:
         return request
 
     def result(self, request: Request) -> Completion:
-        """Step the engine until a request from `submit` has ended; return its completion."""
+        """Step the engine until a request from `submit` has ended; return its completion.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        self._check_own(request)
         while any(sample.finish_reason is None for sample in request.samples):
             self.step()
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End all unfinished completions of a request, and free their slots and cache pages at once."""
+        """End all unfinished completions of a request, and free their slots and cache pages at once.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        self._check_own(request)
         self._abort(request.samples)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -290,8 +303,15 @@ class Engine:
         return requests
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule, except those that were aborted already, once their programs are compiled."""
+        """Add requests to the schedule, except those that were aborted already, once their programs are compiled.
+
+        Other threads may step between two pieces of a large batch.
+        """
         queued_at = time.perf_counter()
+        for start in range(0, len(requests), AT_ONCE):
+            self._queue_piece(requests[start : start + AT_ONCE], queued_at)
+
+    def _queue_piece(self, requests: Sequence[Request], queued_at: float) -> None:
         while True:
             with self._lock:
                 self._check_open()
@@ -312,12 +332,21 @@ class Engine:
         live = [request for request in requests if request.finish_reason is None]
         if self._lock.is_mine:
             self._abort_after_step += live
-        elif live:
+            return
+        for start in range(0, len(live), AT_ONCE):
             with self._lock:
-                for request in live:
+                for request in live[start : start + AT_ONCE]:
                     self.core.finish(request, "abort")
 
+    def _check_own(self, request: Request) -> None:
+        """Refuse what is no request of this engine: its slot and pages would belong to another engine."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request: expected what submit returned, got {shorten(request)}")
+        if request.owner is not self.input_processor:
+            raise ValueError(f"request: expected one of this engine, got request {request.id} of another engine")
+
     def _check_open(self) -> None:
+        self._lock.check_process()
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
         if not self.healthy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -13,16 +13,19 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS
+from jspec.core.text import shorten
 from jspec.engine import penalty_input
 from jspec.engine.detokenizer import TextDecoder, visible_context
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
-from jspec.engine.request import OutputState, Request, TokenLogprob
+from jspec.engine.request import OutputState, Request
 from jspec.engine.sampling_params import SamplingParams, sample_seed
+from jspec.engine.token_logprobs import PromptLogprobs
 from jspec.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter
 
 
 @dataclass
@@ -66,7 +69,7 @@ class InputProcessor:
 
     def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {params!r}")
+            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {shorten(params)}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
         max_new_tokens = min(params.max_tokens, self.config.max_len - len(ids))
@@ -75,9 +78,8 @@ class InputProcessor:
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seed = self._seed(params, numbers[0])
-        prompt_logprobs: list[TokenLogprob | None] | None = (
-            None if params.prompt_logprobs is None else [None] * len(ids)  # shared; the first completion fills it
-        )
+        decoder = self._text_decoder(ids, params, stop_ids)
+        prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs(ids, params.prompt_logprobs)
 
         def sample(index: int, siblings: tuple[Request, ...] = ()) -> Request:
             return Request(
@@ -94,7 +96,8 @@ class InputProcessor:
                 matcher=Matcher(grammar) if isinstance(grammar, LarkGrammar) else None,
                 index=index,
                 siblings=siblings,
-                output=OutputState(self._text_decoder(ids, params, stop_ids), prompt_logprobs=prompt_logprobs),
+                owner=self,
+                output=OutputState(decoder if index == 0 else decoder.copy(), prompt_logprobs=prompt_logprobs),
             )
 
         return sample(0, siblings=tuple(sample(index) for index in range(1, params.n)))
@@ -133,26 +136,43 @@ class InputProcessor:
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
                 f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
-                f"{params.processor_args}"
+                f"{shorten(params.processor_args)}"
             )
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop: {params.stop!r} needs a tokenizer; pass tokenizer= or use stop_token_ids")
+            raise ValueError(f"stop: {shorten(params.stop)} needs a tokenizer; pass tokenizer= or use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
                 raise ValueError(f"{name}: expected at most {self.vocab_size}, the vocabulary, got {count}")
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
+        own = params.stop_token_ids + self._stop_texts(params)
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + own))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
                 "name fewer, or set ignore_eos"
             )
-        wrong = next((token for token in params.stop_token_ids if token >= self.vocab_size), None)
+        wrong = next((token for token in own if token >= self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
         return stop_ids
+
+    def _stop_texts(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the ids of the special tokens whose texts are stop strings, because no output shows these texts.
+
+        Raises:
+            ValueError: a stop string has the text of a special token and other text beside it, so it can never match.
+        """
+        texts: Mapping[str, int] = getattr(self.tokenizer, "special_texts", {})
+        for stop in params.stop:
+            inside = next((text for text in texts if text in stop), None) if stop not in texts else None
+            if inside is not None:
+                raise ValueError(
+                    f"stop: {shorten(stop)} can never match, because the text leaves out the special token {inside!r}; "
+                    "give that token alone, or the text beside it"
+                )
+        return tuple(texts[stop] for stop in params.stop if stop in texts)
 
     def _seed(self, params: SamplingParams, number: int) -> int:
         """Return the seed in ``params``, or else a seed drawn from the engine's seed and the request's number."""
@@ -172,18 +192,24 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; pass tokenizer= or give token ids")
+        most = max_len * CHARACTERS_PER_TOKEN
+        if len(prompt) > most:
+            raise ValueError(
+                f"prompt: expected at most {most} characters ({CHARACTERS_PER_TOKEN} for each of max_len={max_len} "
+                f"tokens), got {len(prompt)}; shorten it or raise max_len"
+            )
         prompt = tokenizer.encode(prompt)
     try:
+        if len(prompt) >= max_len:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; max_len={max_len} leaves no room for an answer: "
+                "shorten it or raise max_len"
+            )
         ids = tuple(operator.index(token) for token in prompt)
     except TypeError:
-        raise TypeError(f"prompt: expected a text or a list of int token ids, got {prompt!r}") from None
+        raise TypeError(f"prompt: expected a text or a list of int token ids, got {shorten(prompt)}") from None
     if not ids:
         raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
-    if len(ids) >= max_len:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens; max_len={max_len} leaves no room for an answer: "
-            "shorten it or raise max_len"
-        )
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ValueError(f"prompt token {wrong}: expected ids in [0, {vocab_size})")

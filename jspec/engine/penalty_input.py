@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import NO_TOKEN
+from jspec.core.text import shorten
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             words[word] = None
             continue
         if tokenizer is None:
-            raise ValueError(f"bad_words: {word!r} needs a tokenizer; pass tokenizer= or give token ids")
+            raise ValueError(f"bad_words: {shorten(word)} needs a tokenizer; pass tokenizer= or give token ids")
         plain, blank, newline, after_newline = (
             _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
         )
@@ -39,7 +40,7 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
         if after_newline[: len(newline)] == newline:
             spellings.append(after_newline[len(newline) :])
         if not all(spellings):
-            raise ValueError(f"bad_words: {word!r} has no token but special ones; give token ids")
+            raise ValueError(f"bad_words: {shorten(word)} has no token but special ones; give token ids")
         words |= dict.fromkeys(spellings)
     return tuple(words)
 
@@ -80,7 +81,8 @@ def check(
     longest = max(words, key=len, default=())
     if len(longest) > MAX_BAD_WORD_TOKENS:
         raise ValueError(
-            f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: {longest}"
+            f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: "
+            f"{shorten(longest)}"
         )
     if params.min_tokens > max_new_tokens:
         raise ValueError(f"min_tokens: expected at most {max_new_tokens}, what max_len leaves, got {params.min_tokens}")
@@ -101,9 +103,9 @@ def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[
         banned = {word[-1] for word in words if len(word) == 1 or text[1 - len(word) :] == word[:-1]}
         if allowed <= banned:
             raise ValueError(
-                f"allowed_token_ids: expected a token that neither bad_words={params.bad_words} nor "
+                f"allowed_token_ids: expected a token that neither bad_words={shorten(params.bad_words)} nor "
                 f"min_tokens={params.min_tokens} takes out{f' after {text}' if text else ''}, got "
-                f"{params.allowed_token_ids}; allow more or ban less"
+                f"{shorten(params.allowed_token_ids)}; allow more or ban less"
             )
 
 
@@ -118,11 +120,12 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
     assert request.state.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids
     bias = np.zeros(vocab_size, np.float32)
-    for token, value in (params.logit_bias or {}).items():
-        bias[token] = value
+    if params.logit_bias:  # as arrays, because this runs between two steps and may cover the whole vocabulary
+        ids, values = (np.fromiter(part, float) for part in (params.logit_bias, params.logit_bias.values()))
+        bias[ids.astype(np.int64)] = values
     if params.allowed_token_ids is not None:
         forbidden = np.ones(vocab_size, bool)
-        forbidden[list(params.allowed_token_ids)] = False
+        forbidden[np.fromiter(params.allowed_token_ids, np.int64)] = False
         bias[forbidden] = -np.inf
     bias[[word[0] for word in request.bad_words if len(word) == 1]] = -np.inf
     beginnings = np.full((MAX_BAD_WORDS, LOOK_BACK), NO_TOKEN, np.int32)

@@ -98,9 +98,10 @@ class ProgramChoice:
         rows = min(len(new) + len(live), self._buckets[-1])
         buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
         keys = self._round_keys(buckets, union([live.features(), *map(Features.of, new)]))
-        for request in new:
-            chunks = self._chunks if self._compile_ahead else [self.longest_chunk(request)]
-            keys += self._prefill_keys(chunks, *prefill_outputs(request), request.matcher is not None)
+        kinds = dict.fromkeys((self.longest_chunk(r), *prefill_outputs(r), r.matcher is not None) for r in new)
+        for longest, *outputs in kinds:
+            chunks = self._chunks if self._compile_ahead else [longest]
+            keys += self._prefill_keys(chunks, *outputs)
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._needed_helpers(new))]))
 
     def _needed_helpers(self, new: Sequence[Request]) -> list[Kind]:

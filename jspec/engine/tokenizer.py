@@ -92,6 +92,8 @@ class HFTokenizer:
             ) from error
         self.vocab_size = len(self._tokenizer)
         self.hidden_ids = frozenset(i for i in self._tokenizer.added_tokens_decoder if self.decode([i]) == "")
+        added = self._tokenizer.added_tokens_decoder
+        self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
         self.byte_ids = self._byte_ids()
 
     def encode(self, text: str) -> list[int]:

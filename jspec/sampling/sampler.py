@@ -84,8 +84,9 @@ def process(
 ) -> Float[Array, "batch nodes vocab"]:
     """Apply temperature, top-k, top-p and min-p to the logits, in this order; excluded tokens get -inf.
 
-    Greedy rows are returned unchanged, and NaN stays NaN. As in transformers, each filter reads the renormalised probabilities of the
-    tokens that the filter before it has kept. Tokens that are as likely as the last kept token are kept too.
+    Greedy rows are returned unchanged, and NaN stays NaN. As in transformers, each filter reads the renormalised
+    probabilities of the tokens that the filter before it has kept. Tokens that are as likely as the last kept token are
+    kept too.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     bound = sampling_threshold(rows, *_filters(sampling), implementation=implementation).reshape(logits.shape[:2])

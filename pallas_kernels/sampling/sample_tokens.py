@@ -283,7 +283,9 @@ def sample_tokens(
 ) -> Int32[Array, "*rows"]:
     """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores, the first column.
 
-    The result is NO_TOKEN for a row with a logit that is NaN. Neighbouring rows form groups of equal size. The rows of a group share seed, first position and sampling controls.
+    The result is NO_TOKEN for a row with a logit that is NaN.
+
+    Neighbouring rows form groups of equal size. The rows of a group share seed, first position and sampling controls.
 
     Args:
         logits: a single partial sum [1, *rows, vocab] in float32, not divided by the temperature; scales may still be
