@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jspec.engine.chat_template import ChatTemplate
+
 REPLACEMENT = "\ufffd"
 BLANK = "\u2581"  # SentencePiece's character for a blank
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -95,6 +97,7 @@ class HFTokenizer:
         added = self._tokenizer.added_tokens_decoder
         self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
         self.byte_ids = self._byte_ids()
+        self._chat_template = ChatTemplate(folder)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, verbose=False))
@@ -109,9 +112,8 @@ class HFTokenizer:
                 f"{self._folder}: the tokenizer has no chat template (expected chat_template in "
                 "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
-        messages = [dict(message) for message in messages]
-        ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return list(ids)
+        text = self._chat_template.render(self._tokenizer, messages)
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def token_bytes(self) -> list[bytes | None]:
         kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(_byte_level_letters())}
