@@ -308,8 +308,8 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ),
     (
         "min_tokens",
-        lambda p: is_int(p.min_tokens) and is_in(p.min_tokens, 0, p.max_tokens),
-        lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
+        lambda p: is_int_from(0, p.min_tokens) and p.min_tokens <= p.max_tokens,
+        lambda p: f"an int from 0 to max_tokens={shorten(p.max_tokens)}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
     ("json_schema", lambda p: is_schema(p.json_schema), "None, a schema as a dict, or its text"),
