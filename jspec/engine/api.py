@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from convert import hub
 from jspec.core.config import EngineConfig
-from jspec.core.text import shorten
+from jspec.core.shorten import short
 from jspec.draft.base import Drafter
 from jspec.engine.build import build_core
 from jspec.engine.core import EngineCore
@@ -341,7 +341,7 @@ class Engine:
     def _check_own(self, request: Request) -> None:
         """Refuse what is no request of this engine: its slot and pages would belong to another engine."""
         if not isinstance(request, Request):
-            raise TypeError(f"request: expected what submit returned, got {shorten(request)}")
+            raise TypeError(f"request: expected what submit returned, got {short(request)}")
         if request.owner is not self.input_processor:
             raise ValueError(f"request: expected one of this engine, got request {request.id} of another engine")
 

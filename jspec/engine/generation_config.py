@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jspec.core.text import shorten
+from jspec.core.shorten import short
 
 FIELDS = {  # maps an option of transformers to a field of SamplingParams
     "temperature": "temperature",
@@ -84,7 +84,7 @@ def recommended(path: str | Path) -> dict[str, Any]:
                 "the other fields"
             )
     if not isinstance(config.get("do_sample"), (bool, type(None))):
-        raise ValueError(f"{file}: do_sample: expected true or false, got {shorten(config['do_sample'])}")
+        raise ValueError(f"{file}: do_sample: expected true or false, got {short(config['do_sample'])}")
     fields = {field: config[name] for name, field in FIELDS.items() if config.get(name) is not None}
     if not config.get("do_sample"):
         fields["temperature"] = 0.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS
-from jspec.core.text import shorten
+from jspec.core.shorten import short
 from jspec.engine import penalty_input
 from jspec.engine.detokenizer import TextDecoder, visible_context
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
@@ -59,7 +59,10 @@ class InputProcessor:
         Raises:
             TypeError, ValueError: a prompt or parameter is wrong; the message names it and the expected values.
         """
-        several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        try:
+            several = not isinstance(prompts, str) and not (len(prompts) and isinstance(prompts[0], (int, np.integer)))
+        except Exception:  # neither a sequence nor an array
+            raise TypeError(f"prompts: expected texts or lists of int token ids, got {short(prompts)}") from None
         all_prompts: list[Any] = list(prompts) if several else [prompts]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(all_prompts)
@@ -69,7 +72,7 @@ class InputProcessor:
 
     def _request(self, prompt: Prompt, params: SamplingParams, trace: bool) -> Request:
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {shorten(params)}")
+            raise TypeError(f"params: expected SamplingParams, one or a list of one a prompt, got {short(params)}")
         ids = token_ids(prompt, self.tokenizer, vocab_size=self.vocab_size, max_len=self.config.max_len)
         stop_ids = self._stop_ids(params)
         max_new_tokens = min(params.max_tokens, self.config.max_len - len(ids))
@@ -136,10 +139,10 @@ class InputProcessor:
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
                 f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
-                f"{shorten(params.processor_args)}"
+                f"{short(params.processor_args)}"
             )
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop: {shorten(params.stop)} needs a tokenizer; pass tokenizer= or use stop_token_ids")
+            raise ValueError(f"stop: {short(params.stop)} needs a tokenizer; pass tokenizer= or use stop_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
@@ -169,7 +172,7 @@ class InputProcessor:
             inside = next((text for text in texts if text in stop), None) if stop not in texts else None
             if inside is not None:
                 raise ValueError(
-                    f"stop: {shorten(stop)} can never match, because the text leaves out the special token {inside!r}; "
+                    f"stop: {short(stop)} can never match, because the text leaves out the special token {inside!r}; "
                     "give that token alone, or the text beside it"
                 )
         return tuple(texts[stop] for stop in params.stop if stop in texts)
@@ -207,12 +210,12 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
             )
         ids = tuple(operator.index(token) for token in prompt)
     except TypeError:
-        raise TypeError(f"prompt: expected a text or a list of int token ids, got {shorten(prompt)}") from None
+        raise TypeError(f"prompt: expected a text or a list of int token ids, got {short(prompt)}") from None
     if not ids:
         raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise ValueError(f"prompt token {wrong}: expected ids in [0, {vocab_size})")
+        raise ValueError(f"prompt token {short(wrong)}: expected ids in [0, {vocab_size})")
     return ids
 
 

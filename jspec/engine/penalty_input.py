@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import NO_TOKEN
-from jspec.core.text import shorten
+from jspec.core.shorten import short
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
             words[word] = None
             continue
         if tokenizer is None:
-            raise ValueError(f"bad_words: {shorten(word)} needs a tokenizer; pass tokenizer= or give token ids")
+            raise ValueError(f"bad_words: {short(word)} needs a tokenizer; pass tokenizer= or give token ids")
         plain, blank, newline, after_newline = (
             _ids(text, tokenizer) for text in (word, " " + word.lstrip(" "), "\n", "\n" + word)
         )
@@ -40,7 +40,7 @@ def bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Words:
         if after_newline[: len(newline)] == newline:
             spellings.append(after_newline[len(newline) :])
         if not all(spellings):
-            raise ValueError(f"bad_words: {shorten(word)} has no token but special ones; give token ids")
+            raise ValueError(f"bad_words: {short(word)} has no token but special ones; give token ids")
         words |= dict.fromkeys(spellings)
     return tuple(words)
 
@@ -82,7 +82,7 @@ def check(
     if len(longest) > MAX_BAD_WORD_TOKENS:
         raise ValueError(
             f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens, got one of {len(longest)}: "
-            f"{shorten(longest)}"
+            f"{short(longest)}"
         )
     if params.min_tokens > max_new_tokens:
         raise ValueError(f"min_tokens: expected at most {max_new_tokens}, what max_len leaves, got {params.min_tokens}")
@@ -103,9 +103,9 @@ def _check_tokens_left(params: SamplingParams, words: Words, stop_ids: Sequence[
         banned = {word[-1] for word in words if len(word) == 1 or text[1 - len(word) :] == word[:-1]}
         if allowed <= banned:
             raise ValueError(
-                f"allowed_token_ids: expected a token that neither bad_words={shorten(params.bad_words)} nor "
+                f"allowed_token_ids: expected a token that neither bad_words={short(params.bad_words)} nor "
                 f"min_tokens={params.min_tokens} takes out{f' after {text}' if text else ''}, got "
-                f"{shorten(params.allowed_token_ids)}; allow more or ban less"
+                f"{short(params.allowed_token_ids)}; allow more or ban less"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jspec.core.config import MAX_LOGPROBS
-from jspec.core.text import shorten
+from jspec.core.shorten import short
 from jspec.engine.generation_config import recommended
 
 MAX_COMPLETIONS = 1024  # largest n
@@ -116,7 +116,7 @@ class SamplingParams:
         for name, holds, allowed in RULES:
             if not holds(self):
                 expected = allowed if isinstance(allowed, str) else allowed(self)
-                raise ValueError(f"SamplingParams.{name}: expected {expected}, got {shorten(getattr(self, name))}")
+                raise ValueError(f"SamplingParams.{name}: expected {expected}, got {short(getattr(self, name))}")
         self._check_grammar()
 
     def _check_grammar(self) -> None:
@@ -129,7 +129,7 @@ class SamplingParams:
         if self.grammar_field is not None and name is not None:
             raise ValueError(
                 f"SamplingParams.{name}: expected its default beside {self.grammar_field}, which alone says what the "
-                f"text is and where it ends, got {shorten(getattr(self, name))}"
+                f"text is and where it ends, got {short(getattr(self, name))}"
             )
 
     @property
@@ -309,7 +309,7 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     (
         "min_tokens",
         lambda p: is_int_from(0, p.min_tokens) and p.min_tokens <= p.max_tokens,
-        lambda p: f"an int from 0 to max_tokens={shorten(p.max_tokens)}",
+        lambda p: f"an int from 0 to max_tokens={short(p.max_tokens)}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
     ("json_schema", lambda p: is_schema(p.json_schema), "None, a schema as a dict, or its text"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.text import MOST, shorten
+from jspec.core.shorten import LIMIT, short
 
 pytestmark = pytest.mark.once
 
@@ -22,8 +22,8 @@ class Odd:
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "text", (1, 2), [-1], {1: 2.0}, {3}, "\ud800", 2**255, True, ("a",) * 6])
-def test_shorten_of_a_short_value_returns_its_repr(value: Any) -> None:
-    assert shorten(value) == repr(value)
+def test_short_of_a_short_value_returns_its_repr(value: Any) -> None:
+    assert short(value) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_shorten_of_a_short_value_returns_its_repr(value: Any) -> None:
     ],
     ids=["text", "list", "tuple", "dict", "set", "int", "nested", "int in a list", "odd", "array"],
 )
-def test_shorten_of_a_long_value_returns_its_beginning_and_size_at_once(value: Any, beginning: str, end: str) -> None:
+def test_short_of_a_long_value_returns_its_beginning_and_size_at_once(value: Any, beginning: str, end: str) -> None:
     start = time.process_time()
-    found = shorten(value)
-    assert found.startswith(beginning) and found.endswith(end) and len(found) <= MOST
+    found = short(value)
+    assert found.startswith(beginning) and found.endswith(end) and len(found) <= LIMIT
     assert time.process_time() - start < 0.1

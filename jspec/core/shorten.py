@@ -6,7 +6,7 @@ import reprlib
 from itertools import islice
 from typing import Any
 
-MOST = 120  # default number of characters of a shortened value
+LIMIT = 120  # default number of characters of a shortened value
 
 
 class _Shortener(reprlib.Repr):
@@ -37,8 +37,8 @@ class _Shortener(reprlib.Repr):
 _shortener = _Shortener()
 
 
-def shorten(value: object, most: int = MOST) -> str:
-    """Write a value as ``repr`` does, but in at most ``most`` characters, with its size if it was cut.
+def short(value: object, limit: int = LIMIT) -> str:
+    """Write a value as ``repr`` does, but in at most ``limit`` characters, with its size if it was cut.
 
     The time does not grow with the length of texts, lists, tuples, sets and dicts.
     """
@@ -50,5 +50,5 @@ def shorten(value: object, most: int = MOST) -> str:
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)):
         shown = _shortener.maxstring if isinstance(value, (str, bytes)) else _shortener.maxlist
         note = f" (length {len(value)})" if len(value) > shown else ""
-    room = most - len(note)
+    room = limit - len(note)
     return (text if len(text) <= room else f"{text[: room - 3]}...") + note
