@@ -203,14 +203,14 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int, m
             )
         prompt = tokenizer.encode(prompt)
     try:
-        if len(prompt) >= max_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; max_len={max_len} leaves no room for an answer: "
-                "shorten it or raise max_len"
-            )
-        ids = tuple(operator.index(token) for token in prompt)
-    except TypeError:
+        size = len(prompt)
+        ids = tuple(operator.index(token) for token in prompt) if size < max_len else ()
+    except Exception:  # not only TypeError: the prompt's own methods may raise anything
         raise TypeError(f"prompt: expected a text or a list of int token ids, got {short(prompt)}") from None
+    if size >= max_len:
+        raise ValueError(
+            f"the prompt has {size} tokens; max_len={max_len} leaves no room for an answer: shorten it or raise max_len"
+        )
     if not ids:
         raise ValueError("the prompt is empty; give at least one token (a BOS token, for instance)")
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)

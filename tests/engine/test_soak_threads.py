@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Completion, Engine, SamplingParams
+from jspec.engine import errors
 from tests.engine import test_soak as soak
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
@@ -181,6 +182,7 @@ def test_engine_under_threads_tasks_and_faults_stays_right_and_keeps_nothing(
         callers.complete(index, random.Random(0))
     engine.generate([submission.prompt for submission in submissions], [one.params for one in submissions])
     compiled.clear()
+    monkeypatch.setattr(errors.logger, "disabled", True)  # each failed step logs a traceback
     num_injected = inject(engine, callers, monkeypatch)
     works: list[Any] = [(callers.run, seed) for seed in range(THREADS)]
     works += [(callers.run_loop, seed) for seed in range(LOOPS)]
