@@ -1,17 +1,54 @@
-"""Short texts of arbitrary values, for error messages."""
+"""Shortens values for error messages."""
 
 from __future__ import annotations
 
 import reprlib
+from itertools import islice
+from typing import Any
+
+LIMIT = 120  # default number of characters of a shortened value
 
 
-def short(value: object, limit: int = 100) -> str:
-    """Return a value's repr in one line of at most ``limit`` characters; long or deep values are cut in the middle."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = limit
-    brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 12, 12, 8, 6
+class _Shortener(reprlib.Repr):
+    """Writes the first entries of a container and both ends of a long text, in time that does not grow with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = self.maxdeque = 6
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Write a large int as its number of bits, because Python refuses to write thousands of digits."""
+        return repr(x) if x.bit_length() <= 256 else f"<int of {x.bit_length()} bits>"
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        """Write a few entries only, because reprlib would sort all of them."""
+        return super().repr_set(x if len(x) <= self.maxset else {*islice(x, self.maxset)}, level)
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return super().repr_frozenset(x if len(x) <= self.maxset else frozenset(islice(x, self.maxset)), level)
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Write a few entries only, because reprlib would sort all of them."""
+        return super().repr_dict(x if len(x) <= self.maxdict else dict(islice(x.items(), self.maxdict)), level)
+
+
+_shortener = _Shortener()
+
+
+def short(value: object, limit: int = LIMIT) -> str:
+    """Write a value as ``repr`` does, but in at most ``limit`` characters, with its size if it was cut.
+
+    The time does not grow with the length of texts, lists, tuples, sets and dicts.
+    """
     try:
-        text = " ".join(brief.repr(value).split("\n"))
-    except Exception:  # a repr may raise anything, and an int may have too many digits to print
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[: limit - limit // 3 - 5]} ... {text[-(limit // 3) :]}"
+        text = _shortener.repr(value)
+    except Exception as error:  # a class whose repr fails must not hide the error that is being reported
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    note = ""
+    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)):
+        shown = _shortener.maxstring if isinstance(value, (str, bytes)) else _shortener.maxlist
+        note = f" (length {len(value)})" if len(value) > shown else ""
+    room = limit - len(note)
+    return (text if len(text) <= room else f"{text[: room - 3]}...") + note

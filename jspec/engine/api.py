@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
-from jspec.core.shorten import short
+from convert.shorten import short
 from jspec.draft.named import DrafterSource, make_drafter
 from jspec.engine import streams
 from jspec.engine.build import build_core, engine_config, model_options
@@ -39,6 +39,8 @@ from jspec.step.compile_cache import keep_compiled
 
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
 ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
+
+AT_ONCE = 256  # requests that are queued or aborted under one lock
 
 
 @final
@@ -223,15 +225,23 @@ class Engine(EngineLoop):
         return request
 
     def result(self, request: Request) -> Completion:
-        """Step the engine until a request from `submit` has ended; return its completion, at every call again."""
-        samples = _samples("result", request)
+        """Step the engine until a request from `submit` has ended; return its completion, at every call again.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        samples = self._samples_of("result", request)
         while any(sample.finish_reason is None for sample in samples):
             self._advance(samples)
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End all unfinished completions of a request, and free their slots and cache pages at once."""
-        self._abort(_samples("abort", request))
+        """End all unfinished completions of a request, and free their slots and cache pages at once.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        self._abort(self._samples_of("abort", request))
 
     def stream(
         self,
@@ -344,6 +354,14 @@ class Engine(EngineLoop):
         self.scheduler.check(request)
         return request
 
+    def _samples_of(self, call: str, request: Any) -> tuple[Request, ...]:
+        """Return the completions of a request, and refuse what is no request of this engine."""
+        if not isinstance(request, Request):
+            raise TypeError(f"{call}: expected a request that submit returned, got {short(request)}")
+        if request.owner is not self.input_processor:
+            raise ValueError(f"{call}: expected a request of this engine, got request {request.id} of another engine")
+        return request.samples
+
     def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
@@ -366,12 +384,6 @@ class Engine(EngineLoop):
             super().close()
             self.input_processor.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         drafter, config = self.core.runner.program.drafter, self.config
@@ -386,9 +398,3 @@ class Engine(EngineLoop):
 
 def _check_fields(keywords: Mapping[str, Any] | None) -> None:
     check_names("generate", keywords or {}, PARAMETERS, {"Engine": OPTIONS})
-
-
-def _samples(call: str, request: Any) -> tuple[Request, ...]:
-    if not isinstance(request, Request):
-        raise TypeError(f"{call}: expected a request that submit returned, got {short(request)}")
-    return request.samples

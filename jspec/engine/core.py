@@ -14,7 +14,7 @@ from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.metrics import Metrics
 from jspec.engine.model_runner import ModelRunner
-from jspec.engine.output_processor import process_prompt_logprobs, process_step_output
+from jspec.engine.output_processor import process_step_output
 from jspec.engine.program_choice import LiveRequests, wants_newest
 from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
@@ -105,8 +105,8 @@ class EngineCore:
         if request.finish_reason is not None:
             return
         if request.scores_prompt:
-            assert output.prompt is not None
-            process_prompt_logprobs(request, output.prompt, plan.start, plan.count)
+            assert output.prompt is not None and request.output.prompt_logprobs is not None
+            request.output.prompt_logprobs.add(plan.start, plan.count, output.prompt)
         if plan.emits:
             self._read_row(request, output, 0, is_round=False)
 
@@ -205,8 +205,10 @@ class EngineCore:
 
     def metrics(self) -> Metrics:
         """Add up the counters of all requests, both ended and live."""
-        live = (request.metrics for request in [*self.scheduler.running, *self.scheduler.waiting])
-        return sum(live, self.ended_metrics)
+        scheduler = self.scheduler
+        preempted = (request for request in scheduler.waiting if request.metrics.num_preemptions)
+        live = (request.metrics for request in [*scheduler.running, *preempted])
+        return sum(live, self.ended_metrics)  # counters of requests that never ran are zero
 
     def gauges(self) -> Gauges:
         pages = self.scheduler.pages

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import REPLACEMENT, Tokenizer
 
+NO_STOPS = StopStringMatcher(())  # has no state, so all decoders without stop strings share it
 CONTEXT = 8  # earlier tokens decoded with new ones, to keep leading blanks and all bytes of a character
 
 
@@ -30,8 +32,18 @@ class TextDecoder:
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt_ids)
-        self._matcher = StopStringMatcher(stop)
+        self._matcher = StopStringMatcher(stop) if stop else NO_STOPS
         self._stop_ids, self._min_tokens = stop_ids, min_tokens
+
+    def copy(self) -> TextDecoder:
+        """Return a decoder for another completion of the prompt, before any token is pushed.
+
+        Both decoders share what was computed of the prompt and of the stop strings.
+        """
+        other = copy(self)
+        other._detokenizer = None if self._detokenizer is None else self._detokenizer.copy()
+        other._matcher = self._matcher.copy()
+        return other
 
     @property
     def has_text(self) -> bool:
@@ -92,6 +104,11 @@ class IncrementalDetokenizer:
         text = tokenizer.decode(self._window)
         self._sent = _final_length(text if end == len(self._window) else tokenizer.decode(self._window[:end]))
         self._echo = text[self._sent :]  # incomplete end of the prompt's text, emitted only if new ids change it
+
+    def copy(self) -> IncrementalDetokenizer:
+        other = copy(self)
+        other._window = list(self._window)
+        return other
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ids; return the text that has become final."""

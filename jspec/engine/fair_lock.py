@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -14,6 +15,9 @@ class FairLock:
 
     Each thread that wants the lock appends a ticket, which is a `threading.Lock`, to a queue. The first ticket belongs
     to the owner of the lock. Every other ticket is locked, and its thread waits for it until it is first in the queue.
+
+    Only the process that made the lock can take it. In a forked child the owner may be a thread of the parent, and the
+    threads of jax are missing.
     """
 
     def __init__(self) -> None:
@@ -21,6 +25,19 @@ class FairLock:
         self._guard = threading.Lock()  # protects the queue
         self._owner: int | None = None
         self._depth = 0
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise an error in a forked child of the process that made the lock.
+
+        Raises:
+            RuntimeError: this process is such a child.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"expected the process that made the engine ({self._process}), got its forked child ({os.getpid()}), "
+                'where jax would hang; make an engine in the child, which multiprocessing must start with "spawn"'
+            )
 
     @property
     def is_mine(self) -> bool:
@@ -28,6 +45,7 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
+        self.check_process()
         if self.is_mine:
             self._depth += 1
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -12,16 +12,19 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS
-from jspec.core.shorten import short
+from convert.shorten import short
 from jspec.engine import penalty_input
 from jspec.engine.caller_input import read_params, read_prompt, read_prompts
 from jspec.engine.detokenizer import TextDecoder, visible_context
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
-from jspec.engine.request import OutputState, Request, TokenLogprob
+from jspec.engine.request import OutputState, Request
 from jspec.engine.sampling_params import SamplingParams, sample_seed
+from jspec.engine.token_logprobs import PromptLogprobs
 from jspec.engine.tokenizer import Tokenizer
+
+CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter
 
 
 @dataclass
@@ -80,9 +83,8 @@ class InputProcessor:
         self._check_output(params)
         numbers = [next(self.ids) for _ in range(params.n)]
         seed = self._seed(params, numbers[0])
-        prompt_logprobs: list[TokenLogprob | None] | None = (
-            None if params.prompt_logprobs is None else [None] * len(ids)  # shared; the first completion fills it
-        )
+        decoder = self._text_decoder(ids, params, stop_ids)
+        prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs(ids, params.prompt_logprobs)
 
         def sample(index: int, siblings: tuple[Request, ...] = ()) -> Request:
             return Request(
@@ -99,7 +101,8 @@ class InputProcessor:
                 matcher=Matcher(grammar) if isinstance(grammar, LarkGrammar) else None,
                 index=index,
                 siblings=siblings,
-                output=OutputState(self._text_decoder(ids, params, stop_ids), prompt_logprobs=prompt_logprobs),
+                owner=self,
+                output=OutputState(decoder if index == 0 else decoder.copy(), prompt_logprobs=prompt_logprobs),
             )
 
         return sample(0, siblings=tuple(sample(index) for index in range(1, params.n)))
@@ -134,6 +137,12 @@ class InputProcessor:
             raise ValueError(
                 f"{name}: expected token ids, because this engine has no tokenizer, got {short(text)}; pass tokenizer= "
                 "to the engine or give ids"
+            )
+        most = self.config.max_len * CHARACTERS_PER_TOKEN
+        if len(text) > most:
+            raise ValueError(
+                f"{name}: expected at most {most} characters ({CHARACTERS_PER_TOKEN} for each of "
+                f"max_len={self.config.max_len} tokens), got {len(text)}; shorten it or raise max_len"
             )
         try:
             text.encode("utf-8")
@@ -175,7 +184,7 @@ class InputProcessor:
         if params.processor_args and len(params.processor_args) != args:
             raise ValueError(
                 f"processor_args: expected {args} numbers, as this engine was built for, or none, got "
-                f"{params.processor_args}"
+                f"{short(params.processor_args)}"
             )
         if params.stop and self.tokenizer is None:
             raise ValueError(
@@ -188,16 +197,33 @@ class InputProcessor:
                 raise ValueError(f"{name}: expected at most {self.vocab_size}, the vocabulary, got {count}")
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + params.stop_token_ids))
+        own = params.stop_token_ids + self._stop_texts(params)
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + own))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
                 "name fewer, or set ignore_eos"
             )
-        wrong = next((token for token in params.stop_token_ids if token >= self.vocab_size), None)
+        wrong = next((token for token in own if token >= self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
         return stop_ids
+
+    def _stop_texts(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the ids of the special tokens whose texts are stop strings, because no output shows these texts.
+
+        Raises:
+            ValueError: a stop string has the text of a special token and other text beside it, so it can never match.
+        """
+        texts: Mapping[str, int] = getattr(self.tokenizer, "special_texts", {})
+        for stop in params.stop:
+            inside = next((text for text in texts if text in stop), None) if stop not in texts else None
+            if inside is not None:
+                raise ValueError(
+                    f"stop: {short(stop)} can never match, because the text leaves out the special token {inside!r}; "
+                    "give that token alone, or the text beside it"
+                )
+        return tuple(texts[stop] for stop in params.stop if stop in texts)
 
     def _seed(self, params: SamplingParams, number: int) -> int:
         """Return the seed in ``params``, or else a seed drawn from the engine's seed and the request's number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 from jspec.core.config import EngineConfig
 from jspec.engine.core import EngineCore
@@ -19,6 +20,7 @@ from jspec.engine.scheduler import Scheduler
 from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.step.memory import MemoryPlan
 
+AT_ONCE = 256  # number of requests that are queued or aborted under one lock; other threads may step in between
 IDLE = 0.005  # seconds to wait after a step without work
 
 
@@ -65,14 +67,16 @@ class EngineLoop:
         If programs of their rounds are missing, the requests wait for `_compile_rounds` after their first token.
         """
         queued_at, runner = time.perf_counter(), self.core.runner
+        self._check_open()
         runner.compile(runner.choice.prefill_keys(requests))
-        with self._lock:
-            self._check_open()
-            new = [request for request in requests if request.finish_reason is None]
-            awaits_rounds = bool(runner.missing(runner.choice.round_keys(new, self.core.live)))
-            for request in new:
-                request.state.awaits_rounds = awaits_rounds
-                self.core.add(request, queued_at)
+        for start in range(0, len(requests), AT_ONCE):
+            with self._lock:
+                self._check_open()
+                new = [request for request in requests[start : start + AT_ONCE] if request.finish_reason is None]
+                awaits_rounds = bool(runner.missing(runner.choice.round_keys(new, self.core.live)))
+                for request in new:
+                    request.state.awaits_rounds = awaits_rounds
+                    self.core.add(request, queued_at)
 
     def _advance(self, requests: Sequence[Request]) -> None:
         """Run one step, or compile the programs of the requests' rounds if a request has its first token."""
@@ -106,12 +110,14 @@ class EngineLoop:
         live = [request for request in requests if request.finish_reason is None]
         if self._lock.is_mine:
             self._abort_after_step += live
-        elif live:
+            return
+        for start in range(0, len(live), AT_ONCE):
             with self._lock:
-                for request in live:
+                for request in live[start : start + AT_ONCE]:
                     self.core.finish(request, "abort")
 
     def _check_open(self) -> None:
+        self._lock.check_process()
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
         if not self.healthy:
@@ -122,6 +128,12 @@ class EngineLoop:
         with self._lock:
             self.core.close()
             self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def warmup(
         self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from jspec.core.records import LogProbs, StepOutput, StepResult, Trace
-from jspec.engine.request import Chunk, Completion, Request, Round, TokenLogprob
+from jspec.core.records import NO_TOKEN, StepOutput, StepResult, Trace
+from jspec.engine.request import Chunk, Completion, Request, Round
+from jspec.engine.token_logprobs import TokenLogprob, token_logprobs
 
 
 def process_step_output(request: Request, step: StepOutput, row: int, *, is_round: bool) -> str | None:
@@ -23,11 +21,20 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
 
     Returns:
         The finish reason if the request ended, else None.
+
+    Raises:
+        FloatingPointError: the logits of an emitted token contain NaN.
     """
     output = request.output
     for index, fields in enumerate(StepResult.rounds(np.asarray(step.report)[:, row])):
         if fields.counts == 0:
             continue  # the request ended in an earlier round of this dispatch
+        if NO_TOKEN in fields.tokens[: fields.counts]:
+            raise FloatingPointError(
+                f"expected logits that are numbers, got NaN within {fields.counts} tokens after the first "
+                f"{len(output.token_ids)}; look for NaN or infinity in the weights, the drafter excepted, for values "
+                "too large for their dtype, and for a logits_processor that returns NaN"
+            )
         pieces = output.decoder.push(fields.tokens[: fields.counts], len(output.pieces))
         count = len(pieces)
         emitted = fields.tokens[:count]
@@ -70,38 +77,6 @@ def _finish_reason(request: Request) -> str:
     return "eos" if last in request.eos_ids else "stop"
 
 
-def process_prompt_logprobs(request: Request, scores: LogProbs, start: int, count: int) -> None:
-    """Store the log-probabilities of one chunk's prompt tokens in the request's output.
-
-    Args:
-        scores: log-probabilities of each chunk token's successor, as numpy arrays.
-        start: position of the chunk's first token in the prompt.
-        count: number of tokens in the chunk.
-    """
-    records, num_top = request.output.prompt_logprobs, request.params.prompt_logprobs
-    assert records is not None and num_top is not None
-    tokens = request.prompt_token_ids[start + 1 : start + 1 + count]  # the last token of the prompt has no successor
-    records[start + 1 : start + 1 + len(tokens)] = token_logprobs(scores, ..., tokens, num_top)
-
-
-def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Make a log-probability record for each token.
-
-    Args:
-        scores: a `jspec.core.records.LogProbs` of numpy arrays.
-        row: index into the leading axes of ``scores``; the first entries of that row belong to the tokens.
-        tokens: token ids.
-        num_top: number of likeliest tokens to report at each token.
-    """
-    size = len(tokens)
-    chosen, ranks, top, top_ids = (f[row][:size] for f in (scores.chosen, scores.ranks, scores.top, scores.top_ids))
-    fields = (chosen, ranks, top[:, :num_top], top_ids[:, :num_top])
-    return [
-        TokenLogprob(token, logprob, rank, {i: p for i, p in zip(ids, top, strict=True) if p > -math.inf})
-        for token, logprob, rank, top, ids in zip(tokens, *(field.tolist() for field in fields), strict=True)
-    ]
-
-
 def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[int]) -> Round:
     return Round(
         tokens=np.asarray(trace.tokens[index, row]),
@@ -138,18 +113,19 @@ def make_chunk(request: Request, start: int) -> Chunk:
 
 def make_completion(request: Request) -> Completion:
     """Make the completion of an ended request; the other completions of its prompt become its ``others``."""
-    first, *others = (_completion(sample) for sample in request.samples)
+    prompt = list(request.prompt_token_ids)
+    first, *others = (_completion(sample, prompt) for sample in request.samples)
     return replace(first, others=tuple(others))
 
 
-def _completion(request: Request) -> Completion:
+def _completion(request: Request, prompt: list[int]) -> Completion:
     output = request.output
     assert output.finish_reason is not None
     return Completion(
         text=output.text,
         token_ids=list(output.token_ids),
         from_draft=list(output.from_draft),
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=prompt,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         error=output.error,
@@ -162,5 +138,5 @@ def _completion(request: Request) -> Completion:
 
 
 def _prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:
-    records = request.output.prompt_logprobs
-    return None if records is None else list(records)
+    scores = request.output.prompt_logprobs
+    return None if scores is None else scores.records()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import NO_TOKEN
-from jspec.core.shorten import short
+from convert.shorten import short
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -127,11 +127,12 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
     assert request.state.slot is not None
     params, prompt, output = request.params, request.prompt_token_ids, request.token_ids
     bias = np.zeros(vocab_size, np.float32)
-    for token, value in (params.logit_bias or {}).items():
-        bias[token] = value
+    if params.logit_bias:  # as arrays, because this runs between two steps and may cover the whole vocabulary
+        ids, values = (np.fromiter(part, float) for part in (params.logit_bias, params.logit_bias.values()))
+        bias[ids.astype(np.int64)] = values
     if params.allowed_token_ids is not None:
         forbidden = np.ones(vocab_size, bool)
-        forbidden[list(params.allowed_token_ids)] = False
+        forbidden[np.fromiter(params.allowed_token_ids, np.int64)] = False
         bias[forbidden] = -np.inf
     bias[[word[0] for word in request.bad_words if len(word) == 1]] = -np.inf
     beginnings = np.full((MAX_BAD_WORDS, LOOK_BACK), NO_TOKEN, np.int32)

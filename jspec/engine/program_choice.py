@@ -105,9 +105,10 @@ class ProgramChoice:
     def prefill_keys(self, requests: Sequence[Request]) -> list[ExecutableKey]:
         """Return the keys of the programs that compute the requests' first tokens."""
         keys: list[ExecutableKey] = []
-        for request in requests:
-            chunks = self._chunks if self._compile_ahead else [self.longest_chunk(request)]
-            keys += self._prefill_keys(chunks, *prefill_outputs(request), request.matcher is not None)
+        kinds = dict.fromkeys((self.longest_chunk(r), *prefill_outputs(r), r.matcher is not None) for r in requests)
+        for longest, *outputs in kinds:
+            chunks = self._chunks if self._compile_ahead else [longest]
+            keys += self._prefill_keys(chunks, *outputs)
         if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in requests):
             keys += self._helper_keys("controls", "grammar")
         return list(dict.fromkeys(keys))

@@ -13,22 +13,7 @@ from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.metrics import Metrics
 from jspec.engine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """The target's log-probability (natural logarithm) of one token, given all tokens before it.
-
-    Attributes:
-        rank: rank of the token, from 1 for the likeliest.
-        top: log-probability by token id of the likeliest tokens, largest first, as many as requested. Tokens with
-            probability 0 are left out.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: dict[int, float]
+from jspec.engine.token_logprobs import PromptLogprobs, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -131,8 +116,8 @@ class OutputState:
         pieces: text of each token. Text that was held back is in the piece of a later token or in ``tail``.
         tail: text after the last piece, set when the request ends.
         logprobs: one record per emitted token, if requested.
-        prompt_logprobs: one record per prompt token (None for the first), shared by all completions of a prompt;
-            None: not requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens, shared by all completions of the prompt; None: not
+            requested.
         rounds: one record per round, with ``trace=True``.
         metrics: counters of the request.
         queued_at: value of `time.perf_counter` (seconds) when the request was queued; None: it was never queued.
@@ -147,7 +132,7 @@ class OutputState:
     pieces: list[str] = field(default_factory=list)
     tail: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     rounds: list[Round] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     queued_at: float | None = None
@@ -187,6 +172,7 @@ class Request:
         matcher: parser that computes masks on the host for a grammar that fits no table; else None.
         index: index among the ``n`` completions of the prompt.
         siblings: the other completions of the prompt; empty except in the first completion.
+        owner: the input processor that made the request; it tells an engine its own requests from those of others.
     """
 
     id: int
@@ -202,6 +188,7 @@ class Request:
     matcher: Matcher | None = None
     index: int = 0
     siblings: tuple[Request, ...] = ()
+    owner: object = field(default=None, repr=False)
     state: RequestState = field(default_factory=RequestState)
     output: OutputState = field(default_factory=OutputState)
 
@@ -298,7 +285,8 @@ class Completion:
         metrics: counters of the request.
         rounds: one record per round with ``trace=True``; else None.
         logprobs: one record per emitted token; None: not requested.
-        prompt_logprobs: one record per prompt token (None for the first token); None: not requested.
+        prompt_logprobs: one record per prompt token (None for the first token); None: not requested. The list, like
+            ``prompt_token_ids``, is shared by the completions of the prompt.
         pieces: text of each token, for coloured display.
         others: with ``n`` > 1, the second and later completions of the prompt; else empty.
     """

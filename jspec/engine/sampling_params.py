@@ -14,10 +14,23 @@ import numpy as np
 from convert.fields import named
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import names_checked
-from jspec.core.shorten import short
+from convert.shorten import short
 from jspec.engine.generation_config import recommended
 from jspec.engine.grammar import json_schema
 
+MAX_COMPLETIONS = 1024  # largest n
+MAX_STOPS = 64  # largest number of stop strings
+MAX_TEXT = 1000  # largest number of characters of a stop string or a bad word
+MAX_WORDS = 1024  # largest number of bad words
+MAX_IDS = 2**20  # largest number of token ids in a field; every vocabulary is smaller
+LIMITS = {  # largest number of entries of each field
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_WORDS,
+    "logit_bias": MAX_IDS,
+    "bad_words": MAX_WORDS,
+    "allowed_token_ids": MAX_IDS,
+    "processor_args": MAX_WORDS,
+}
 GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
 
@@ -34,8 +47,9 @@ class SamplingParams:
         top_p: keep the fewest most likely tokens whose probabilities add up to top_p or more; 1 is off.
         min_p: keep tokens whose probability is at least min_p times that of the most likely token; 0 is off.
         seed: seed of the request, 0 <= seed < 2**64; None: a seed drawn from the engine's seed.
-        stop: one stop string or several. The text is cut before the first match; the token that completes the match is
-            the last one in ``token_ids``.
+        stop: one stop string or several, at most 64 of at most 1,000 characters. The text is cut before the first
+            match; the token that completes the match is the last one in ``token_ids``. The text of a special token,
+            which no output shows, also counts as an entry of ``stop_token_ids``.
         stop_token_ids: tokens that end the request; they appear in ``token_ids`` but not in the text.
         ignore_eos: whether to continue after the model's end-of-sequence tokens.
         repetition_penalty: factor for tokens in prompt or output: a positive logit is divided by the factor, a negative
@@ -43,8 +57,9 @@ class SamplingParams:
         presence_penalty: number to subtract from the logit of each token that occurs in the output; 0 is off.
         frequency_penalty: number to subtract from a token's logit for each occurrence in the output; 0 is off.
         logit_bias: number to add to the logit, by token id; ids may be texts of digits, as JSON has them.
-        bad_words: texts or token id lists. Their last token is banned wherever it would complete the word, even if the
-            word begins in the prompt. A text is banned in its tokenisations with and without a leading blank.
+        bad_words: texts or token id lists, at most 1,024, and at most 128 of several tokens. Their last token is banned
+            wherever it would complete the word, even if the word begins in the prompt. A text is banned in its
+            tokenisations with and without a leading blank.
         allowed_token_ids: the only tokens that may be emitted; None is off.
         min_tokens: least number of tokens; before it, stop tokens are masked and stop strings do not match.
         regex: a regular expression (of the library outlines_core, without look-around and anchors) that the whole text
@@ -64,8 +79,8 @@ class SamplingParams:
         prompt_logprobs: number of likeliest tokens whose log-probabilities are reported at each prompt token, always
             raw; 0: only the prompt token's; None: off. The prompt is then computed without the prefix cache.
         priority: requests with lower numbers are served first; requests with equal numbers in order of arrival.
-        n: number of completions of the prompt. They share the prompt's cache pages if the engine has ``prefix_cache``.
-            Completion i has the seed ``sample_seed(seed, i)``.
+        n: number of completions of the prompt, at most 1,024. They share the prompt's cache pages if the engine has
+            ``prefix_cache``. Completion i has the seed ``sample_seed(seed, i)``.
 
     Raises:
         ValueError: a field has a wrong value; the message names the field, its value and the allowed values.
@@ -98,6 +113,8 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        for name in LIMITS:
+            _check_size(name, getattr(self, name))
         for name, value in _normalised(self).items():
             object.__setattr__(self, name, value)
         for name, holds, allowed in RULES:
@@ -160,6 +177,28 @@ def sample_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Check how many entries a field has, and how long its texts and lists are, before anything reads the entries.
+
+    Raises:
+        ValueError: the field has too many entries, or one of them is too long.
+    """
+    size = 1 if isinstance(value, str) else _length(value)
+    if size > LIMITS[name]:
+        raise ValueError(f"SamplingParams.{name}: expected at most {LIMITS[name]} entries, got {size}")
+    entries = value if isinstance(value, (list, tuple)) else [value] if isinstance(value, str) else ()
+    longest = max(map(_length, entries), default=0)
+    if longest > MAX_TEXT:
+        raise ValueError(f"SamplingParams.{name}: expected entries of a length of at most {MAX_TEXT}, got {longest}")
+
+
+def _length(value: Any) -> int:
+    """Return the length of a text or a container; 0 for other values, which other checks refuse."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    return len(value) if isinstance(value, (str, list, tuple, set, frozenset, dict)) else 0
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
@@ -275,7 +314,7 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     (
         "min_tokens",
         lambda p: is_int_from(0, p.min_tokens) and (p.max_tokens is None or p.min_tokens <= p.max_tokens),
-        lambda p: f"an int from 0 to max_tokens={p.max_tokens}",
+        lambda p: f"an int from 0 to max_tokens={short(p.max_tokens)}",
     ),
     ("regex", lambda p: is_text_or_none(p.regex), "None or a text"),
     ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
@@ -288,5 +327,5 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ("logprobs", lambda p: is_logprobs(p.logprobs), f"None or 0 to {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda p: is_logprobs(p.prompt_logprobs), f"None or 0 to {MAX_LOGPROBS}"),
     ("priority", lambda p: is_int(p.priority), "an int"),
-    ("n", lambda p: is_int_from(1, p.n), "an int >= 1"),
+    ("n", lambda p: is_int(p.n) and is_in(p.n, 1, MAX_COMPLETIONS), f"an int from 1 to {MAX_COMPLETIONS}"),
 )

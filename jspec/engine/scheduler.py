@@ -5,7 +5,7 @@ Requests are served by priority; requests of equal priority in order of arrival.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from jspec.engine.page_pool import PagePool, page_digests
@@ -174,8 +174,10 @@ class Scheduler:
         """
         if request in self.running:
             self._release(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+            return
+        place = bisect_left(self.waiting, request.order, key=_order)  # thousands of requests may wait
+        if place < len(self.waiting) and self.waiting[place] is request:
+            del self.waiting[place]
 
     def cache_prefix(self, request: Request, rows: int) -> None:
         """Put the full pages of a running request's first ``rows`` cache rows into the prefix cache.

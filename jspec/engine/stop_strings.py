@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 
 class StopStringMatcher:
@@ -23,6 +24,14 @@ class StopStringMatcher:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)  # for each stop string: length of its longest prefix with which the text ends
         self._held = ""  # the held-back end of the text; its length is max(self._matched)
+
+    def copy(self) -> StopStringMatcher:
+        """Return a matcher with the state of this one; both share what was computed of the stop strings."""
+        if not self._stops:
+            return self
+        other = copy(self)
+        other._matched = list(self._matched)
+        return other
 
     def __bool__(self) -> bool:
         """Whether any stop strings were given."""

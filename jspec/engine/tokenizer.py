@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from convert import hub
 from convert.fields import CheckpointError, cut, short
+from jspec.engine.chat_template import ChatTemplate
 
 REPLACEMENT = "\ufffd"
 BLANK = "\u2581"  # SentencePiece's character for a blank
@@ -114,6 +115,8 @@ class HFTokenizer:
                 raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
             self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
+            self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
+            self._chat_template = ChatTemplate(self._folder)
             self.byte_ids = self._byte_ids()
             self.eos_id: int | None = self._tokenizer.eos_token_id
             self._check_round_trips()
@@ -143,9 +146,8 @@ class HFTokenizer:
                 f"{self._folder}: the tokenizer has no chat template (expected chat_template in "
                 "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
-        messages = [dict(message) for message in messages]
-        ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return list(ids)
+        text = self._chat_template.render(self._tokenizer, messages)
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def token_bytes(self) -> list[bytes | None]:
         kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(_byte_level_letters())}

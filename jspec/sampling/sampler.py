@@ -84,13 +84,14 @@ def process(
 ) -> Float[Array, "batch nodes vocab"]:
     """Apply temperature, top-k, top-p and min-p to the logits, in this order; excluded tokens get -inf.
 
-    Greedy rows are returned unchanged. As in transformers, each filter reads the renormalised probabilities of the
-    tokens that the filter before it has kept. Tokens that are as likely as the last kept token are kept too.
+    Greedy rows are returned unchanged, and NaN stays NaN. As in transformers, each filter reads the renormalised
+    probabilities of the tokens that the filter before it has kept. Tokens that are as likely as the last kept token are
+    kept too.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     bound = sampling_threshold(rows, *_filters(sampling), implementation=implementation).reshape(logits.shape[:2])
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    return jnp.where(logits >= bound[..., None], logits / temperature[:, None, None], -jnp.inf)
+    return jnp.where(logits < bound[..., None], -jnp.inf, logits / temperature[:, None, None])
 
 
 def _filters(sampling: Sampling) -> tuple[Array, ...]:
@@ -100,6 +101,8 @@ def _filters(sampling: Sampling) -> tuple[Array, ...]:
 
 def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch nodes"]) -> Int[Array, "batch nodes"]:
     """Return the token that plain decoding would emit after each node: the argmax in greedy rows, else a sample.
+
+    A node whose logits contain NaN gets the token -1, which ends its request with an error on the host.
 
     Args:
         logits: logits after every node, edited by `jspec.sampling.penalties`, [1, batch, nodes, vocab]. Scales may
@@ -140,10 +143,13 @@ def _draw(
 def processed_probs(
     logits: Float[Array, "batch nodes vocab"], sampling: Sampling, implementation: str = "auto"
 ) -> Float[Array, "batch nodes vocab"]:
-    """Return the probabilities after temperature, top-k, top-p and min-p; greedy rows are one-hot at the argmax."""
+    """Return the probabilities after temperature, top-k, top-p and min-p; greedy rows are one-hot at the argmax.
+
+    Probabilities of logits that contain NaN are all NaN.
+    """
     probs = jax.nn.softmax(process(logits, sampling, implementation), axis=-1)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
-    return jnp.where(sampling.temperature[:, None, None] > 0, probs, one_hot)
+    return jnp.where((sampling.temperature[:, None, None] > 0) | jnp.isnan(probs), probs, one_hot)
 
 
 ChildChooser = Callable[[PartialSums, int, int], tuple[Array, Array | None]]

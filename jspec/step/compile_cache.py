@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jspec.core.shorten import short
+from convert.shorten import short
 
 logger = logging.getLogger(__name__)
 

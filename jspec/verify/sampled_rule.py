@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.ancestors import depths
-from jspec.core.records import AncestorMask, Draft, SlotView
+from jspec.core.records import NO_TOKEN, AncestorMask, Draft, SlotView
 from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.verify.coupled import match_target_tokens
-from jspec.verify.tree_walk import AcceptResult, ranks
+from jspec.verify.tree_walk import AcceptResult, at_node, ranks
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
@@ -64,4 +64,22 @@ def draw_and_accept(
     target_probs = sampler.processed_probs(logits, view.sampling, view.implementation)
     result = accept_function(target_probs, draft, ancestor_mask, sampler.uniform(keys))
     noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])
-    return result.last_node, jnp.argmax(jnp.log(result.residual_probs) + noise, axis=-1).astype(jnp.int32)
+    token = jnp.argmax(jnp.log(result.residual_probs) + noise, axis=-1).astype(jnp.int32)
+    return result.last_node, no_token_if_nan(token, target_probs, result.last_node, ancestor_mask)
+
+
+def no_token_if_nan(
+    token: Int[Array, "batch"],
+    probs: Float[Array, "batch nodes vocab"],
+    last_node: Int[Array, "batch"],
+    ancestor_mask: AncestorMask,
+) -> Int[Array, "batch"]:
+    """Replace the last token of each row by `NO_TOKEN` if NaN decided about any token of the row.
+
+    Args:
+        token: the token after the last accepted node.
+        probs: processed probabilities of the token after each node; a row of them is all NaN or has none.
+        last_node: the last accepted node.
+    """
+    on_path = at_node(jnp.broadcast_to(ancestor_mask, (len(token), *ancestor_mask.shape[1:])), last_node)
+    return jnp.where(jnp.any(jnp.isnan(probs[..., 0]) & on_path, axis=-1), NO_TOKEN, token)

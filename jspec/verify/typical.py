@@ -18,7 +18,7 @@ from jspec.core.ancestors import depths
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
-from jspec.verify.sampled_rule import SampledRule
+from jspec.verify.sampled_rule import SampledRule, no_token_if_nan
 from jspec.verify.tree_walk import at_node, candidates, child_probs, longest_accepted_path
 
 LOG_GUARD = 1e-5  # added to probabilities before the log, as the authors do; it changes the required probability
@@ -84,4 +84,5 @@ class Typical(SampledRule):
         log_probs = jnp.where(accepted & candidates(draft), jnp.log(node_probs), 0.0)
         path_log_prob = jnp.sum(jnp.where(ancestor_mask, log_probs[:, None], 0.0), axis=-1)
         last_node = jnp.argmax(jnp.where(is_longest, path_log_prob, -jnp.inf), axis=-1).astype(jnp.int32)
-        return last_node, jnp.argmax(at_node(logits, last_node), axis=-1).astype(jnp.int32)
+        token = jnp.argmax(at_node(logits, last_node), axis=-1).astype(jnp.int32)
+        return last_node, no_token_if_nan(token, probs, last_node, ancestor_mask)

@@ -12,6 +12,9 @@ top-k, top-p and min-p, it stores the best token of each slice. In other rows it
 `sampling_threshold` needs. The second kernel chooses each row's token. Noise is never stored. In rows with top-k, top-p
 or min-p, noise is computed only for the tokens that the second kernel holds in registers, unless the probabilities are
 very flat.
+
+A row with a logit that is NaN gets NO_TOKEN. GPUs ignore NaN in a maximum, so before each maximum NaN is replaced by
+infinity, and larger scores by the largest finite number.
 """
 
 import functools
@@ -41,8 +44,10 @@ from pallas_kernels.sampling.threshold import (
     slice_columns,
     survey_shapes,
     survey_slice,
+    with_nan_largest,
 )
 
+NO_TOKEN = -1  # token of a row whose logits contain NaN
 AT_ONCE = 1024  # tokens whose noise a Pallas program computes at once; more tokens would need too many registers
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # constants of threefry-2x32, like PARITY
 PARITY = 0x1BD11BDA
@@ -82,16 +87,20 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
     per_group = (controls[0], first, seed[:, 0], seed[:, 1])
     temperature, first, *words = (jnp.repeat(array, len(logits) // len(array)) for array in per_group)
 
+    def best(scores):
+        token = jnp.argmax(scores, axis=-1)  # the first NaN if there is one
+        return jnp.where(jnp.isnan(jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]), NO_TOKEN, token)
+
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
         key = _key(words, purpose, first + offsets.ravel())
         noise = _gumbel([word[:, None] for word in key], tokens[None])
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         threshold = sampling_threshold(logits, *controls, implementation="reference")
-        scores = jnp.where(logits >= threshold[:, None], tempered + noise, -jnp.inf)
-        return jnp.argmax(jnp.where(temperature[:, None] > 0, scores, logits), axis=-1)
+        scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + noise)  # keeps NaN
+        return best(jnp.where(temperature[:, None] > 0, scores, logits))
 
-    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: jnp.argmax(logits, axis=-1))
+    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
     return token.astype(jnp.int32).reshape(scaled_logits.shape[1:-1])
 
 
@@ -128,9 +137,10 @@ class _Row:
         return jnp.where(mask, value, -jnp.inf)
 
     def best(self, scores, token):
-        """Returns the largest score, and the first token with this score."""
+        """Returns the largest score, and the first token with this score; NO_TOKEN if the largest is infinity."""
         top = jnp.max(scores)
-        return top, jnp.min(jnp.where(scores == top, token, self.vocab - 1))
+        first = jnp.min(jnp.where(scores == top, token, self.vocab - 1))
+        return top, jnp.where(top == jnp.inf, NO_TOKEN, first)
 
     def draw(self, count, column_of, threshold):
         """Samples one of `count` tokens, but only among tokens whose logit is at least the threshold.
@@ -152,7 +162,8 @@ class _Row:
             if self.ids is not None:
                 token = pltriton.load(self.ids.at[column], mask=inside, other=0)
             noise = _gumbel(self.key, token)
-            score = jnp.where(logits >= threshold, logits / self.temperature + noise, -jnp.inf)
+            score = with_nan_largest(logits / self.temperature + noise)
+            score = jnp.where(logits < threshold, -jnp.inf, score)
             return jnp.maximum(best[0], score), jnp.where(score > best[0], column, best[1])
 
         nothing = jnp.full(AT_ONCE, -jnp.inf), jnp.zeros(AT_ONCE, jnp.int32)
@@ -179,7 +190,7 @@ def _survey_kernel(
 
     @pl.when(row.temperature <= 0)  # greedy: store the slice's most probable token
     def _():
-        store_best(row.best(logits(), slice_columns(index)))
+        store_best(row.best(with_nan_largest(logits()), slice_columns(index)))
 
     @pl.when((row.temperature > 0) & jnp.logical_not(row.is_restricted))  # store the best token with noise
     def _():
@@ -212,7 +223,8 @@ def _choose_kernel(
             listed = pltriton.load(kept_ref.at[row.row, place], mask=is_token & held.has_all, other=0)
             return jnp.where(held.has_all, listed, place)
 
-        chosen_ref[row.row] = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, threshold)[1]
+        drawn = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, threshold)[1]
+        chosen_ref[row.row] = jnp.where(held.top == jnp.inf, NO_TOKEN, drawn)
 
     @pl.when(jnp.logical_not(row.is_restricted))  # choose the best of the slices' tokens
     def _():
@@ -270,6 +282,8 @@ def sample_tokens(
     implementation: Implementation = "auto",
 ) -> Int32[Array, "*rows"]:
     """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores, the first column.
+
+    The result is NO_TOKEN for a row with a logit that is NaN.
 
     Neighbouring rows form groups of equal size. The rows of a group share seed, first position and sampling controls.
 

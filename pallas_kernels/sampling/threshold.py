@@ -76,6 +76,11 @@ def _reference(logits, *controls):
     return jax.lax.cond(jnp.any(is_restricted), threshold, lambda: unrestricted)
 
 
+def with_nan_largest(scores: Array) -> Array:
+    """Returns scores with NaN replaced by infinity, and with infinity replaced by the largest finite number."""
+    return jnp.where(jnp.isnan(scores), jnp.inf, jnp.minimum(scores, jnp.finfo(jnp.float32).max))
+
+
 def restricts(temperature: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """Returns whether a row's sampling controls can exclude tokens."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
@@ -94,8 +99,8 @@ def group_of(row, rows, ref):
 class Survey(NamedTuple):
     """The float32 arrays that the survey kernel stores about each row; inside a kernel, references to these arrays."""
 
-    best: Any  # [rows, token groups], largest logit of each token group
-    top: Any  # [rows, slices], largest logit of each slice
+    best: Any  # [rows, token groups], largest logit of each token group; infinity if one is NaN
+    top: Any  # [rows, slices], largest logit of each slice; infinity if one is NaN
     mass: Any  # [rows, slices], sum of exp((logit - top) / temperature) over each slice
 
 
@@ -113,7 +118,7 @@ def survey_slice(values, row, index, temperature, survey):
         temperature: temperature of the row.
         survey: `Survey` references.
     """
-    best = jnp.max(values, axis=1)
+    best = jnp.max(with_nan_largest(values), axis=1)
     top = jnp.max(best)
     pltriton.store(survey.best.at[row, index * (SLICE // GROUP) + jnp.arange(SLICE // GROUP)], best)
     survey.top[row, index] = top
@@ -195,6 +200,7 @@ class BestGroups(NamedTuple):
     logits: Array  # [tokens]; -inf for padding
     column: Array  # [tokens], column of each token in the row
     has_all: Array  # whether the best token groups contain every token that the threshold keeps
+    top: Array  # largest logit of the whole row; infinity if one is NaN
 
 
 def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
@@ -247,7 +253,7 @@ def row_threshold(read, row, vocab, controls, survey, groups_ref, *, interpret):
         lambda: _threshold(top, controls, least & 0, *_weights_of_row(read, vocab, top, temperature)),
     )
     finite = jnp.maximum(threshold, jnp.finfo(jnp.float32).min)  # logits of -inf are never kept
-    return threshold, BestGroups(values, column, ordered(finite) >= least)
+    return threshold, BestGroups(values, column, ordered(finite) >= least, top)
 
 
 def _threshold_kernel(

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import sample_tokens
 from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.sampling.sample_tokens import NO_TOKEN
 from tests.reference.decoder import processed_probs
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
@@ -104,6 +105,25 @@ def test_token_sampling_of_random_logits_equals_argmax_with_noise_of_jax_random(
 @pytest.mark.parametrize("scale", [0.3, 6.0])
 def test_token_sampling_of_large_vocabulary_equals_argmax_with_noise_of_jax_random(scale: float) -> None:
     check(mapped(LARGE, scale), "pallas")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("vocab", [4100, 7])
+@pytest.mark.parametrize("is_whole_row", [True, False])
+def test_token_sampling_of_row_with_nan_returns_no_token_in_this_row_alone(
+    vocab: int, implementation: str, is_whole_row: bool
+) -> None:
+    """Infinity is a number: its token is chosen as before, in greedy rows and in rows without filters."""
+    logits, *others = problem(vocab)
+    clean = np.asarray(draw(logits, *others, implementation=implementation))
+    rows = np.arange(0, ROWS, 3)
+    logits[0, rows, slice(None) if is_whole_row else vocab - 2] = np.nan
+    logits[0, [1, EACH + 1], 3] = np.inf
+    found = np.asarray(draw(logits, *others, implementation=implementation))
+    np.testing.assert_array_equal(found[rows], NO_TOKEN)
+    assert found[1] == found[EACH + 1] == 3
+    rest = np.setdiff1d(np.arange(ROWS), [*rows, 1, EACH + 1])
+    np.testing.assert_array_equal(found[rest], clean[rest])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

@@ -1,0 +1,161 @@
+"""Renders chat templates in a process of their own, within limits of CPU time, memory and length.
+
+A chat template is a program that comes with a checkpoint. Its loops, powers and recursion could take any time and
+memory, and would hold the interpreter's lock meanwhile. The process imports transformers only, renders one conversation
+after another and ends with its parent; a conversation takes about a millisecond.
+
+This file is also the program of that process, so it imports nothing of jspec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, final
+
+SECONDS, GIB = 5.0, 1.0  # CPU time of one conversation, and memory of the process
+PATIENCE = 12  # a process without an answer after this many times its CPU limit is ended
+ADDED = 2**20  # characters that a template may add to those of the messages
+SHOWN = 200  # characters of an error of jinja2 to show
+
+
+@final
+class ChatTemplate:
+    """Renders conversations with a tokenizer's chat template; its process starts with the first conversation.
+
+    Args:
+        name: the tokenizer's folder, for error messages.
+        seconds: limit of CPU time for one conversation, in seconds.
+        gib: limit of the process's memory in GiB, where the system supports one (Linux).
+    """
+
+    def __init__(self, name: object, seconds: float = SECONDS, gib: float = GIB) -> None:
+        self._name, self._seconds, self._gib = name, seconds, gib
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation up to the assistant's next answer.
+
+        Args:
+            tokenizer: a tokenizer of transformers, which has the template and the special tokens.
+            messages: mappings with "role" and "content"; values that are None are left out.
+
+        Raises:
+            TypeError: a message is no mapping, or has values that JSON cannot write.
+            ValueError: the template raises an error, or takes too much time, memory or text.
+        """
+        chat = [{key: value for key, value in dict(message).items() if value is not None} for message in messages]
+        template, special = tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)
+        try:
+            task = json.dumps([chat, template, special, self._seconds])
+        except RecursionError:
+            raise ValueError("messages: expected values that are not nested so deep") from None
+        answer = self._ask(task)
+        if "error" in answer:
+            raise ValueError(
+                f"{self._name}: the chat template failed: {answer['error']}; mend the template or messages"
+            )
+        return answer["text"]
+
+    def _ask(self, task: str) -> dict[str, str]:
+        if self._owner != os.getpid():  # after a fork the process and the lock are the parent's
+            self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
+        with self._lock:
+            answer, code = self._ask_once(task)
+            if code == -signal.SIGKILL:  # ended from outside, perhaps between two conversations
+                answer, code = self._ask_once(task)
+        if code == -signal.SIGKILL or (code is not None and code >= 0):
+            raise RuntimeError(f"{self._name}: the process that renders chat templates ended with {code}; try again")
+        return answer or {"error": f"it takes more than {self._seconds:g} seconds of CPU time or {self._gib:g} GiB"}
+
+    def _ask_once(self, task: str) -> tuple[dict[str, str], int | None]:
+        """Return the process's answer; an empty one if the process ended by itself, with its return code."""
+        process, self._process = self._process or self._start(), None
+        timer = threading.Timer(self._seconds * PATIENCE, process.send_signal, [signal.SIGTERM])
+        timer.daemon = True
+        timer.start()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(f"{task}\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            self._process = process  # only a process that has answered serves the next conversation
+        except (OSError, ValueError):  # the process has ended: the line is empty or incomplete
+            return {}, process.wait()
+        finally:
+            timer.cancel()
+            if self._process is None:
+                _end(process)
+        return answer, None
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(int(self._gib * 2**30))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "OPENBLAS_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+            },  # a thread's stack counts as memory
+        )
+        weakref.finalize(self, _end, process)
+        return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError, ValueError):  # flushing to a process that has ended
+                pipe.close()
+
+
+def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
+    """Answer one line of JSON with another, until the tasks end.
+
+    Args:
+        tasks: lines with [messages, template, special tokens, seconds of CPU time].
+        answers: receives lines with {"text": ...} or {"error": ...}.
+        memory: limit of the process's memory in bytes.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without this limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for line in tasks:
+        chat, template, special, seconds = json.loads(line)
+        if hasattr(signal, "ITIMER_PROF"):
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
+        try:
+            (text,), _ = render_jinja_template(
+                conversations=[chat], chat_template=template, add_generation_prompt=True, **special
+            )
+            most = len(line) + ADDED
+            answer = {"text": text} if len(text) <= most else {"error": f"expected {most} characters, got {len(text)}"}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:SHOWN]}
+        if hasattr(signal, "ITIMER_PROF"):
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    channel, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    serve(sys.stdin, channel, int(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Records of log-probabilities for users, made from the arrays of a step. Runs on the host."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.core.records import LogProbs
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The target's log-probability (natural logarithm) of one token, given all tokens before it.
+
+    Attributes:
+        rank: rank of the token, from 1 for the likeliest.
+        top: log-probability by token id of the likeliest tokens, largest first, as many as requested. Tokens with
+            probability 0 are left out.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Make a log-probability record for each token.
+
+    Args:
+        scores: a `jspec.core.records.LogProbs` of numpy arrays.
+        row: index into the leading axes of ``scores``; the first entries of that row belong to the tokens.
+        tokens: token ids.
+        num_top: number of likeliest tokens to report at each token.
+    """
+    size = len(tokens)
+    chosen, ranks, top, top_ids = (f[row][:size] for f in (scores.chosen, scores.ranks, scores.top, scores.top_ids))
+    fields = (chosen, ranks, top[:, :num_top], top_ids[:, :num_top])
+    return [
+        TokenLogprob(token, logprob, rank, {i: p for i, p in zip(ids, top, strict=True) if p > -math.inf})
+        for token, logprob, rank, top, ids in zip(tokens, *(field.tolist() for field in fields), strict=True)
+    ]
+
+
+class PromptLogprobs:
+    """The log-probabilities of one prompt's tokens, shared by all completions of the prompt.
+
+    Steps only store arrays here. The caller's thread makes the records when it asks for them, so that a long prompt
+    does not keep other requests waiting.
+
+    Args:
+        prompt_token_ids: tokens of the prompt.
+        num_top: number of likeliest tokens to report at each token.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], num_top: int) -> None:
+        self._tokens, self._num_top = prompt_token_ids, num_top
+        self._records: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
+        self._chunks: list[tuple[int, int, LogProbs]] = []  # arrays whose records were not made yet
+        self._lock = threading.Lock()  # threads may ask for the records at the same time
+
+    def add(self, start: int, count: int, scores: LogProbs) -> None:
+        """Store the log-probabilities of one chunk.
+
+        Args:
+            start: position of the chunk's first token in the prompt.
+            count: number of tokens in the chunk.
+            scores: log-probabilities of each chunk token's successor, as numpy arrays.
+        """
+        self._chunks.append((start, count, scores))
+
+    def records(self) -> list[TokenLogprob | None]:
+        """Return one record per prompt token; None for the first token and for tokens that were not computed yet."""
+        with self._lock:
+            while self._chunks:
+                start, count, scores = self._chunks.pop(0)
+                tokens = self._tokens[start + 1 : start + 1 + count]  # the prompt's last token has no successor
+                self._records[start + 1 : start + 1 + len(tokens)] = token_logprobs(scores, ..., tokens, self._num_top)
+            return self._records

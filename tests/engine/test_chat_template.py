@@ -1,0 +1,111 @@
+"""Chat templates rendered in a process of their own: the text of transformers, and errors for hostile templates."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from jspec.engine.chat_template import ChatTemplate
+
+pytestmark = pytest.mark.once
+
+MESSAGES = [{"role": "system", "content": "Be\nbrief."}, {"role": "user", "content": "naïve 😀 \ud800 {{ 7 * 7 }}"}]
+PLAIN = """{{ bos_token }}{%- for message in messages %}
+    {%- if message.role == 'system' and loop.first %}{% set lead = message.content | trim %}{% endif %}
+<|{{ message['role'] }}|>{{ message.content }}{{ message.name | default('none') | tojson }}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% generation %}{% endgeneration %}{% endif %}"""
+HOSTILE = {
+    "a long loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds of CPU"),
+    "a large power": ("{{ (9 ** 999999) ** 9999 }}", "seconds of CPU|OverflowError|MemoryError|ValueError"),
+    "recursion": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+    "a doubled text": (
+        "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "MemoryError|GiB",
+    ),
+    "wide padding": ("{{ 'a'.center(10 ** 12) }}", "MemoryError"),
+    "a long text": ("{{ 'a' * 3000000 }}", "expected 10[0-9]* characters, got 3000000"),
+    "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "an undefined name": ("{{ a.b.c }}", "UndefinedError: 'a' is undefined"),
+    "wrong syntax": ("{% if %}", "TemplateSyntaxError"),
+    "an error of its own": (
+        "{{ raise_exception('roles must alternate' * 99) }}",
+        "TemplateError: roles must alternate",
+    ),
+    "Python's classes": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+}
+
+
+@dataclass
+class Templated:
+    """The part of a tokenizer of transformers that a chat template needs."""
+
+    template: str
+    special_tokens_map: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>"})
+
+    def get_chat_template(self) -> str:
+        return self.template
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatTemplate:
+    return ChatTemplate("folder", seconds=0.5)
+
+
+def test_chat_template_renders_the_text_that_transformers_renders(renderer: ChatTemplate) -> None:
+    (expected,), _ = render_jinja_template([MESSAGES], chat_template=PLAIN, add_generation_prompt=True, bos_token="<s>")
+    assert renderer.render(Templated(PLAIN), [*MESSAGES]) == expected
+    assert "{{ 7 * 7 }}" in expected and '"none"' in expected
+    without = [{**message, "name": None} for message in MESSAGES]
+    assert renderer.render(Templated(PLAIN), without) == expected, "None counts as missing"
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_chat_template_raises_value_error_and_the_next_one_renders(renderer: ChatTemplate, kind: str) -> None:
+    template, message = HOSTILE[kind]
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=f"folder: the chat template failed: .*({message})") as caught:
+        renderer.render(Templated(template), MESSAGES)
+    assert len(str(caught.value)) < 500 and time.perf_counter() - start < 60
+    assert renderer.render(Templated("{{ messages | length }}"), MESSAGES) == "2"
+
+
+def test_chat_template_that_runs_long_lets_other_threads_run(renderer: ChatTemplate) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="seconds of CPU"):
+            renderer.render(Templated(HOSTILE["a long loop"][0]), MESSAGES)
+
+    slow, num_turns = threading.Thread(target=run), 0
+    slow.start()
+    while slow.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 20, "this thread had no turns"
+
+
+def test_chat_template_of_messages_that_json_cannot_write_raises(renderer: ChatTemplate) -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(TypeError):
+        renderer.render(Templated(PLAIN), [{"role": object()}])
+    with pytest.raises(ValueError, match="nested"):
+        renderer.render(Templated(PLAIN), [{"role": nested}])
+
+
+def test_chat_template_after_its_process_was_killed_renders_again() -> None:
+    one = ChatTemplate("folder")
+    assert one.render(Templated("{{ bos_token }}"), []) == "<s>"
+    process = one._process
+    assert process is not None
+    os.kill(process.pid, 9)
+    process.wait()
+    assert one.render(Templated("{{ bos_token }}"), []) == "<s>"
+    last = one._process
+    del one
+    assert last is not None and last.wait(timeout=60) != 0, "the process ends with its owner"

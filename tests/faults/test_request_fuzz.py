@@ -1,0 +1,165 @@
+"""Requests with parameters of any type and odd values are served as promised, or refused in a few words."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import Completion, Engine, SamplingParams
+from tests.support import lettered, small
+
+pytestmark = pytest.mark.once
+
+ALLOWED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
+LONGEST, SECONDS, GROWTH = 500, 20.0, 300  # characters of an error, seconds of a request, MB of memory
+
+
+class Odd:
+    """An object whose text, length and comparison all fail."""
+
+    def __repr__(self) -> str:
+        raise KeyError("odd")
+
+    def __len__(self) -> int:
+        raise KeyError("odd")
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError("odd")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 1, 2, 7, 10**6, 2**63, 2**64, 10**30, 10**5000, -(10**5000)),
+    *(0.5, 1.0, 3.5, -0.0, math.nan, math.inf, -math.inf, 1e308, 5e-324, 1e-30, 1e39),
+    *("", "a", "ab", "\ud800", "\x00", "é" * 40, "x" * 10**6, "0", "nan", " ", b"a", bytearray(b"ab")),
+    *([], [1], [[]], [None], [True], [-1], [2**70], ["a"], ["a", ""], ["\ud800"], [math.nan], [[1], ["a"]]),
+    *((), (1, 2), ("a", "b"), (1.5,), {}, {1: 2}, {1: math.nan}, {"a": 1}, {"1": 1.0}, {-1: 0}, {2**70: 1}),
+    *(set(), {1}, {"a"}, frozenset({3}), range(3), range(10**6), list(range(10**5))),
+    *(dict.fromkeys(range(10**5), 1), object(), int, len, Odd(), [Odd()], nested(50)),
+    *(Decimal("0.5"), Fraction(1, 2), 1j, memoryview(b"ab")),
+    *(np.array(1), np.array([1, 2]), np.array([[1]]), np.array(["a"]), np.array([0.5]), np.array([None])),
+    *(np.float32(0.5), np.float64("nan"), np.int64(3), np.bool_(True), np.str_("a"), np.uint8(200), np.array([])),
+)
+
+
+def odd(rng: random.Random) -> Any:
+    return rng.choice(ODD) if rng.random() < 0.97 else rng.choice((iter([1, 2]), (i for i in range(3))))
+
+
+FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that many requests are served
+    "max_tokens": (1, 2, 5, 40, np.int64(3), 10**9),
+    "temperature": (0, 0.0, 0.3, 1, 2.5, 1e-6, 1e6, np.float32(0.7)),
+    "top_k": (-1, 0, 1, 3, 10**9),
+    "top_p": (1, 1.0, 0.5, 1e-9),
+    "min_p": (0, 0.1, 1),
+    "seed": (None, 0, 2**64 - 1),
+    "stop": ("a", ["b", "ab"], ("}", "1"), [], "é", ["ab"] * 3, None),
+    "stop_token_ids": ([], [1], (2, 3), {4}, np.array([5, 6])),
+    "ignore_eos": (True, False),
+    "repetition_penalty": (0.5, 1.5, 1e-3, 1e3),
+    "presence_penalty": (-2, 2, 0.5),
+    "frequency_penalty": (-2, 2, 0.5),
+    "logit_bias": ({1: 100}, {0: -100, 2: 5.5}, dict.fromkeys(range(small.VOCAB), 1.0)),
+    "bad_words": (["a"], [[1, 2], "b"], [[token] for token in range(8)]),
+    "allowed_token_ids": ([1, 2, 3], range(small.VOCAB), np.arange(4), [5]),
+    "min_tokens": (0, 1, 2),
+    "regex": ("[ab]{1,9}", "a|b"),
+    "processor_args": ((), []),
+    "draft": (True, False, 0, 1, 10**9),
+    "logprobs": (None, 0, 1, 16),
+    "prompt_logprobs": (None, 0, 3),
+    "priority": (-1, 0, 10**30),
+    "n": (1, 2, 5),
+}
+FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name not in ("json_schema", "grammar"))
+PROMPTS = ([1], [1, 2, 3], [15] * 40, "ab", "a{b}12", np.array([4, 5]), (7, 7), [3] * 47, "aab" * 9)
+
+
+def some_request(rng: random.Random) -> tuple[Any, Any]:
+    """A prompt and parameters by name; about one value in six is odd, except those of grammars."""
+
+    def value(name: str) -> Any:
+        if name == "regex" or (name in FITTING and rng.random() < 0.85):
+            return rng.choice(FITTING[name])
+        return odd(rng)
+
+    params = {name: value(name) for name in rng.sample(FIELDS, rng.choice((0, 1, 2, 3, 4, 6)))}
+    return (odd(rng) if rng.random() < 0.15 else rng.choice(PROMPTS)), params
+
+
+def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Completion) -> None:
+    """Check what a completion promises: its number of tokens, where it ended, and the shapes of its records."""
+    assert len(done.samples) == params.n
+    for one in done.samples:
+        assert one.error is None or isinstance(one.error, ValueError), one.error
+        limit = min(params.max_tokens, small.MAX_LEN - len(one.prompt_token_ids))
+        assert params.min_tokens <= len(one.token_ids) <= limit or one.error is not None
+        assert all(0 <= token < small.VOCAB for token in one.token_ids)
+        assert one.metrics.num_tokens == len(one.token_ids) == len(one.from_draft)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else engine.eos_ids)}
+        assert not ends & {*one.token_ids[params.min_tokens : -1]}, "it went on after a stop token"
+        assert one.finish_reason in ("eos", "stop", "length", "error")
+        if one.finish_reason == "length":
+            assert len(one.token_ids) == limit and one.token_ids[-1] not in ends
+        assert one.text is not None
+        if params.min_tokens == 0:
+            assert not any(stop in one.text for stop in params.stop), "it went on after a stop string"
+        if params.allowed_token_ids is not None and not params.regex and not one.error:
+            assert {*one.token_ids} <= {*params.allowed_token_ids}
+        if params.regex and one.finish_reason in ("eos", "stop") and not params.stop:
+            assert re.fullmatch(params.regex, one.text)
+        assert (one.logprobs is None) == (params.logprobs is None)
+        assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
+        assert one.prompt_logprobs is None or len(one.prompt_logprobs) == len(one.prompt_token_ids)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.fuzz)])
+def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(count: int) -> None:
+    pytest.importorskip("outlines_core")
+    engine, rng, outcomes, times = lettered.chain(), random.Random(count), Counter[str](), list[float]()
+    faults: list[str] = []
+    before = 0
+    for index in range(count):
+        prompt, fields = some_request(rng)
+        start = time.perf_counter()
+        try:
+            params = SamplingParams(**fields)
+            (done,) = engine.generate(prompt, params)
+        except ALLOWED as error:
+            outcomes[type(error).__name__] += 1
+            if len(str(error)) >= LONGEST:
+                faults.append(f"{index}: a message of {len(str(error))} characters: {error!s:.300}")
+        except Exception as error:
+            faults.append(f"{index}: {type(error).__name__}: {error!s:.200} for {sorted(fields)}")
+        else:
+            outcomes["served"] += 1
+            check_served(engine, prompt, params, done)
+        times.append(time.perf_counter() - start)
+        if index == count // 4:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"{count} requests: {dict(outcomes)}; the longest took {max(times):.2f} s; memory grew by {grown:.0f} MB")
+    assert not faults, "\n".join(faults[:20])
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+    engine.scheduler.pages.check()
+    assert max(times) < SECONDS and grown < GROWTH
+    assert outcomes["served"] > count / 10 and outcomes["ValueError"] > count / 10
