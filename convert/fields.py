@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,14 @@ def cut(text: str, limit: int = MAX_MESSAGE) -> str:
     text = " ".join(text.split()) if "\n" in text else text
     tail = limit // 3
     return text if len(text) <= limit else f"{text[: limit - tail - 5]} ... {text[-tail:]}"
+
+
+def short(value: object, limit: int = 100) -> str:
+    """Writes any value as `repr` does, but with at most ``limit`` characters."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = limit
+    brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
+    return cut(brief.repr(value), limit)
 
 
 def listed(names: Iterable[object]) -> str:

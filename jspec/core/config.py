@@ -12,7 +12,7 @@ import jax
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.foreign_names import names_checked
-from convert.shorten import short
+from jspec.core.shorten import short
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
-from convert.shorten import short
+from jspec.core.shorten import short
 
 ONE_DEVICE = "no such option, because an engine uses one device for now"
 NO_BEAMS = "no such option, because jspec has no beam search"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from convert.shorten import short
+from jspec.core.shorten import short
 
 MAX_ROWS = 256  # largest number of cache rows that one step may write: an ancestor mask has one bit per row
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape

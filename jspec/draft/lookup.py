@@ -21,7 +21,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots
 from jspec.models.decoder import Model

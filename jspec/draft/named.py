@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.draft.auto import load_drafter
 from jspec.draft.base import Drafter
 from jspec.draft.ngram import NGram

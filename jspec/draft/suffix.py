@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, SlotView, TokenBatch
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
 from jspec.draft.lookup import (

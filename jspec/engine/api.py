@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.draft.named import DrafterSource, make_drafter
 from jspec.engine import streams
 from jspec.engine.build import build_core, engine_config, model_options

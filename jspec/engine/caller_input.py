@@ -10,7 +10,7 @@ from numbers import Number
 from typing import Any, Protocol
 
 from jspec.core.foreign_names import check_names
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.engine.sampling_params import SamplingParams
 
 

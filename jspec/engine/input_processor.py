@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.engine import penalty_input
 from jspec.engine.caller_input import read_params, read_prompt, read_prompts
 from jspec.engine.detokenizer import TextDecoder, visible_context

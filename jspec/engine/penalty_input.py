@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import NO_TOKEN
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ import numpy as np
 from convert.fields import named
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.foreign_names import names_checked
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.engine.generation_config import recommended
 from jspec.engine.grammar import json_schema
 

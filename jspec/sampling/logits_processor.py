@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import NO_TOKEN, SlotView
-from convert.shorten import short
+from jspec.core.shorten import short
 from jspec.core.tree import Tree
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from convert.shorten import short
+from jspec.core.shorten import short
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from convert.shorten import LIMIT, short
+from jspec.core.shorten import LIMIT, short
 
 pytestmark = pytest.mark.once
 
