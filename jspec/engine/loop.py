@@ -91,14 +91,13 @@ class EngineLoop:
         The lock is free during the compilation, so that other threads can step.
         """
         runner = self.core.runner
-        while True:
+        while any(request.state.awaits_rounds and request.finish_reason is None for request in requests):
             with self._lock:
                 waiting = [request for request in requests if request.finish_reason is None]
                 missing = runner.missing(runner.choice.round_keys(waiting, self.core.live))
                 if not missing:
                     for request in waiting:
                         request.state.awaits_rounds = False
-                    return
             runner.compile(missing)
 
     def _abort(self, requests: Sequence[Request]) -> None:

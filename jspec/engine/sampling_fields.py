@@ -26,7 +26,7 @@ class SamplingFields(TypedDict, total=False):
     allowed_token_ids: tuple[int, ...] | None
     min_tokens: int
     regex: str | None
-    json_schema: str | Mapping[str, Any] | None
+    json_schema: str | Mapping[str, Any] | type | None
     grammar: str | None
     processor_args: tuple[float, ...]
     draft: bool | int

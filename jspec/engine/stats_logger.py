@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 
@@ -51,8 +52,16 @@ class LowAcceptanceWarner:
         warnings.warn(
             f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
             LowAcceptanceWarning,
-            stacklevel=4,  # blame the caller of Engine.generate, which calls step, which calls count
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """Return the first stack level outside of jspec, counted as `warnings.warn` in this function's caller counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jspec."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class StatsLogger:

@@ -14,10 +14,11 @@ from typing import Annotated, Any
 import pytest
 
 from jspec import Tree
-from jspec.__main__ import main, make_parser
+from jspec.__main__ import main
 from jspec.tools.bench import report
 from jspec.tools.bench.cli import COMMANDS
 from jspec.tools.bench.report import Column, Command, Report
+from jspec.tools.command_line import make_parser
 
 pytestmark = pytest.mark.once
 

@@ -69,9 +69,10 @@ def test_engine_that_queues_many_requests_takes_its_lock_once(engine: Engine, mo
         taken.append("lock")
         enter(self)
 
-    def steps(self: Engine) -> None:
-        step(self)
+    def steps(self: Engine) -> bool:
+        has_work = step(self)
         taken.pop()
+        return has_work
 
     monkeypatch.setattr(FairLock, "__enter__", counted)
     monkeypatch.setattr(Engine, "step", steps)

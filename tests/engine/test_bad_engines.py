@@ -75,7 +75,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(tokenizer="bytes"), r"tokenizer: expected ids below 16, the target's vocabulary, got a tokenizer of 256"),
     (dict(max_len=4097), r"max_len: expected at most 4096, the target's max_position_embeddings, got 4097"),
     (
-        dict(slots=10**6, max_len=10**5),
+        dict(slots=10**8, max_len=4096),
         r"pages: expected a pool below 2\*\*31 elements, got \d+ pages \(slots=.*; lower slots, .* at most \d+",
     ),
     (dict(pages=10**7, memory_fraction=0.01), r"out of memory: .* To fit, .*pass pages=\d+"),

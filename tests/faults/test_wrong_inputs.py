@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import random
@@ -57,7 +58,7 @@ PROMPTS: list[tuple[Call, str]] = [
         lambda e: e.submit(["a", "b"]),
         "prompt: expected int token ids, got 'a'|give one prompt here, and several to gen",
     ),
-    (lambda e: e.astream(None), f"prompt: {TEXT}, got None"),
+    (lambda e: asyncio.run(anext(e.astream(None))), f"prompt: {TEXT}, got None"),
 ]
 PARAMETERS: list[tuple[Call, str]] = [
     (lambda e: e.generate([1], 16), "params: expected SamplingParams, a dict of its fields or a list of these, got 16"),
@@ -151,7 +152,7 @@ OPTIONS: list[tuple[Call, str]] = [
     (lambda e: make(accept=np.zeros(2)), "accept: expected one of ('coupled'|got array"),
     (lambda e: make(slots=2**40), "slots: expected an int from 1 to 2147483647, got 1099511627776"),
     (
-        lambda e: make(max_len=2**31 - 1),
+        lambda e: make(slots=2**30, max_len=4096),
         "pages: expected a pool below 2**31 elements|lower slots, max_len or page_size",
     ),
 ]
@@ -185,7 +186,12 @@ def test_text_prompt_without_tokenizer_raises_before_anything_compiles(monkeypat
     with Engine(small.target(), slots=1, max_len=16) as engine:
         compiled: list[Any] = []
         monkeypatch.setattr(engine.core.runner, "compile", compiled.append)
-        for call in (engine.generate, engine.stream, engine.submit, engine.astream):
+        for call in (
+            engine.generate,
+            engine.stream,
+            engine.submit,
+            lambda text: asyncio.run(anext(engine.astream(text))),
+        ):
             with pytest.raises(ValueError, match="prompt: expected token ids, because this engine has no tokenizer"):
                 call("hello")
         assert not compiled and not engine.compile_seconds

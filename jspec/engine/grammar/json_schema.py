@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from jspec.core.shorten import short
+
 MAX_CHARACTERS = 2**16  # most characters in the text of a schema, an expression or a grammar
 MAX_VALUES = 2000  # most values of one enum, and most properties of one object
 MAX_LEVELS = 50  # most schemas inside one another
@@ -123,7 +125,7 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=lambda name: _refuse("finite numbers", name), parse_int=_int)
     except json.JSONDecodeError as error:
-        raise ValueError(f"json_schema: expected JSON, got {_cut(text)}: {error}") from error
+        raise ValueError(f"json_schema: expected JSON, got {short(text)}: {error}") from error
     except RecursionError:
         raise ValueError("json_schema: expected JSON that is not nested so deep; take fewer levels") from None
 
@@ -221,14 +223,7 @@ def inner_values(value: Any) -> Iterator[Any]:
 
 
 def _refuse(expected: str, got: Any, place: str = "") -> NoReturn:
-    raise ValueError(f"json_schema: {place:.200}expected {expected}, got {_cut(got)}")
-
-
-def _cut(value: Any) -> str:
-    """The beginning of a value, for an error message; a large value is not written as a whole."""
-    if isinstance(value, (Mapping, list, tuple, set)) and len(value) > 5:
-        return f"{type(value).__name__} of {len(value)} values"
-    return f"{value[:100] if isinstance(value, str) else value!r:.100}"
+    raise ValueError(f"json_schema: {place:.200}expected {expected}, got {short(got)}")
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
