@@ -34,7 +34,7 @@ def _positive(where: str, values: Mapping[str, float]) -> None:
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """Makes the error for a checkpoint option whose value jspec does not support.
+    """Return the error for a checkpoint option whose value jspec does not support.
 
     Args:
         name: name of the option.
