@@ -80,7 +80,7 @@ def test_inflated_target_of_embedded_pair_logits_equal_those_of_small_target() -
     assert match.same, match
 
 
-def test_inflated_target_bfloat16_logit_error_is_near_that_of_small_bfloat16_target() -> None:
+def test_inflated_target_in_bfloat16_has_about_the_logit_error_of_the_small_target() -> None:
     """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
     small, _ = demo_pair()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)

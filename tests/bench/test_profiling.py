@@ -52,7 +52,7 @@ def test_gpu_clock_is_the_median_over_samples(smi: Path) -> None:
 
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "--id=0"), ("3,1", "--id=3")])
-def test_gpu_clock_several_gpus_samples_first_visible_gpu(
+def test_gpu_clock_with_several_gpus_reads_the_first_visible_gpu(
     visible: str | None, own: str, smi: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
