@@ -46,7 +46,8 @@ def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window:
     """Cuts the page table to the pages of the sliding window and of the new rows.
 
     Returns:
-        The remaining columns of the page table [B, columns], and the number of their first row [B].
+        The remaining columns of the page table [B, columns], and the number of the first cache row in these columns
+        [B].
     """
     columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
     first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)

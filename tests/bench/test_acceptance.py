@@ -45,7 +45,7 @@ def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None
     assert found == everywhere | {("block", chain), ("rejection", chain), ("rejection", static)}
 
 
-def test_acceptance_cases_rule_without_supported_tree_raises_error(capsys: pytest.CaptureFixture) -> None:
+def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ValueError, match="needs a chain"):
         acceptance.cases(["block"], [Tree.topk(4, 2, 2)])
     assert main(["bench", "acceptance", "--accept", "block", "--tree", "topk:4,2,2"]) == 2

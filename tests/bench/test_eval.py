@@ -102,7 +102,7 @@ def test_gsm8k_command_score_with_drafting_equals_score_without(
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
-def test_gsm8k_command_drafter_that_changes_answers_is_counted_and_fails(
+def test_gsm8k_command_with_a_lossy_drafter_counts_changed_answers_and_fails(
     pair: list[str],
     lines: Lines,
     dtype: str,

@@ -117,7 +117,7 @@ WAIT = 0.03  # seconds a step of a program that supports grammars
 
 
 @pytest.mark.long
-def test_sampling_control_cost_program_slowed_by_a_wait_is_near_the_wait(
+def test_measured_cost_of_a_program_with_a_wait_is_near_the_wait(
     few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))

@@ -105,7 +105,10 @@ def drawn(grammar: Grammar | LarkGrammar, rng: np.random.Generator) -> bytes | N
 
 
 def check_schema(seed: int) -> tuple[str, int]:
-    """Draw texts of one random schema and validate them; return "table" or "parser", and the number of texts."""
+    """Draw texts of one random schema and validate them.
+
+    Returns the class name of the grammar ("refused" if there is none), and the number of texts.
+    """
     rng = np.random.default_rng(seed)
     schema = random_schemas.with_definitions(rng)
     try:
