@@ -220,7 +220,7 @@ def _byte_level_letters() -> list[str]:
 
 @contextlib.contextmanager
 def _named_faults(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading a tokenizer into a CheckpointError that names the folder."""
+    """Turn any error of reading a tokenizer in the context into a CheckpointError that names the folder."""
     try:
         yield
     except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics
