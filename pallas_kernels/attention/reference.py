@@ -36,7 +36,7 @@ def _visible(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Gathers each sequence's rows from a pool, in the order of the page table; returns [B, KH, P * page, D]."""
+    """Returns each sequence's cache rows, in the order of the page table: [batch, KV heads, rows, head dim]."""
     batch, columns = page_table.shape
     _, heads, page, dim = pool.shape
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
