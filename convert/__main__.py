@@ -1,4 +1,4 @@
-"""The command `python -m convert SRC DST`, the same as `jspec convert SRC DST`."""
+"""Runs `python -m convert SRC DST`, another name of the command `jspec convert SRC DST`."""
 
 import sys
 
@@ -7,5 +7,5 @@ from jspec.tools.convert import main
 if __name__ == "__main__":
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # weights pass through the host only
+    jax.config.update("jax_platforms", "cpu")  # conversion needs no accelerator
     sys.exit(main())

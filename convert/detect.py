@@ -6,7 +6,7 @@ from pathlib import Path
 
 from convert.fields import CheckpointError, Fields, short
 
-KINDS = {  # kinds of checkpoints, and what loads them
+KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "target": "Engine.from_pretrained, or as a draft model DraftModel.from_pretrained",
     "eagle3": "Eagle3.from_pretrained",
     "eagle": "Eagle.from_pretrained",
@@ -14,7 +14,7 @@ KINDS = {  # kinds of checkpoints, and what loads them
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
-# Patterns of tensor names that occur only in unsupported methods, and the name of the method.
+# Patterns of tensor names that occur in one unsupported method only, with the name of the method.
 OTHER_TENSORS = {
     r"mask_hidden": "P-EAGLE (parallel drafting)",
     r"parallel_draft_heads\..*": "parallel draft heads",
@@ -26,12 +26,12 @@ OTHER_ARCHITECTURES = ("PEagle", "DFlash", "DSpark", "Domino")
 
 
 def bare_name(name: str) -> str:
-    """Removes the prefix `model.`, which some exporters of heads add, from a tensor name."""
+    """Return a tensor name without the prefix `model.`, which some exporters of heads add."""
     return name.removeprefix("model.")
 
 
 def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> str:
-    """Returns the kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
+    """Return the kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
 
     Args:
         config: parsed config.json.
@@ -39,7 +39,7 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
         families: values of `model_type` that are supported for targets, for the error.
 
     Raises:
-        CheckpointError: a value of the config has another type.
+        CheckpointError: a value of the config has a wrong type.
         NotImplementedError: the folder holds a head of an unsupported method; the message names the method.
     """
     bare = {bare_name(name) for name in names}
@@ -64,7 +64,7 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
 
 
 def check_kind(folder: Path, got: str, expected: str | None) -> None:
-    """Raises CheckpointError if a checkpoint is not of the expected kind.
+    """Raise CheckpointError if a checkpoint is not of the expected kind.
 
     Args:
         folder: folder of the checkpoint, for the error.

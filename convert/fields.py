@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files with checked types and sizes; defines the error of all damaged checkpoints."""
+"""Reads a checkpoint's JSON files, checks their types and sizes, and defines the error for damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-MAX_JSON_BYTES = 64 * 2**20  # of a JSON file; an index of 100,000 tensors has 10 MiB
-MAX_DEPTH = 32  # of objects and lists within each other in a JSON file
-MAX_SIZE = 2**31 - 1  # of every integer in a config: sizes and ids are int32 on the device
-MAX_MESSAGE = 480  # characters of an error message
-LISTED = 3  # names that an error lists before it only counts
+MAX_JSON_BYTES = 64 * 2**20  # largest JSON file in bytes; an index of 100,000 tensors has 10 MiB
+MAX_DEPTH = 32  # most levels of objects and lists in a JSON file
+MAX_SIZE = 2**31 - 1  # largest integer in a config: sizes and ids are int32 on the device
+MAX_MESSAGE = 480  # most characters of an error message
+LISTED = 3  # most names that an error lists; it counts the others
 
 T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """An error in the files of a checkpoint.
+    """The error for a fault in the files of a checkpoint.
 
     Args:
-        place: file or folder with the error, and the place in the file; "" if the message names them.
+        place: file or folder with the fault, and where in the file; "" if the message already says this.
         message: what was expected, what was found, and the remedy.
     """
 
@@ -32,14 +32,14 @@ class CheckpointError(ValueError):
 
 
 def cut(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Cuts a text to ``limit`` characters in one line, by leaving out its middle."""
+    """Return a text on one line, without its middle if it has more than ``limit`` characters."""
     text = " ".join(text.split()) if "\n" in text else text
     tail = limit // 3
     return text if len(text) <= limit else f"{text[: limit - tail - 5]} ... {text[-tail:]}"
 
 
 def short(value: object, limit: int = 100) -> str:
-    """Writes any value as `repr` does, but with at most ``limit`` characters."""
+    """Return ``repr(value)``, cut to at most ``limit`` characters."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = limit
     brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxset, brief.maxdict = 3, 8, 8, 8, 6
@@ -47,7 +47,7 @@ def short(value: object, limit: int = 100) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Writes the first names of a list and the number of the others: "a, b, c and 7 more"."""
+    """Return the first names of a list and the number of the others, as in "a, b, c and 7 more"."""
     every = [name if isinstance(name, str) and name.isprintable() else repr(name) for name in names]
     rest = len(every) - LISTED
     return ", ".join(cut(name, 80) for name in every[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
@@ -55,9 +55,9 @@ def listed(names: Iterable[object]) -> str:
 
 @contextlib.contextmanager
 def named(place: str | Path) -> Iterator[None]:
-    """A context manager that puts a place before the message of errors; a ValueError becomes a CheckpointError.
+    """Put a place before the message of an error raised in the context; a ValueError becomes a CheckpointError.
 
-    Messages that begin with the place stay as they are.
+    A message that already begins with the place is not changed.
     """
     try:
         yield
@@ -70,13 +70,13 @@ def named(place: str | Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> Fields:
-    """Reads a file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Args:
         file: the file; at most `MAX_JSON_BYTES` long and `MAX_DEPTH` levels deep.
 
     Raises:
-        CheckpointError: the file is larger, deeper, not UTF-8, or holds something else.
+        CheckpointError: the file is too large, too deeply nested, not UTF-8, or not a JSON object.
     """
     try:
         if (size := file.stat().st_size) > MAX_JSON_BYTES:
@@ -104,7 +104,7 @@ LFS_ADVICE = "expected the file itself, got a git-lfs pointer to it; run `git lf
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Returns whether lists and objects are nested more than ``levels`` deep."""
+    """Return whether lists and objects are nested more than ``levels`` deep."""
     layer = [value]
     for _ in range(levels):
         layer = [child for node in layer for child in _children(node) if isinstance(child, (dict, list))]
@@ -118,14 +118,14 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 class Fields(Mapping[str, Any]):
-    """A JSON object that knows its file and checks the type of each value that is read from it.
+    """A JSON object that checks the type of each value that is read, and names its file in errors.
 
-    The methods that read a value take its name and a default; an absent value and null give the default. Without a
-    default they raise CheckpointError, as they do for a value of another type or outside the limits.
+    The methods that read a value take its name and a default, which they return if the value is absent or null. They
+    raise CheckpointError if there is no default, or if the value has a wrong type or is outside of the limits.
 
     Args:
         values: the object.
-        place: its file and, in a nested object, its name in the file.
+        place: the object's file and, for a nested object, its name in the file.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str = "config.json") -> None:
@@ -134,7 +134,7 @@ class Fields(Mapping[str, Any]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Fields:
-        """Wraps a mapping as `Fields` of a "config.json"; returns `Fields` unchanged."""
+        """Return a mapping as `Fields` of a "config.json"; return `Fields` unchanged."""
         return values if isinstance(values, Fields) else cls(values)
 
     def __getitem__(self, name: str) -> Any:
@@ -147,7 +147,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def error(self, name: str, expected: str) -> CheckpointError:
-        """Makes the error for a value that is not as expected.
+        """Return the error for a value that is not as expected.
 
         Args:
             name: name of the value.
@@ -157,38 +157,38 @@ class Fields(Mapping[str, Any]):
         return CheckpointError(self.place, f"{name}: expected {expected}, {got}; correct the file")
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
-        """Reads an integer from ``least`` to ``most``."""
+        """Read an integer from ``least`` to ``most``."""
         value = self._given(name, default, "an integer", is_int)
         if not least <= value <= most:
             raise self.error(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Reads a finite number above 0."""
+        """Read a finite number above 0."""
         value = self._given(name, default, "a number", lambda v: is_int(v) or isinstance(v, float))
         if not 0 < value <= sys.float_info.max:
             raise self.error(name, "a finite number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool | None = False) -> bool:
-        """Reads true or false."""
+        """Read a boolean."""
         return self._given(name, default, "true or false", lambda v: isinstance(v, bool))
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Reads a text."""
+        """Read a text."""
         return self._given(name, default, "a text", lambda v: isinstance(v, str))
 
     def texts(self, name: str) -> list[str]:
-        """Reads a list of texts; returns [] if there is none."""
+        """Read a list of texts; return [] if there is none."""
         return self._given(name, [], "a list of texts", lambda v: _all(v, lambda x: isinstance(x, str)))
 
     def integers(self, name: str) -> list[int]:
-        """Reads a list of integers from 0; returns [] if there is none."""
+        """Read a list of integers that are at least 0; return [] if there is none."""
         expected = "a list of integers from 0"
         return self._given(name, [], expected, lambda v: _all(v, lambda x: is_int(x) and 0 <= x <= MAX_SIZE))
 
     def object(self, name: str) -> Fields:
-        """Reads an object; returns an empty one if there is none."""
+        """Read a nested object; return an empty one if there is none."""
         value: Any = self._given(name, {}, "an object", lambda v: isinstance(v, (dict, Fields)))
         return value if isinstance(value, Fields) else Fields(value, f"{self.place}: {name}")
 
@@ -202,7 +202,7 @@ class Fields(Mapping[str, Any]):
 
 
 def is_int(value: object) -> bool:
-    """Returns whether a value is an integer; true and false are not."""
+    """Return whether a value is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -211,7 +211,7 @@ def _all(value: object, is_right: Callable[[Any], bool]) -> bool:
 
 
 def require(fields: Fields, names: Iterable[str]) -> None:
-    """Raises CheckpointError that names all required values that are absent or null.
+    """Raise a CheckpointError that names all required values that are absent or null, if there are any.
 
     Args:
         fields: a config, or a part of it.

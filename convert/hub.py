@@ -11,19 +11,19 @@ from convert.fields import MAX_SIZE, is_int, read_json, short
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
-TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # where there are no safetensors
-SUBFOLDERS = ["*/*"]  # files in subfolders of a repository, which are other formats of the same weights
+TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # downloaded if the repository has no safetensors files
+SUBFOLDERS = ["*/*"]  # not downloaded: subfolders hold the weights in other formats
 
 
 def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
-    """Returns the absolute path of a model's folder; downloads the model from the hub if there is no such folder.
+    """Return the absolute path of a model's folder, after downloading the model if it is a hub id.
 
     Args:
-        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name").
-        tokenizer: download the files of the tokenizer only.
+        path: an existing folder, which may begin with "~", or else a hub id ("owner/name").
+        tokenizer: whether to download only the tokenizer's files.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the hub has no such model.
+        FileNotFoundError: neither a folder nor a model of the hub has this name.
         TypeError: the path is neither text nor a path.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
@@ -56,9 +56,10 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Lists the hidden folders that interrupted conversions to a folder have left beside it.
+    """List the hidden folders that interrupted conversions have left beside their destination ``folder``.
 
-    A folder whose name ends in ".old" has the contents that were to be replaced; the others are incomplete.
+    A folder whose name ends in ".old" has the complete contents that were to be replaced. The other folders are
+    incomplete.
     """
     if not folder.parent.is_dir():
         return []
@@ -67,12 +68,12 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def is_id(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path that is no folder may be a hub id, "owner/name" or "name"."""
+    """Return whether a path has the form of a hub id, "owner/name" or "name"."""
     return not Path(path).is_absolute() and len(Path(path).parts) <= 2 and not os.fspath(path).startswith((".", "~"))
 
 
 def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """Reads the EOS token ids in a folder's generation_config.json, else in its config.json; returns () if none.
+    """Return the EOS token ids in a folder's generation_config.json, or else in its config.json; () if none.
 
     Raises:
         CheckpointError: a file has something other than an id or a list of ids.

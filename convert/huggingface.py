@@ -1,8 +1,8 @@
-"""Streams the tensors of a Hugging Face folder into parameters.
+"""Reads the tensors of a Hugging Face folder into parameters, piece by piece.
 
-A weight map says which tensors make which parameter; it has one `Row` per parameter. Tensors are read piece by piece
-into the parameters' arrays. Peak memory is one piece and one batch of parameters; a batch is at most as large as the
-largest parameter (or `BATCH_BYTES`, if that is larger).
+A weight map says from which tensors each parameter is made; it has one `Row` per parameter. Parameters are read in
+batches. Peak memory is one piece of a tensor and one batch. A batch has at most `BATCH_BYTES` bytes, or the bytes of
+the largest parameter if it has more.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ml_dtypes import finfo
 from convert.fields import CheckpointError, listed, named
 from convert.sources import Shape, Source, Tensor, is_finite
 
-BATCH_BYTES = 32 * 2**20  # least size limit of a batch: smaller batches would only make more files
+BATCH_BYTES = 32 * 2**20  # lower bound of a batch's size limit: smaller batches would only make more files
 FLOATS = ("float32", "bfloat16", "float16")
-SOURCE_FLOATS = (*FLOATS, "float64")  # dtypes of weights in a file
-INTEGERS = ("int64", "int32", "bool")  # dtypes of vocabulary maps in a file
-IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints whose values follow from the config
+SOURCE_FLOATS = (*FLOATS, "float64")  # dtypes that a file may have for weights
+INTEGERS = ("int64", "int32", "bool")  # dtypes that a file may have for vocabulary maps
+IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config determines their values
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a weight map, which says how one parameter is made of tensors.
+    """A row of a weight map, which says how one parameter is made from tensors.
 
     Attributes:
         parameter: name of the parameter.
         sources: expected shapes of the tensors, by tensor name.
         shape: shape of the parameter.
-        fill: function (source, row, dtype) that returns the values of the parameter.
+        fill: function (source, row, dtype) that reads and returns the values of the parameter.
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
     """
 
@@ -49,7 +49,7 @@ class Row:
 
 
 def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """Makes the row of a parameter that is one tensor, or several tensors concatenated along axis 0.
+    """Make a row for a parameter that is one tensor, or several tensors concatenated along axis 0.
 
     Args:
         parameter: name of the parameter.
@@ -60,7 +60,7 @@ def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """Makes the row of a parameter that is several tensors of one shape, stacked along a new axis 0.
+    """Make a row for a parameter that is several tensors of one shape, stacked along a new axis 0.
 
     Args:
         parameter: name of the parameter.
@@ -81,7 +81,7 @@ def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
-    """Makes the row of a parameter that a file may hold as several tensors with equal values (tied weights).
+    """Make a row for a parameter that a file may store as several tensors with equal values (tied weights).
 
     Args:
         parameter: name of the parameter.
@@ -104,7 +104,7 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Renames the tensors in the rows of a weight map.
+    """Return the rows of a weight map with renamed tensors.
 
     Args:
         rows: rows of a weight map.
@@ -114,7 +114,7 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
 
 
 def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """Converts values to another dtype by way of float32, which holds float16 and bfloat16 exactly.
+    """Convert values to another dtype through float32, which represents float16 and bfloat16 exactly.
 
     Args:
         values: values of the tensor.
@@ -138,9 +138,9 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the tensors of a folder match a weight map.
+    """Raise ValueError unless the tensors of a folder match a weight map.
 
-    Every tensor must be used by a row, every tensor of a row must exist, and shapes and dtypes must be as expected.
+    Every tensor must occur in a row, every tensor of a row must exist, and shapes and dtypes must be as expected.
 
     Args:
         rows: rows of the weight map.
@@ -166,15 +166,15 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
 
 
 def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:
-    """Reads all parameters in batches, each at most as large as the largest parameter (or `BATCH_BYTES`).
+    """Yield all parameters in batches of at most `BATCH_BYTES` bytes, or of one larger parameter.
 
     Args:
         source: tensors of the folder, which `check` has accepted.
         rows: rows of the weight map.
-        dtype: dtype of the parameters whose row gives none.
+        dtype: dtype of the parameters whose row has none.
 
     Yields:
-        A batch of parameters, by name; the caller should drop each batch before taking the next.
+        A batch of parameters by name. The caller should delete each batch before it takes the next one.
     """
     rows = list(rows)
     limit = max(BATCH_BYTES, *(row.nbytes(dtype) for row in rows))
@@ -192,11 +192,11 @@ def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[st
 
 
 def warn_not_finite(folder: Path, counts: Mapping[str, int]) -> None:
-    """Warns once if weights of a folder have NaN or infinite values.
+    """Warn once if weights of a folder have NaN or infinite values.
 
     Args:
         folder: folder of the checkpoint, for the message.
-        counts: number of such values, by name of the tensor.
+        counts: number of NaN and infinite values, by name of the tensor.
     """
     if counts:
         found = listed(f"{name} ({count:,})" for name, count in counts.items())

@@ -1,7 +1,7 @@
 """Reads and writes converted checkpoints: folders of `jspec.json` (the manifest), `weights/` and tokenizer files.
 
-orbax writes and reads `weights/`; no other file of jspec uses orbax. The tree of weights is stored flat, under names
-such as "layers.3.qkv", which the converter prints.
+This is the only file that uses orbax, which writes and reads `weights/`. The tree of weights is stored as arrays with
+names such as "layers.3.qkv".
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ COMPANIONS = (
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale"}  # names of the two arrays of a quantised weight
-READ_AHEAD = 2**30  # bytes that a restore may hold on the host in addition to the largest array
+READ_AHEAD = 2**30  # bytes that orbax may hold on the host in addition to the largest array, while it reads
 
 
 class WritesJson(Protocol):
-    """The interface of a config record that can be stored in the manifest."""
+    """The interface of config records that can be stored in the manifest."""
 
     def to_json(self) -> dict[str, Any]: ...
 
 
-Placement = Callable[[str], jax.sharding.Sharding]  # parameter name -> sharding
+Placement = Callable[[str], jax.sharding.Sharding]  # function (parameter name) -> sharding
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model or a draft head in memory.
+    """A model or a draft head whose weights are in memory.
 
     Attributes:
         kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
-        config: config record of the kind.
+        config: config record for this kind.
         weights: tree of dicts and lists of arrays.
         folder: folder that the checkpoint was read from.
     """
@@ -81,12 +81,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Header:
-    """A checkpoint without the values of its weights.
+    """A checkpoint's metadata, without the values of the weights.
 
     Attributes:
         kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
-        config: config of the checkpoint: a dict from `convert.orbax.read_header`, a config record from
-            `jspec.models.load.read_header`.
+        config: config of the checkpoint; `convert.orbax.read_header` gives a dict, `jspec.models.load.read_header` a
+            config record.
         parameters: shape and dtype of each parameter, by name.
         folder: folder of the checkpoint.
     """
@@ -98,7 +98,7 @@ class Header:
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
-    """Lists the arrays of a tree of weights by name: {"layers": [{"o": x}]} becomes {"layers.0.o": x}.
+    """Return the arrays of a tree of weights by name; for example {"layers.0.o": x} for {"layers": [{"o": x}]}.
 
     Args:
         tree: tree of dicts, lists, arrays and `Quantized` weights.
@@ -113,9 +113,9 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the tree of weights from arrays by name, as the inverse of `flatten`.
+    """Return the tree of weights for arrays by name; the inverse of `flatten`.
 
-    Children named 0, 1, ... become a list, a pair of children `values` and `scale` becomes a `Quantized`.
+    Children with the names 0, 1, ... become a list. A pair of children `values` and `scale` becomes a `Quantized`.
     """
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
@@ -132,12 +132,12 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Returns whether a folder is a converted checkpoint, as `save` writes it."""
+    """Return whether a folder is a converted checkpoint, written by `save`."""
     return (folder / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """Lists the tokenizer and config files of a model's folder, which the converter copies."""
+    """List the tokenizer and config files of a model's folder, which the converter copies."""
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
@@ -151,7 +151,7 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
 ) -> None:
-    """Writes a converted checkpoint under a temporary name, and renames the folder when it is complete.
+    """Write a converted checkpoint under a temporary name, and renames the folder when it is complete.
 
     Args:
         folder: folder to write; missing parents are created.
@@ -159,9 +159,9 @@ def save(
         config: config record, which is stored in the manifest.
         batches: batches of parameters by name; one batch is held in memory.
         files: files to copy into the folder (tokenizer files).
-        overwrite: whether an existing converted checkpoint is replaced.
-        compress: whether to compress the weights, for weights that are mostly zeros; takes time and a second copy of
-            each batch in memory.
+        overwrite: whether an existing converted checkpoint may be replaced.
+        compress: whether to compress the weights, for weights that are mostly zeros. Compression takes time, and memory
+            for a second copy of each batch.
 
     Raises:
         FileExistsError: the folder exists and may not be replaced.
@@ -177,7 +177,7 @@ def save(
         about = {"version": VERSION, "kind": kind, "config": config.to_json()}
         manifest = about | {"file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        work.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
+        work.chmod(0o755)  # mkdtemp has made the folder readable for its owner only
         _move(work, folder)
     except BaseException:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -186,7 +186,7 @@ def save(
 
 
 def _remove(work: Path) -> None:
-    """Deletes a folder into which orbax's threads may still write, until it stays deleted; takes at most 3 seconds."""
+    """Delete a folder repeatedly for up to 3 seconds, because threads of orbax may still write into it."""
     gone = 0
     for _ in range(50):
         shutil.rmtree(work, ignore_errors=True)
@@ -197,7 +197,7 @@ def _remove(work: Path) -> None:
 
 
 def _move(work: Path, folder: Path) -> None:
-    """Renames `work` to `folder`, then deletes the folder that had this name before, if any."""
+    """Rename the folder `work` to `folder`, and delete the folder that had this name before, if any."""
     if not folder.exists():
         work.rename(folder)
         return
@@ -212,7 +212,7 @@ def _move(work: Path, folder: Path) -> None:
 
 
 def check_vacant(folder: Path, overwrite: bool) -> None:
-    """Raises FileExistsError if `folder` exists and `save` may not replace it."""
+    """Raise FileExistsError if `folder` exists and `save` may not replace it."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -230,14 +230,14 @@ def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compr
         for batch in batches:
             with _named_failure(folder):
                 ocp.partial.save(folder, batch)
-            del batch  # before the next one is read
+            del batch  # free this batch before the next one is read
         with _named_failure(folder):
             ocp.partial.finalize(folder)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context manager in which orbax and its tasks log no errors, because the caller raises one."""
+    """Silence the error logs of orbax and its tasks while the context is open; the caller raises an error instead."""
     orbax_log, asyncio_log = logging.getLogger("absl"), logging.getLogger("asyncio")
     level = orbax_log.level
     orbax_log.setLevel(logging.CRITICAL)
@@ -250,19 +250,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Returns whether a log record has another source than tensorstore, which names itself in its messages."""
+    """Return whether a log record is not from tensorstore, which names itself in its messages."""
     return "tensorstore" not in record.getMessage()
 
 
 @contextlib.contextmanager
 def _named_failure(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of writing weights into an OSError that says why and where."""
+    """Turn any error of writing weights in the context into an OSError that names the cause and the folder."""
     try:
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # tensorstore's threads print tracebacks there
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # threads of tensorstore print tracebacks to stderr
             yield
     except MemoryError:
         raise
-    except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+    except Exception as error:  # any class: orbax and tensorstore raise many
         free = shutil.disk_usage(folder.parent).free
         reason = next((text for text in map(os.strerror, WRITE_ERRORS) if text in str(error)), cut(str(error), 200))
         raise OSError(
@@ -272,12 +272,12 @@ def _named_failure(folder: Path) -> Iterator[None]:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Returns the size of each file in bytes, by path relative to the folder."""
+    """Return the size of each file in bytes, by path relative to the folder."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def read_header(folder: Path) -> Header:
-    """Reads the kind, config and parameter shapes of a converted folder, but no weights.
+    """Read the kind, the config and the parameter shapes of a converted folder, but no weights.
 
     Raises:
         CheckpointError: the folder is damaged or has another format version.
@@ -307,7 +307,7 @@ def read_arrays(
     placement: Placement | None = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Reads parameters of a converted folder onto the devices.
+    """Read parameters of a converted folder onto the devices.
 
     Args:
         header: header of the folder.
@@ -332,7 +332,7 @@ def read_arrays(
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     largest = max((4 * leaf.size for leaf in wanted.values()), default=0)
-    context.memory.read_concurrent_bytes = READ_AHEAD + largest  # orbax needs more than the bytes of any single array
+    context.memory.read_concurrent_bytes = READ_AHEAD + largest  # the limit must exceed the largest array
     with context, _named_damage(header.folder):
         arrays = ocp.load((header.folder / WEIGHTS).absolute(), wanted)
     narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
@@ -350,9 +350,9 @@ def _count_not_finite(array: jax.Array) -> jax.Array:
 
 
 def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Counts the NaN and infinite values of each array; returns the counts above 0, by name of the array."""
+    """Return the number of NaN and infinite values of each array that has any, by name of the array."""
     floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
-    if jax.default_backend() == "cpu":  # where XLA takes ten times as long as numpy
+    if jax.default_backend() == "cpu":  # on the CPU XLA takes ten times as long as numpy
         floats = {name: array for name, array in floats.items() if not is_finite(np.asarray(array))}
     counts = jax.device_get({name: _count_not_finite(array) for name, array in floats.items()})
     return {name: int(count) for name, count in counts.items() if count}
@@ -360,18 +360,18 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _named_damage(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading a converted folder into a CheckpointError that names it."""
+    """Turn any error of reading a converted folder in the context into a CheckpointError that names the folder."""
     with _quiet():
         try:
             yield
         except MemoryError:
             raise
-        except Exception as error:  # of any class: orbax and tensorstore raise many, some of them bare
+        except Exception as error:  # any class: orbax and tensorstore raise many
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             reason = cut(f"{kind}{error}", 250)
-            # Orbax's tasks print their errors when they are collected; the traceback would keep them until later.
+            # Orbax's tasks log errors when collected; without the traceback that happens here, while logs are off.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             gc.collect()
             raise CheckpointError(folder, f"damaged checkpoint ({reason}); convert the model again") from error

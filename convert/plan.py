@@ -1,4 +1,4 @@
-"""Plans for reading Hugging Face folders: kind, config and weight map, made before any weight is read."""
+"""Makes a plan for reading a Hugging Face folder (kind, config and weight map) before any weight is read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Plan:
     folder: Path  # Hugging Face folder
     kind: str  # kind of checkpoint, "target", "eagle3", "eagle" or "medusa"
     config: Any  # config record of the kind
-    rows: tuple[Row, ...]  # weight map: which tensors make which parameter
-    source: Source  # tensors of the folder
+    rows: tuple[Row, ...]  # weight map: from which tensors each parameter is made
+    source: Source  # the folder's tensors
 
     def dtype(self, wanted: str | None = None) -> str:
-        """Returns the floating-point dtype to convert to.
+        """Return the dtype to which floating-point weights are converted.
 
         Args:
             wanted: dtype that the caller wants; None: the dtype of all tensors in the folder.
@@ -49,11 +49,13 @@ class Plan:
         return found.pop()
 
     def row_dtype(self, row: Row) -> str:
-        """Returns the dtype of a row's parameter if it is read without conversion."""
+        """Return the dtype that a row's parameter has if it is not converted."""
         return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
 
     def batches(self, dtype: str) -> Iterator[dict[str, np.ndarray]]:
-        """Yields all parameters by name, in batches; the caller should drop each batch before taking the next.
+        """Yield all parameters by name, in batches.
+
+        The caller should delete each batch before it takes the next one.
 
         Args:
             dtype: dtype of floating-point parameters.
@@ -64,11 +66,11 @@ class Plan:
 def plan_folder(
     folder: str | Path, read_format: ReadFormat, *, kind: str | None = None, families: Iterable[str] = ()
 ) -> Plan:
-    """Reads the config and the tensor headers of a Hugging Face folder, and checks that they match.
+    """Read the config and the tensor headers of a Hugging Face folder, and check that they match.
 
     Args:
         folder: folder with config.json and weights.
-        read_format: function that reads the config of a kind of checkpoint and makes its weight map.
+        read_format: function (kind, parsed config.json, tensors) that returns the config record and the weight map.
         kind: required kind of checkpoint; None: any.
         families: values of `model_type` that are supported for targets, for the error.
 
@@ -78,7 +80,7 @@ def plan_folder(
     Raises:
         FileNotFoundError: a file is missing.
         CheckpointError: files are damaged or contradict each other, the checkpoint is of another kind, or the tensors
-            do not match the config (the message has their names).
+            do not match the config; the message names the tensors.
         NotImplementedError: an option or the method of the checkpoint is not supported.
     """
     folder = Path(folder).expanduser().absolute()

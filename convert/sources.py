@@ -1,4 +1,4 @@
-"""Opens the weights of a Hugging Face folder: reads all headers first, then values piece by piece."""
+"""Opens the weights of a Hugging Face folder, whose headers are read first and whose values piece by piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, read_json, short
 
-PIECE_BYTES = 8 * 2**20  # bytes of a tensor that are read at a time, as float32
+PIECE_BYTES = 8 * 2**20  # bytes of one piece of a tensor as float32
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
 EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
@@ -32,7 +32,7 @@ class Tensor:
 
 
 class Source(abc.ABC):
-    """The tensors of a folder.
+    """The tensors of a folder, whose values are read on request.
 
     Args:
         files: the files that hold the tensors.
@@ -40,7 +40,8 @@ class Source(abc.ABC):
     Attributes:
         tensors: headers of the tensors, by name.
         folder: folder of the files.
-        not_finite: number of NaN and infinite values in each tensor that has any, of the pieces read until now.
+        not_finite: number of NaN and infinite values by tensor, in the pieces that were read until now; tensors without
+            any are absent.
 
     Raises:
         CheckpointError: a file is incomplete, or two files hold tensors of the same name.
@@ -60,7 +61,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _headers(self, file: Path) -> dict[str, Tensor]:
-        """Reads the headers of the tensors in one file; returns them by name.
+        """Read the headers of the tensors in one file, and return them by name.
 
         Raises:
             CheckpointError: the file is incomplete.
@@ -68,10 +69,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Reads the rows from start (inclusive) to stop (exclusive) of a tensor, in the dtype of the file."""
+        """Read rows ``start`` to ``stop - 1`` of a tensor, in the dtype of the file."""
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yields all rows of a tensor in order, in pieces of a few megabytes; counts NaN and infinite values."""
+        """Yield all rows of a tensor in order, in pieces of a few megabytes, and count NaN and infinite values."""
         tensor = self.tensors[name]
         rows, *rest = tensor.shape
         step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
@@ -86,9 +87,9 @@ class Source(abc.ABC):
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Returns whether all values are finite; for bfloat16 far faster than `np.isfinite`.
+    """Return whether all values are finite; this is far faster than `np.isfinite` for bfloat16.
 
-    NaN and infinity have all exponent bits set. Read as integers, they are the largest values of their sign.
+    NaN and infinity have all exponent bits set. As integers of the same bits, they are the largest of their sign.
     """
     exponent = EXPONENT.get(values.dtype.name)
     if exponent is None or not values.size:
@@ -100,15 +101,15 @@ def is_finite(values: np.ndarray) -> bool:
 
 @final
 class Safetensors(Source):
-    """Tensors in safetensors files.
+    """The tensors of safetensors files.
 
-    Each read opens the file again, because an open memory mapping keeps all pages that were read in memory.
+    Each read opens the file again, because an open memory mapping keeps in memory what was read.
     """
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         try:
             with safe_open(file, "numpy") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
                 return {
                     name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
                     for name, s in slices.items()
@@ -122,11 +123,11 @@ class Safetensors(Source):
 
 
 def incomplete(file: Path, what: str, error: object) -> CheckpointError:
-    """Makes the error for a file of weights that cannot be read.
+    """Return the error for a file of weights that cannot be read.
 
     Args:
         what: what was expected in the file.
-        error: the error of the library that reads it.
+        error: the error of the library that reads the file.
     """
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER.encode():
@@ -148,7 +149,7 @@ def _torch_files(files: Iterable[Path]) -> Source:
 
 MODEL: dict[str, Reader] = {"model.safetensors": Safetensors, "pytorch_model.bin": _torch_files}
 MEDUSA: dict[str, Reader] = {"medusa_lm_head.safetensors": Safetensors, "medusa_lm_head.pt": _torch_files}
-OTHER_FOLDERS = {  # files that show what else a folder is: the name, the advice
+OTHER_FOLDERS = {  # file that identifies another kind of folder: the kind, and advice
     "adapter_config.json": ("a LoRA adapter", "merge it into its model and save that"),
     "*.gguf": ("GGUF files", "take the model's safetensors"),
     "*.safetensors": ("other safetensors", "name the file model.safetensors, or add its index"),
@@ -156,11 +157,12 @@ OTHER_FOLDERS = {  # files that show what else a folder is: the name, the advice
 
 
 def open_source(folder: Path, *, heads_first: bool = False) -> Source:
-    """Opens the weights of a folder, in one file or sharded: safetensors files if there are any, else torch files.
+    """Open the weights of a folder: its safetensors files, or its torch files if there are no safetensors.
 
     Args:
         folder: folder with the weights.
-        heads_first: open the Medusa heads if the folder has both heads and a whole model; False: open the model.
+        heads_first: which weights to open if the folder has both Medusa heads and a whole model; True: the heads,
+            False: the model.
 
     Raises:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
@@ -182,7 +184,7 @@ def open_source(folder: Path, *, heads_first: bool = False) -> Source:
 
 
 def not_found(folder: Path, expected: str) -> FileNotFoundError:
-    """Makes the error for a folder that lacks a file; its message names what the folder holds instead."""
+    """Return the error for a folder that lacks a file; its message names what the folder has instead."""
     if not folder.is_dir():
         return FileNotFoundError(f"{folder}: expected a folder with {expected}, got no such folder; check the path")
     for pattern, (what, advice) in OTHER_FOLDERS.items():
@@ -213,7 +215,7 @@ def _open_sharded(index: Path, reader: Reader) -> Source:
 
 
 def _is_file_name(value: object) -> bool:
-    """Returns whether a value is the name of a file, without a folder."""
+    """Return whether a value is a file name without a folder."""
     return (
         isinstance(value, str) and value.isprintable() and value == Path(value).name and 0 < len(value.encode()) < 256
     )

@@ -1,4 +1,4 @@
-"""Reads tensors from files that torch.save wrote, without running code from them."""
+"""Reads tensors from files written by torch.save, without running code that the files contain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ml_dtypes import bfloat16
 from convert.fields import CheckpointError, short
 from convert.sources import Source, Tensor, incomplete
 
-OLDEST_TORCH = (2, 10)  # older versions have known flaws in their protection against code (weights_only)
-SHARED = 4  # tensors may share their values in a file; all together they are at most this many times its size
+OLDEST_TORCH = (2, 10)  # in older versions, weights_only is known to let code run
+SHARED = 4  # tensors in a file may share values; their sizes may add up to this many times the file's size
 
 
 @final
 class TorchFiles(Source):
-    """Tensors in files that torch.save wrote; each read maps the file again, as in `Safetensors`."""
+    """The tensors of files written by torch.save; each read maps the file again, as in `Safetensors`."""
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         check_torch(file)
@@ -51,7 +51,7 @@ class TorchFiles(Source):
 
 
 def _fault(tensor: Any) -> str:
-    """Says what is odd about a tensor; returns "" for dense real values on the CPU."""
+    """Return why a tensor is refused, as text; "" for dense real values on the CPU, which are accepted."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -72,10 +72,10 @@ def _load(file: Path) -> Mapping[str, Any]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
-        raise others from None  # torch's own message recommends to disable its protection
+        raise others from None  # torch's own message advises to disable this protection
     except MemoryError:
         raise
-    except Exception as error:  # of any class: a damaged pickle calls torch's functions with damaged arguments
+    except Exception as error:  # any class: a damaged pickle calls functions of torch with wrong arguments
         raise incomplete(file, "torch file", f"{type(error).__name__}: {error}") from error
     if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
@@ -85,7 +85,7 @@ def _load(file: Path) -> Mapping[str, Any]:
 
 
 def check_torch(file: Path) -> None:
-    """Raises ImportError unless a torch is installed that reads files without running code from them."""
+    """Raise ImportError unless torch is installed in a version that can read files without running their code."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     try:
         import torch
@@ -101,7 +101,7 @@ def check_torch(file: Path) -> None:
 
 
 def check_archive(file: Path) -> None:
-    """Raises CheckpointError unless a file is a zip archive without compression, so that it cannot expand."""
+    """Raise CheckpointError unless a file is a zip archive without compression, which cannot expand when read."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(words: Sequence[str]) -> Callable[[], int]:
-    """Import the commands; return a function that runs one of them."""
+    """Import the command line; return a function that runs the command in ``words``."""
     from jspec.tools import command_line
 
     return lambda: command_line.run(words)

@@ -1,4 +1,4 @@
-"""The options of an engine as keyword arguments, for editors and type checkers."""
+"""Declares the options of an engine as typed keyword arguments, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from jspec.core.accept_rule import AcceptRule
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of `jspec.core.config.EngineConfig`, which describes them; a test compares names and types."""
+    """A typed dict with the fields of `jspec.core.config.EngineConfig`, where each field is described.
+
+    A test checks that names and types are equal.
+    """
 
     slots: int
     max_len: int

@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments, which name jspec's own keyword for those of other libraries."""
+"""Refuses unknown keyword arguments; the error names jspec's keyword if another library's was given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOPK = "the tree of the drafter, such as tree=jspec.Tree.topk(nodes=60, depth=8,
 GRAMMARS = "json_schema=, regex= or grammar="
 PROMPTS = "the prompts as the first argument"
 
-# Keyword arguments of vLLM, SGLang, transformers and OpenAI, and what jspec expects in their place.
+# Keyword arguments of vLLM, SGLang, transformers and OpenAI, and what jspec expects instead.
 FOREIGN_NAMES: dict[str, str] = {
     # engines: memory and schedule
     "max_model_len": "max_len=",
@@ -117,13 +117,13 @@ FOREIGN_NAMES: dict[str, str] = {
 def check_names(
     owner: str, given: Iterable[object], valid: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
 ) -> None:
-    """Check the names of keyword arguments.
+    """Refuse keyword arguments with unknown names.
 
     Args:
         owner: function or class that got the arguments, for the error.
         given: names of the arguments.
         valid: names that the owner takes.
-        elsewhere: names that other functions or classes take, by their owner.
+        elsewhere: names that other functions or classes of jspec take, by function or class.
 
     Raises:
         TypeError: a name is unknown. The message says which name to use instead.

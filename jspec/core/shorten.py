@@ -6,11 +6,11 @@ import reprlib
 from itertools import islice
 from typing import Any
 
-LIMIT = 120  # default number of characters of a shortened value
+LIMIT = 120  # default for the most characters of a shortened value
 
 
 class _Shortener(reprlib.Repr):
-    """Writes the first entries of a container and both ends of a long text, in time that does not grow with them."""
+    """Writes the first entries of a container, or both ends of a long text, in a time independent of its size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ _shortener = _Shortener()
 
 
 def short(value: object, limit: int = LIMIT) -> str:
-    """Write a value as ``repr`` does, but in at most ``limit`` characters, with its size if it was cut.
+    """Return ``repr(value)`` cut to at most ``limit`` characters, with the value's size if it was cut.
 
-    The time does not grow with the length of texts, lists, tuples, sets and dicts.
+    The time does not depend on the length of texts, lists, tuples, sets and dicts.
     """
     try:
         text = _shortener.repr(value)
-    except Exception as error:  # a class whose repr fails must not hide the error that is being reported
+    except Exception as error:  # a failing repr must not hide the error that is being reported
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     note = ""
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)):

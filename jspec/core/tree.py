@@ -191,7 +191,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the parent of every node i is node i - 1; accepted cache rows of a chain are not moved."""
+        """Return whether the parent of every node i is node i - 1; accepted cache rows of a chain are not moved."""
         return self.paths is not None and self.nodes == self.depth + 1
 
     @cached_property

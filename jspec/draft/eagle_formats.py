@@ -107,7 +107,7 @@ class Parts:
         return [value for index, value in enumerate(given) if value not in given[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
-        """Reads the value that the file has under any of the names.
+        """Read the value that the file has under any of the names.
 
         Args:
             names: alternative names of one option.
@@ -123,15 +123,15 @@ class Parts:
         return found[0] if found else default
 
     def flag(self, *names: str, default: bool = False, remedy: str = "correct config.json") -> bool:
-        """Reads true or false under any of the names; arguments and errors as `one`."""
+        """Read true or false under any of the names; arguments and errors as `one`."""
         return self._single(names, remedy).flag(names[0], default)
 
     def integer(self, *names: str, default: int) -> int:
-        """Reads the integer above 0 under any of the names; arguments and errors as `one`."""
+        """Read the integer above 0 under any of the names; arguments and errors as `one`."""
         return self._single(names).integer(names[0], default)
 
     def _single(self, names: Sequence[str], remedy: str = "correct config.json") -> Fields:
-        """Makes an object with the one value of an option under the option's first name."""
+        """Make an object with the one value of an option under the option's first name."""
         return Fields({names[0]: self.one(*names, remedy=remedy)}, self.outer.place)
 
 
@@ -242,7 +242,7 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
-    """Reads whether `fc` has a bias.
+    """Read whether `fc` has a bias.
 
     In the EAGLE-1 authors' code `fc` has a bias unless `bias` is false. In vLLM it has one if `eagle_fc_bias` is true.
     """
@@ -252,7 +252,7 @@ def _fc_bias(parts: Parts, method: str) -> bool:
 
 
 def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
-    """Reads the indices of the target states that the head reads, ascending, as all exporters concatenate them.
+    """Read the indices of the target states that the head reads, ascending, as all exporters concatenate them.
 
     The ids in the file are indices of states, with one exception. Ids in `eagle_config` whose lowest is 1 are indices
     of layers, unless one id is the target's number of layers. The output of layer j is state j + 1.
@@ -272,7 +272,7 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
 
 
 def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """Makes the rows of the weight map of an EAGLE head, for files of any exporter.
+    """Make the rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
         config: config of the head.

@@ -75,7 +75,7 @@ class HeadConfig(DecoderConfig, ABC):
     @property
     @abstractmethod
     def fuses_states(self) -> bool:
-        """Whether `fc` maps several target states to one feature; if not, the feature is one target state."""
+        """Return whether `fc` maps several target states to one feature; if not, the feature is one target state."""
 
     @property
     def num_features(self) -> int:

@@ -1,4 +1,4 @@
-"""Makes the drafter that a user names by a method, by a checkpoint or by an object."""
+"""Makes a drafter from a method's name, a checkpoint or an object."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DrafterSource = Drafter | str | os.PathLike[str] | None
 
 
 def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
-    """Make a drafter.
+    """Make a drafter from a method's name, a checkpoint or an object.
 
     Args:
-        source: a drafter; "ngram" or "suffix"; a folder or a hub id ("owner/name") with a draft head or a draft model
-            of any kind, which drafts the default tree; None or "none": no drafter.
+        source: a drafter; "ngram" or "suffix"; or a folder or hub id ("owner/name") of a draft head or draft model of
+            any kind, which then drafts its default tree. None or "none": no drafter.
         dtype: dtype of the weights to load; None: float32 on CPU, bfloat16 elsewhere.
 
     Raises:
-        TypeError, ValueError: the source is something else; the message says what to pass.
+        TypeError, ValueError: the source is something else; the message says which call to use.
         FileNotFoundError: the folder does not exist.
     """
     if source is None or isinstance(source, Drafter):
@@ -42,12 +42,12 @@ def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
 
 
 def _is_place(source: str) -> bool:
-    """Whether a text is a folder or has the form of a path or of a hub id; "eagle3" has none of these."""
+    """Return whether a text is a folder, or has the form of a path or of a hub id."""
     return "\0" not in source and ("/" in source or os.sep in source or os.path.isdir(source))
 
 
 def _remedy(source: Any) -> str:
-    """Return the call that makes a drafter of a class, an object with weights or the name of a method."""
+    """Return the call that makes a drafter from a class, an object with weights or a method's name, as text."""
     name = getattr(source, "__name__", None) if isinstance(source, type) else None
     if name is not None and issubclass(source, Drafter):
         loads = hasattr(source, "from_pretrained")

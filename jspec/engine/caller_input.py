@@ -26,12 +26,12 @@ class IdArray(Protocol):
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
-Prompts = Prompt | Iterable[Any]  # of `Prompt`; a list of texts and ids together has no narrower type
+Prompts = Prompt | Iterable[Any]  # items are `Prompt`; no narrower type fits a list of texts and ids
 Params = SamplingParams | Mapping[str, Any]
 
 A_PROMPT = "a text or a list of int token ids"
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
-PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, as in vLLM
+PROMPT_KEYS = ("prompt", "prompt_token_ids")  # keys of a prompt as a dict, as in vLLM
 
 
 def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
@@ -45,7 +45,7 @@ def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
         The prompts in order, each a text or a tuple of ids. The ids are ints, not checked further.
 
     Raises:
-        TypeError, ValueError: a value is of another type; the message names the prompt by its index.
+        TypeError, ValueError: a value has a wrong type; the error names the prompt by its index.
     """
     values = _items(prompts)
     if values is None or (values and _is_number(values[0])):
@@ -55,7 +55,10 @@ def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
 
 
 def read_prompt(prompt: Any, name: str = "prompt") -> str | tuple[int, ...]:
-    """Read one prompt; the arguments and the result are those of `read_prompts`, and ``name`` is for the errors."""
+    """Read one prompt.
+
+    The prompt may have the forms that `read_prompts` lists for one prompt; ``name`` is its name in errors.
+    """
     if isinstance(prompt, Mapping):
         keys = [key for key in PROMPT_KEYS if key in prompt]
         if len(keys) != 1 or len(prompt) != 1:
@@ -75,7 +78,7 @@ def read_prompt(prompt: Any, name: str = "prompt") -> str | tuple[int, ...]:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """Return the items of an iterable or of an array with axes; None for other values, texts, bytes, dicts and sets."""
+    """Return the items of an iterable or of an array with axes; None for texts, bytes, dicts, sets and other values."""
     if isinstance(value, (str, bytes, bytearray, memoryview, Mapping, AbstractSet)) or _is_number(value):
         return None
     if hasattr(value, "tolist") and hasattr(value, "ndim"):
@@ -84,7 +87,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number of Python or of an array library."""
+    """Return whether a value is a number of Python or of an array library."""
     return isinstance(value, Number) or getattr(value, "ndim", None) == 0
 
 
@@ -110,10 +113,12 @@ def _remedy(value: Any) -> str:
 
 
 def read_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """Read token ids from an iterable or an array; ``name`` is the argument's, for the error.
+    """Read token ids from an iterable or an array.
+
+    ``name`` is the argument's name in the error.
 
     Raises:
-        TypeError: the value is something else.
+        TypeError: ``ids`` is something else.
     """
     values = _items(ids)
     if values is None:
@@ -127,13 +132,15 @@ def read_params(
     """Read the parameters of ``count`` prompts.
 
     Args:
-        params: a `SamplingParams`, a dict of its fields, or an iterable with one of these per prompt; None: defaults.
+        params: a `SamplingParams`, a dict of its fields, or an iterable with a `SamplingParams` or dict for each
+            prompt; None: defaults.
         count: number of prompts.
-        sampling_params: another name of ``params``; at most one of them may be given.
+        sampling_params: another name of ``params``; give at most one of the two.
         keywords: fields of one `SamplingParams`, instead of ``params``.
 
     Raises:
-        TypeError, ValueError: a value is of another type, a field is unknown or wrong, or the number is wrong.
+        TypeError, ValueError: a value has a wrong type, a field is unknown or wrong, or the iterable has not ``count``
+            items.
     """
     given = [value for value in (params, sampling_params, keywords or None) if value is not None]
     if len(given) > 1:
@@ -162,13 +169,15 @@ def _one_params(value: Any) -> SamplingParams:
 
 
 def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Read one conversation or several, and check every message.
+    """Check one conversation or several, and return them as a list of conversations.
 
     Args:
-        messages: a list of messages, which are dicts with the texts "role" and "content", or a list of such lists.
+        messages: a conversation or a list of conversations. A conversation is a list of messages, and each message is a
+            dict with the texts "role" and "content".
 
     Raises:
-        TypeError, ValueError: a value is of another type, or there is no message; the message names its index.
+        TypeError, ValueError: a value has a wrong type, or a conversation is empty; the error names the index of the
+            wrong message.
     """
     several = _message_list(messages, "messages")
     if isinstance(several[0], Mapping):

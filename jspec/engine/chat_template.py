@@ -1,10 +1,10 @@
-"""Renders chat templates in a process of their own, within limits of CPU time, memory and length.
+"""Renders chat templates in a separate process, with limits of CPU time, memory and length.
 
-A chat template is a program that comes with a checkpoint. Its loops, powers and recursion could take any time and
-memory, and would hold the interpreter's lock meanwhile. The process imports transformers only, renders one conversation
-after another and ends with its parent; a conversation takes about a millisecond.
+A chat template is a program that comes with a checkpoint. It could take any amount of time and memory, and would hold
+the interpreter's lock meanwhile. The process imports transformers only, renders one conversation after another, and
+ends with its parent. A conversation takes about a millisecond.
 
-This file is also the program of that process, so it imports nothing of jspec.
+The process runs this file as a script, so this file imports nothing of jspec.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, final
 
-SECONDS, GIB = 5.0, 1.0  # CPU time of one conversation, and memory of the process
-PATIENCE = 12  # a process without an answer after this many times its CPU limit is ended
-ADDED = 2**20  # characters that a template may add to those of the messages
-SHOWN = 200  # characters of an error of jinja2 to show
+SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
+PATIENCE = 12  # a process without an answer after PATIENCE times its CPU limit is ended
+ADDED = 2**20  # most characters that a template may add to the messages
+SHOWN = 200  # most characters of a jinja2 error that are shown
 
 
 @final
@@ -49,7 +49,7 @@ class ChatTemplate:
             messages: mappings with "role" and "content"; values that are None are left out.
 
         Raises:
-            TypeError: a message is no mapping, or has values that JSON cannot write.
+            TypeError: a message is not a mapping, or has values that JSON cannot represent.
             ValueError: the template raises an error, or takes too much time, memory or text.
         """
         chat = [{key: value for key, value in dict(message).items() if value is not None} for message in messages]
@@ -66,7 +66,7 @@ class ChatTemplate:
         return answer["text"]
 
     def _ask(self, task: str) -> dict[str, str]:
-        if self._owner != os.getpid():  # after a fork the process and the lock are the parent's
+        if self._owner != os.getpid():  # in a forked child, the process and the lock are the parent's
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         with self._lock:
             answer, code = self._ask_once(task)
@@ -77,7 +77,7 @@ class ChatTemplate:
         return answer or {"error": f"it takes more than {self._seconds:g} seconds of CPU time or {self._gib:g} GiB"}
 
     def _ask_once(self, task: str) -> tuple[dict[str, str], int | None]:
-        """Return the process's answer; an empty one if the process ended by itself, with its return code."""
+        """Return (answer, None) from the process, or ({}, return code) if the process has ended by itself."""
         process, self._process = self._process or self._start(), None
         timer = threading.Timer(self._seconds * PATIENCE, process.send_signal, [signal.SIGTERM])
         timer.daemon = True
@@ -108,7 +108,7 @@ class ChatTemplate:
                 **os.environ,
                 "OPENBLAS_NUM_THREADS": "1",
                 "OMP_NUM_THREADS": "1",
-            },  # a thread's stack counts as memory
+            },  # the memory limit counts each thread's stack
         )
         weakref.finalize(self, _end, process)
         return process
@@ -119,12 +119,12 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError, ValueError):  # flushing to a process that has ended
+            with contextlib.suppress(OSError, ValueError):  # closing flushes, and the process has ended
                 pipe.close()
 
 
 def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
-    """Answer one line of JSON with another, until the tasks end.
+    """Read tasks as lines of JSON and write an answer to each, until the tasks end.
 
     Args:
         tasks: lines with [messages, template, special tokens, seconds of CPU time].
@@ -141,7 +141,7 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
     for line in tasks:
         chat, template, special, seconds = json.loads(line)
         if hasattr(signal, "ITIMER_PROF"):
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # this signal ends the process
         try:
             (text,), _ = render_jinja_template(
                 conversations=[chat], chat_template=template, add_generation_prompt=True, **special
@@ -157,5 +157,5 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
 
 
 if __name__ == "__main__":
-    channel, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    channel, sys.stdout = sys.stdout, sys.stderr  # stdout is for answers, so libraries print to stderr
     serve(sys.stdin, channel, int(sys.argv[1]))

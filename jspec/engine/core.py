@@ -67,7 +67,7 @@ class EngineCore:
         return has_work
 
     def _needs_newest_tokens(self) -> bool:
-        """Whether the next dispatch needs grammar masks that the host computes from the newest tokens."""
+        """Return whether the next dispatch needs grammar masks that the host computes from the newest tokens."""
         return wants_newest(self.scheduler.running)
 
     def _plan_and_dispatch(self) -> Plan | None:

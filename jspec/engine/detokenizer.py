@@ -47,7 +47,7 @@ class TextDecoder:
 
     @property
     def has_text(self) -> bool:
-        """Whether tokens are decoded to text; False without a tokenizer."""
+        """Return whether tokens are decoded to text; False without a tokenizer."""
         return self._detokenizer is not None
 
     @property

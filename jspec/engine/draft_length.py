@@ -138,7 +138,10 @@ class Adaptive(Policy):
         return tokens / median(self._seconds[bucket, depth])
 
     def _useful(self, cap: int) -> tuple[int, ...]:
-        """Return the draft depths up to the first one that is at least ``cap``, because deeper drafts cannot help."""
+        """Return the draft depths that help a request in which at most ``cap`` draft tokens can be accepted.
+
+        These are the depths up to the first one that is at least ``cap``.
+        """
         return self._depths[: bisect_left(self._depths, cap) + 1]
 
     def _is_untimed(self, bucket: int, depth: int) -> bool:

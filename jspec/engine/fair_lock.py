@@ -41,7 +41,7 @@ class FairLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread holds the lock."""
+        """Return whether the calling thread holds the lock."""
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:

@@ -69,7 +69,10 @@ class InputProcessor:
         return [self._request(p, q, trace, name.format(i)) for i, (p, q) in enumerate(zip(each, every, strict=True))]
 
     def request(self, prompt: Any, params: Any = None, *, trace: bool = False, **more: Any) -> Request:
-        """Make the request of exactly one prompt; arguments and errors are those of `requests`."""
+        """Make a request from exactly one prompt.
+
+        The arguments and errors are those of the method `requests`.
+        """
         (own,) = read_params(params, 1, **more)
         return self._request(read_prompt(prompt), own, trace, "prompt")
 

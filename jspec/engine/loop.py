@@ -1,4 +1,4 @@
-"""The loop of an engine behind a lock, with recovery from failed steps, log lines and statistics."""
+"""Runs the steps of an engine under a lock, recovers from failed steps, and keeps logs and statistics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jspec.engine.scheduler import Scheduler
 from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
 from jspec.step.memory import MemoryPlan
 
-AT_ONCE = 256  # number of requests that are queued or aborted under one lock; other threads may step in between
+AT_ONCE = 256  # number of requests that are queued or aborted before the lock is released for other threads
 IDLE = 0.005  # seconds to wait after a step without work
 
 
 class EngineLoop:
-    """Base class of `jspec.engine.api.Engine`, which steps an engine's core for several threads at once.
+    """The base class of `jspec.engine.api.Engine`, whose methods several threads may call at once.
 
     Attributes:
         config: the engine's options.
-        core: the engine's loop with its scheduler and its model runner; it has no lock of its own.
+        core: the scheduler and the model runner with the step that drives them; it has no lock of its own.
     """
 
     def __init__(self, config: EngineConfig, core: EngineCore) -> None:
@@ -43,7 +43,7 @@ class EngineLoop:
         self._stats_logger = StatsLogger(config.log_interval)
 
     def step(self) -> bool:
-        """Run one step for all requests, which starts a program and reads the results of earlier programs.
+        """Run one step for all requests: start a program, and read the results of earlier programs.
 
         Returns:
             False if there was nothing to start or to read.
@@ -62,9 +62,9 @@ class EngineLoop:
         return has_work
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """Add requests to the schedule, except those that were aborted already, once their prefills are compiled.
+        """Compile the prefills of requests, then schedule the requests that are not aborted yet.
 
-        If programs of their rounds are missing, the requests wait for `_compile_rounds` after their first token.
+        A request whose round programs are missing waits for `_compile_rounds` after its first token.
         """
         queued_at, runner = time.perf_counter(), self.core.runner
         self._check_open()
@@ -79,16 +79,16 @@ class EngineLoop:
                     self.core.add(request, queued_at)
 
     def _advance(self, requests: Sequence[Request]) -> None:
-        """Run one step, or compile the programs of the requests' rounds if a request has its first token."""
+        """Run one step; if a request waits for programs of its rounds, compile them instead."""
         if any(map(needs_rounds, requests)):
             self._compile_rounds(requests)
         elif not self.step():
-            time.sleep(IDLE)  # another thread compiles the programs of all running requests
+            time.sleep(IDLE)  # another thread is compiling the programs for all running requests
 
     def _compile_rounds(self, requests: Sequence[Request]) -> None:
-        """Compile the programs of the requests' rounds, so that the scheduler may plan the rounds.
+        """Compile the programs of the requests' rounds; the scheduler plans no round before that.
 
-        The lock is free during the compilation, so that other threads can step.
+        The lock is released during the compilation, so that other threads can run steps.
         """
         runner = self.core.runner
         while any(request.state.awaits_rounds and request.finish_reason is None for request in requests):
@@ -103,8 +103,8 @@ class EngineLoop:
     def _abort(self, requests: Sequence[Request]) -> None:
         """Abort the requests that have not ended yet.
 
-        If this thread is inside a step (in a tokenizer's callback, or when the garbage collector closes a stream), the
-        requests end when the step ends.
+        This thread may itself be inside a step, in a tokenizer's callback or when the garbage collector closes a
+        stream. Then the requests end when the step ends.
         """
         live = [request for request in requests if request.finish_reason is None]
         if self._lock.is_mine:
@@ -137,11 +137,11 @@ class EngineLoop:
     def warmup(
         self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
     ) -> None:
-        """Compile the programs of all batch sizes and prompt lengths now; other threads keep stepping meanwhile.
+        """Compile the programs of all batch sizes and prompt lengths; other threads can run steps meanwhile.
 
         Args:
-            logprobs, prompt_logprobs, trace: compile the programs of requests that ask for these outputs too.
-            grammar: compile the programs of requests whose grammar the host follows too.
+            logprobs, prompt_logprobs, trace: also compile the programs for requests with these outputs.
+            grammar: also compile the programs for requests whose grammar is a parser on the host.
 
         Raises:
             ValueError: the programs do not fit into the device's memory.
@@ -159,7 +159,7 @@ class EngineLoop:
 
     @property
     def policy(self) -> Policy:
-        """The policy that chooses the draft depth; it may be replaced when all results of steps have been read."""
+        """Return the policy that chooses the draft depth; it can be replaced while no result of a step is unread."""
         return self.core.policy
 
     @policy.setter
@@ -168,27 +168,27 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can serve; False if the device's state could not be recreated after an error."""
+        """Return whether the engine can serve; False if it could not recreate the device's state after an error."""
         return self._recovery.healthy
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary."""
+        """Return the bytes of device memory of weights, KV pools and programs; ``str(plan)`` is a readable summary."""
         return self.core.runner.memory_plan
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """The time to compile each program, in seconds, by the program's name."""
+        """Return the seconds that compiling each program took, by the program's name."""
         return dict(self.core.runner.programs.seconds)
 
     @property
     def lower_seconds(self) -> dict[str, float]:
-        """The time to trace and lower each program before compilation, in seconds, by the program's name."""
+        """Return the seconds that tracing and lowering each program took before compilation, by the program's name."""
         return dict(self.core.runner.programs.lower_seconds)
 
     @property
     def metrics(self) -> Metrics:
-        """The counters of all requests, added up, and the number of pages in use now."""
+        """Return the sums of all requests' counters, and the number of pages in use now."""
         with self._lock:
             return replace(self.core.metrics(), pages_in_use=self.pages_in_use)
 
@@ -203,5 +203,5 @@ class EngineLoop:
 
 
 def needs_rounds(request: Request) -> bool:
-    """Return whether a request has its first token and goes on, but the programs of its rounds are not compiled."""
+    """Return whether a running request has its first token, but the programs of its rounds are not compiled."""
     return request.state.awaits_rounds and bool(request.token_ids) and request.finish_reason is None

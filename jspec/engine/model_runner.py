@@ -138,11 +138,11 @@ class ModelRunner:
         return jax.tree.map(np.asarray, output)
 
     def edits(self, request: Request) -> bool:
-        """Whether penalties, a grammar or a logits processor edit a request's logits."""
+        """Return whether penalties, a grammar or a logits processor edit a request's logits."""
         return bool(request.params.controls_used) or self.program.processor is not None
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
-        """Load a request's logit edits into its slot, and its grammar into a device table if it is not in one."""
+        """Load a request's logit edits into its slot, and its grammar into a device table if no table has it."""
         table = 0
         if request.grammar is not None:
             in_use = {other.grammar for other in running if other.grammar is not None}

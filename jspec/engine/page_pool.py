@@ -85,7 +85,7 @@ class PagePool:
         return digest in self._page_of
 
     def can_reserve(self, rows: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `reserve` with these arguments would succeed for an owner without pages."""
+        """Return whether `reserve` with these arguments would succeed for an owner without pages."""
         idle = sum(page in self._idle for page in shared)
         return self.needed(rows) - len(shared) <= self.num_free - idle
 

@@ -16,12 +16,12 @@ from jspec.step.executable_key import ExecutableKey, Kind
 
 @dataclass(frozen=True)
 class Features:
-    """What requests want of the rounds that serve them.
+    """The outputs and masks that requests need from their rounds.
 
     Attributes:
-        traced: the drafts of every round.
-        logprobs: log-probabilities of the emitted tokens.
-        masked: token masks that the host computes.
+        traced: whether to return the draft tree of every round.
+        logprobs: whether to return log-probabilities of the emitted tokens.
+        masked: whether the host computes token masks for a grammar.
     """
 
     traced: bool = False
@@ -37,7 +37,7 @@ class Features:
 
 
 class LiveRequests:
-    """Counts the queued requests that have not ended, and joins their features."""
+    """The queued requests that have not ended, with the union of their features."""
 
     def __init__(self) -> None:
         self._features: dict[int, Features] = {}
@@ -60,7 +60,7 @@ class LiveRequests:
             self._counts[features] -= 1
 
     def features(self) -> Features:
-        """Return every feature that at least one of the requests wants."""
+        """Return every feature that at least one of the requests needs."""
         return union(features for features, count in self._counts.items() if count > 0)
 
 
@@ -70,11 +70,11 @@ def union(features: Iterable[Features]) -> Features:
 
 
 class ProgramChoice:
-    """Chooses the programs to compile: for every batch size and prompt length, or only for those in use.
+    """Chooses the programs to compile, for all batch sizes and prompt lengths or for those of given requests.
 
     Args:
-        depths: depths at which rounds may cut the drafter's tree, ascending.
-        helpers: kinds of the small programs that edit parts of this engine's state.
+        depths: draft depths to which a round may cut the drafter's tree, ascending.
+        helpers: kinds of the small programs that change parts of this engine's state.
         edits_all: whether a logits processor edits the logits of every request.
     """
 
@@ -92,8 +92,8 @@ class ProgramChoice:
         """Return the keys of all programs for requests with any of the given features.
 
         Args:
-            features: the features that requests may want.
-            prompt_logprobs: whether requests may want log-probabilities of their prompts.
+            features: the features that requests may need.
+            prompt_logprobs: whether requests may need log-probabilities of their prompts.
         """
         keys: list[ExecutableKey] = []
         for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
@@ -114,7 +114,7 @@ class ProgramChoice:
         return list(dict.fromkeys(keys))
 
     def round_keys(self, requests: Sequence[Request], live: LiveRequests) -> list[ExecutableKey]:
-        """Return the keys of the programs that the requests' rounds need, if the live requests take part in them."""
+        """Return the keys of the programs for the requests' rounds, with the features of all live requests."""
         rows = min(len(live) + sum(request not in live for request in requests), self._buckets[-1])
         buckets = self._buckets if self._compile_ahead else [_smallest(self._buckets, rows)]
         keys = self._round_keys(buckets, union([live.features(), *map(Features.of, requests)]))
@@ -142,7 +142,7 @@ class ProgramChoice:
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
-    """Return the key of a prefill, with a token mask if the host computes the mask of the token that it samples."""
+    """Return the key of a prefill's program, which takes a token mask if the host computes one for the sampled token."""
     logprobs, prompt_logprobs = prefill_outputs(plan.request)
     masked = plan.emits and plan.request.matcher is not None
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
@@ -152,7 +152,7 @@ def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
     """Return the keys of a round's programs: two if the host computes token masks for any request, else one.
 
     Args:
-        depth: draft depth at which the round cuts the drafter's tree.
+        depth: draft depth to which the round cuts the drafter's tree.
     """
     features = union(map(Features.of, plan.requests))
     if wants_newest(plan.requests):
@@ -166,7 +166,7 @@ def wants_newest(requests: Sequence[Request]) -> bool:
 
 
 def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Return two bools: whether a request's prefill returns log-probabilities, and whether also of prompt tokens."""
+    """Return two bools: whether a request's prefill returns log-probabilities, and whether those of prompt tokens."""
     return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 

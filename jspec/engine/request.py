@@ -227,7 +227,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether this request computes log-probabilities of the prompt; only the first of ``n`` completions does."""
+        """Return whether this request computes prompt log-probabilities; only the first of ``n`` completions does."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property

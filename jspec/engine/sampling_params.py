@@ -232,7 +232,7 @@ def _id_of(key: object) -> object:
 
 
 def is_row(value: object) -> bool:
-    """Whether the value is an array of one axis."""
+    """Return whether the value is an array of one axis."""
     return isinstance(value, np.ndarray) and value.ndim == 1
 
 
@@ -250,7 +250,7 @@ def is_finite(value: object) -> bool:
 
 
 def is_in(value: Any, least: Any, most: Any) -> bool:
-    """Whether ``value``, ``least`` and ``most`` are finite numbers and least <= value <= most."""
+    """Return whether ``value``, ``least`` and ``most`` are finite numbers and least <= value <= most."""
     return all(map(is_finite, (value, least, most))) and bool(least <= value <= most)
 
 
@@ -259,19 +259,19 @@ def are_ids(value: object) -> bool:
 
 
 def are_texts(value: object) -> bool:
-    """Whether the value is a tuple of non-empty texts."""
+    """Return whether the value is a tuple of non-empty texts."""
     return isinstance(value, tuple) and all(isinstance(text, str) and text != "" for text in value)
 
 
 def is_bias(value: object) -> bool:
-    """Whether the value is None or maps token ids to numbers in [-100, 100], the range of OpenAI's interface."""
+    """Return whether the value is None or maps token ids to numbers in [-100, 100], the range of OpenAI's interface."""
     if not isinstance(value, Mapping):
         return value is None
     return are_ids(tuple(value)) and all(is_in(bias, -100, 100) for bias in value.values())
 
 
 def are_words(value: object) -> bool:
-    """Whether the value is a tuple whose entries are non-empty texts or non-empty tuples of token ids."""
+    """Return whether the value is a tuple whose entries are non-empty texts or non-empty tuples of token ids."""
     if not isinstance(value, tuple):
         return False
     return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
@@ -286,7 +286,7 @@ def is_logprobs(value: object) -> bool:
 
 
 def is_text_or_none(value: object) -> bool:
-    """Whether the value is None or a non-empty text."""
+    """Return whether the value is None or a non-empty text."""
     return value is None or (isinstance(value, str) and value != "")
 
 

@@ -41,7 +41,7 @@ class PrefillPlan:
 
     @property
     def emits(self) -> bool:
-        """Whether the chunk's result contains the request's first token."""
+        """Return whether the chunk's result contains the request's first token."""
         return self.is_last and self.root is None
 
 
@@ -243,7 +243,7 @@ class Scheduler:
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Whether the budget allows a chunk of the request before the next round; it always allows the first chunk."""
+        """Return whether the budget allows a chunk of the request before the next round; it always allows the first."""
         since = self._tokens_since_round
         return since == 0 or since + self._prefill_bucket(request) <= self.prefill_budget
 
@@ -356,7 +356,7 @@ class Scheduler:
         request.state.slot = None
 
     def _may_emit(self, request: Request) -> bool:
-        """Whether a request may still emit tokens after the rounds in flight, if each of them emits one token."""
+        """Return whether a request may emit tokens after the rounds in flight, if each round emits one token."""
         if request.state.awaits_rounds:
             return False
         num_tokens = max(len(request.token_ids), 1)  # the prefill's token may not have been read yet
@@ -378,7 +378,7 @@ class _FailedAdmission:
     missing: bytes | None
 
     def still_holds(self, request: Request, pages: PagePool) -> bool:
-        """Whether the admission of this request would fail again."""
+        """Return whether the admission of this request would fail again."""
         is_same = self.request is request and self.num_given_back == pages.num_given_back
         return is_same and (self.missing is None or not pages.is_cached(self.missing))
 

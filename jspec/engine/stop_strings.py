@@ -26,7 +26,7 @@ class StopStringMatcher:
         self._held = ""  # the held-back end of the text; its length is max(self._matched)
 
     def copy(self) -> StopStringMatcher:
-        """Return a matcher with the state of this one; both share what was computed of the stop strings."""
+        """Return a matcher with a copy of this matcher's state; both share the tables of the stop strings."""
         if not self._stops:
             return self
         other = copy(self)
@@ -34,7 +34,7 @@ class StopStringMatcher:
         return other
 
     def __bool__(self) -> bool:
-        """Whether any stop strings were given."""
+        """Return whether any stop strings were given."""
         return bool(self._stops)
 
     def push(self, text: str, *, may_end: bool = True) -> str:

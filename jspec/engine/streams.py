@@ -13,16 +13,16 @@ from jspec.engine.request import Chunk, Request
 
 
 def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
-    """Queue a request, step the loop and yield the chunks of all completions; closing the iterator aborts them.
+    """Queue a request, run steps and yield the chunks of its completions; closing the iterator aborts them.
 
     Raises:
-        Exception: the error of a completion that failed, after the last chunk.
+        Exception: a completion failed; its error is raised after the last chunk.
     """
     num_sent = dict.fromkeys(request.samples, 0)
     try:
         loop._queue(request.samples)
         while num_sent:
-            # Steps of other callers serve this request too, so new output may come without a step here.
+            # The steps of other callers serve this request too, so new output may exist without a step here.
             while not (updated := _with_new_output(num_sent)):
                 loop._advance(request.samples)
             for sample in updated:
@@ -33,20 +33,21 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
 
 
 class AsyncSteps:
-    """Steps an engine's loop in threads, so that asyncio tasks can wait for their requests.
+    """Runs the steps of an engine in threads, so that asyncio tasks can wait for their requests.
 
-    The methods get the loop, because a reference to it here would keep the engine alive until a garbage collection.
+    The methods take the loop as an argument. A reference to it in this object would keep a deleted engine alive until a
+    garbage collection.
     """
 
     def __init__(self) -> None:
-        self._checks = ThreadPoolExecutor(16, "check")  # their own threads, so that steps never wait for slow grammars
+        self._checks = ThreadPoolExecutor(16, "check")  # for making requests; steps never wait for slow grammars
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = WeakKeyDictionary()
 
     async def stream(self, loop: EngineLoop, make: Callable[[], Request]) -> AsyncIterator[Chunk]:
-        """Yield the chunks that the function `stream` yields; cancelling the task aborts the request.
+        """Queue a request and yield the chunks of its completions; cancelling the task aborts the request.
 
         Args:
-            make: makes and checks the request, in a thread because it may compile a grammar.
+            make: function that makes and checks the request; called in a thread, because it may compile a grammar.
         """
         request = await asyncio.wrap_future(self._checks.submit(make))
         num_sent = dict.fromkeys(request.samples, 0)
@@ -62,10 +63,10 @@ class AsyncSteps:
             await _abort(loop, request.samples)
 
     async def finish(self, loop: EngineLoop, make: Callable[[], list[Request]]) -> list[Request]:
-        """Queue requests and wait until all have ended; return them. Cancelling the task aborts them.
+        """Queue requests, wait until all have ended, and return them; cancelling the task aborts them.
 
         Args:
-            make: makes and checks the requests, in a thread because it may compile grammars.
+            make: function that makes and checks the requests; called in a thread, because it may compile grammars.
         """
         asked = await asyncio.wrap_future(self._checks.submit(make))
         requests = [sample for request in asked for sample in request.samples]
@@ -78,9 +79,9 @@ class AsyncSteps:
             await _abort(loop, requests)
 
     async def _step(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
-        """Wait for a step in another thread; all tasks of this event loop that wait meanwhile share the step.
+        """Run a step in another thread and wait for it; all waiting tasks of this event loop share one step.
 
-        If the programs of the requests' rounds are still to be compiled, wait for this compilation instead.
+        If programs of the requests' rounds are not compiled yet, wait for their compilation instead.
         """
         if any(map(needs_rounds, requests)):
             await asyncio.to_thread(loop._compile_rounds, requests)
@@ -93,7 +94,7 @@ class AsyncSteps:
 
 
 async def _abort(loop: EngineLoop, requests: Sequence[Request]) -> None:
-    """Abort the requests that have not ended yet, in a thread: an abort waits for the lock, an event loop must not."""
+    """Abort the unfinished requests in a thread, because an event loop must not wait for the engine's lock."""
     if any(request.finish_reason is None for request in requests):
         await asyncio.shield(asyncio.to_thread(loop._abort, requests))
 

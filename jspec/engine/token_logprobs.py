@@ -1,4 +1,4 @@
-"""Records of log-probabilities for users, made from the arrays of a step. Runs on the host."""
+"""Makes log-probability records for users from the arrays of a step, on the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TokenLogprob:
     """The target's log-probability (natural logarithm) of one token, given all tokens before it.
 
     Attributes:
-        rank: rank of the token, from 1 for the likeliest.
-        top: log-probability by token id of the likeliest tokens, largest first, as many as requested. Tokens with
+        rank: rank of the token; 1 is the likeliest.
+        top: log-probabilities of the likeliest tokens by token id, largest first, as many as requested. Tokens with
             probability 0 are left out.
     """
 
@@ -32,7 +32,7 @@ def token_logprobs(scores: Any, row: Any, tokens: Sequence[int], num_top: int) -
 
     Args:
         scores: a `jspec.core.records.LogProbs` of numpy arrays.
-        row: index into the leading axes of ``scores``; the first entries of that row belong to the tokens.
+        row: index into the leading axes of ``scores``; its first entries belong to the tokens.
         tokens: token ids.
         num_top: number of likeliest tokens to report at each token.
     """
@@ -59,7 +59,7 @@ class PromptLogprobs:
     def __init__(self, prompt_token_ids: Sequence[int], num_top: int) -> None:
         self._tokens, self._num_top = prompt_token_ids, num_top
         self._records: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
-        self._chunks: list[tuple[int, int, LogProbs]] = []  # arrays whose records were not made yet
+        self._chunks: list[tuple[int, int, LogProbs]] = []  # arrays whose records are not made yet
         self._lock = threading.Lock()  # threads may ask for the records at the same time
 
     def add(self, start: int, count: int, scores: LogProbs) -> None:

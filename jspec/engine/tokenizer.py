@@ -164,7 +164,10 @@ class HFTokenizer:
         return [None if i in self.hidden_ids else text for i, text in enumerate(texts)]
 
     def _vocabulary_kind(self) -> str:
-        """Return the vocabulary's kind: "ByteLevel" (one letter per byte) or "SentencePiece" (text with marked blanks).
+        """Return the vocabulary's kind, "ByteLevel" or "SentencePiece".
+
+        Tokens of the first kind have one letter for each byte. Those of the second kind are text in which a special
+        letter stands for a blank.
 
         Raises:
             ValueError: the vocabulary is of another kind.
@@ -217,7 +220,7 @@ def _byte_level_letters() -> list[str]:
 
 @contextlib.contextmanager
 def _named_faults(folder: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading a tokenizer into a CheckpointError that names the folder."""
+    """Turn any error of reading a tokenizer in the context into a CheckpointError that names the folder."""
     try:
         yield
     except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics

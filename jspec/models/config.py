@@ -17,7 +17,7 @@ MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
-    """Raises CheckpointError if one of the named attributes of a record is not above 0.
+    """Raise CheckpointError if one of the named attributes of a record is not above 0.
 
     Args:
         where: beginning of the error message.
@@ -34,7 +34,7 @@ def _positive(where: str, values: Mapping[str, float]) -> None:
 
 
 def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """Makes the error for a checkpoint option whose value jspec does not support.
+    """Return the error for a checkpoint option whose value jspec does not support.
 
     Args:
         name: name of the option.
@@ -45,7 +45,7 @@ def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
 
 
 def stored_arguments(record: type, fields: Fields) -> dict[str, Any]:
-    """Reads the arguments of a config record from the JSON values of a manifest, and checks their names and types.
+    """Read the arguments of a config record from the JSON values of a manifest, and check their names and types.
 
     Args:
         record: dataclass; its class method `of_sizes` takes the arguments if it has one.

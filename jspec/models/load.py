@@ -118,7 +118,7 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
 
 
 def check_count(name: str, count: int, tensors: Collection[str]) -> None:
-    """Raises CheckpointError if a config has more layers or heads than the files have tensors.
+    """Raise CheckpointError if a config has more layers or heads than the files have tensors.
 
     Args:
         name: name of the count in the config.
@@ -220,7 +220,7 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
+    """Return the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
 
     Raises:
         ValueError: the dtype is not supported.
@@ -237,7 +237,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
-    """Reads the header of a converted folder, with its config as a record that has the caller's overrides."""
+    """Read the header of a converted folder, with its config as a record that has the caller's overrides."""
     found = orbax.read_header(folder)
     check_kind(folder, found.kind, kind)
     form = format_of(found.kind)
@@ -248,7 +248,7 @@ def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Heade
 
 
 def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises CheckpointError unless the arrays of a converted folder are those of its config."""
+    """Raise CheckpointError unless the arrays of a converted folder are those of its config."""
     names = {name.removesuffix(".values") for name in stored if not name.endswith(".scale")}
     params = form.params(config, names)
     wanted: dict[str, Shape] = {}

@@ -29,8 +29,8 @@ class LogitsContext:
     """The second argument of a logits processor, which holds the tokens before each row of logits.
 
     The logits are [batch, nodes, vocab]. The context of node n in row b is the first ``size[b]`` tokens of ``text[b]``,
-    then the tokens of ``path[b, n]``. Programs differ in the number of nodes and in the depth, and the processor is
-    traced for each program.
+    then the tokens of ``path[b, n]``. Nodes are the draft tree's nodes, or one node without a draft. The processor is
+    traced for each compiled program, and programs differ in nodes and depth.
     """
 
     text: Int[Array, "batch positions"]  # prompt and generated tokens by position; -1 from ``size`` on

@@ -84,7 +84,10 @@ def packed_size(controls: Controls) -> int:
 
 
 def admit(controls: Controls, packed: Int[Array, "packed"]) -> Controls:
-    """Replace one slot's controls by the values that `pack` packed; the old ``controls`` are donated."""
+    """Return the controls with one slot's row replaced by ``packed``, the result of `pack`.
+
+    The memory of the old ``controls`` is reused (donated).
+    """
     slot, words = packed[0], packed[1:]
     fields, structure = jax.tree.flatten(controls)
     ends = np.cumsum([math.prod(field.shape[1:]) for field in fields])[:-1]

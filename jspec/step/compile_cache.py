@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
     """Make this process read compiled programs from a folder and store new ones there from now on.
 
-    XLA stores its kernel autotuning results for GPUs in the same folder.
+    XLA stores the results of autotuning kernels for GPUs in this folder too.
 
     Args:
-        folder: the folder; None: the folder that jax is configured with, else `user_folder`; False: change nothing.
+        folder: the folder; None: the folder in jax's configuration, or `user_folder` if jax has none; False: change
+            nothing.
 
     Raises:
         ValueError: the given folder cannot be created.
@@ -45,16 +46,17 @@ def keep_compiled(folder: str | Path | Literal[False] | None) -> None:
             f"compile_cache: expected a folder that exists or can be made, got {short(folder)} ({error!s:.150}); "
             "choose another folder, or False to keep no programs"
         ) from error
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # store programs that compile quickly too
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # also store programs that compile quickly
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # otherwise the folder of the process's first compilation stays in use
+    compilation_cache.reset_cache()  # without this, jax keeps using the folder of the process's first compilation
 
 
 def user_folder() -> Path:
     """Return the user's default folder for compiled programs.
 
-    Each version of jaxlib and each kind of processor has its own, because code for one processor may crash on another.
+    Each version of jaxlib and each kind of processor has a separate folder, because a program compiled for one
+    processor may crash on another.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -64,11 +66,13 @@ def user_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only its owner can write to, because whoever can write to it can run code in this process.
+    """Create a folder that only its owner can write to.
+
+    Whoever can write to the folder can run code in this process.
 
     Raises:
         OSError: the folder cannot be created.
-        PermissionError: the folder is another user's, or others may write to it.
+        PermissionError: the folder belongs to another user, or other users can write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not hasattr(os, "getuid"):

@@ -42,7 +42,7 @@ class ExecutableKey:
         return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
 
     def covers(self, other: ExecutableKey) -> bool:
-        """Whether this program can do the work of another: it has as many rows or tokens and outputs, or more."""
+        """Return whether this program has at least the rows or tokens and the outputs of another program."""
         same = ("kind", "depth", "prompt_logprobs", "masked")
         more = ("size", "logprobs", "traced")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(

@@ -182,7 +182,7 @@ class MemoryPlanner:
 
     @property
     def is_auto_sized(self) -> bool:
-        """Whether the planner chooses the number of pages to fill the memory."""
+        """Return whether the planner chooses the number of pages to fill the memory."""
         return self.config.pages is None and self.device.is_reported
 
     def suggest_smaller(self, pool: PoolShape, limit: int, *, is_started: bool = True) -> str:

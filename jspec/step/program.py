@@ -156,5 +156,5 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
 
 
 def _needs_token_history(program: Program, pool: kv_cache.PoolShape) -> bool:
-    """Whether a logits processor reads tokens, or a drafter reads the tokens of pages that another request filled."""
+    """Return whether a logits processor reads tokens, or a drafter reads tokens that another request prefilled."""
     return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

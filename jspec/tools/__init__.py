@@ -1,1 +1,1 @@
-"""Tools that use the engine: command line, bench, demo, checks of draft heads, figures."""
+"""Tools that use the engine: command line, benchmarks, demo, checks of draft heads, figures."""

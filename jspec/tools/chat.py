@@ -1,4 +1,4 @@
-"""`jspec chat`: a conversation in the terminal."""
+"""Runs `jspec chat`, a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{error} (jspec generate), or name a model that was trained for chats") from error
     engine = generate.make_engine(arguments, tokenizer)
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
-        importlib.import_module("readline")  # `input` then edits lines and remembers them
+        importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
         Chat(engine, params, arguments.system).run()
     return 0
 
 
 class Chat:
-    """A conversation that reads messages, prints answers with drafted tokens in colour, and remembers both.
+    """A conversation that reads the user's messages, prints answers with drafted tokens in colour, and keeps both.
 
     Args:
         engine: engine with a tokenizer that has a chat template.
@@ -88,7 +88,8 @@ class Chat:
     def answer(self, message: str) -> None:
         """Print the answer to a message, then its speed, and add both to the conversation.
 
-        If Ctrl-C stops the answer, its beginning is added. A message too long for the engine is not added.
+        If Ctrl-C stops the answer, the printed beginning is added. A message that is too long for the engine is not
+        added.
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}

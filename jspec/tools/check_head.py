@@ -1,16 +1,15 @@
-"""`jspec info --check`: measure whether a draft head's config.json has the right options.
+"""Runs `jspec info --check`, which measures whether a draft head's config.json has the right options.
 
-Exporters confuse some options of EAGLE heads. The head is measured with the options of its config.json and with other
-values of these options (settings). Two quantities are measured for each setting:
+Exporters confuse some options of EAGLE heads. The head is measured with several settings: the options of its
+config.json, and other values of the options that are often confused. Two quantities are measured for each setting:
 
 - agreement: share of first draft tokens equal to the target's argmax, over all positions of a given text;
 - mean acceptance length: tokens per round of greedy decoding with chains, over a few hundred tokens.
 
-The advice depends on the agreement: agreement has ten times as many samples, two settings are compared position by
-position, and long accepted chains in one repetitive text cannot hide misses. The acceptance length decides only if the
-agreements are equal, for example between options that act only after the first draft token. The texts are short,
-because beyond the length on which a head was trained, a wrong rope theta may score higher than the right one on both
-quantities.
+The advice depends on the agreement. It has ten times as many samples as the acceptance length, it compares two settings
+position by position, and long accepted chains in one repetitive text do not hide misses. The acceptance length decides
+only if the agreements are equal, for example between options that act only after the first draft token. The texts are
+short: beyond the length on which a head was trained, a wrong rope theta may score higher than the right one.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ LENGTH = 4  # draft tokens per round
 PROMPT = 64  # tokens per prompt
 PROMPTS = 4  # number of prompts
 WINDOWS = 16  # maximum number of windows of the text
-FIRST = 8  # position of the first root in a window
+FIRST = 8  # position of the first root token in a window
 MAX_TOKENS = 48  # default number of tokens decoded after each prompt
-CLEAR = 3.0  # number of standard errors by which a clearly better setting is better
+CLEAR = 3.0  # a setting is clearly better if it is better by this many standard errors
 OFFICIAL_THETA = 10000.0  # rope theta of the EAGLE authors' code
 OWN = "as the file says"  # name of the setting with the options of config.json
 OTHER_CAUSES = (
@@ -66,12 +65,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Material:
-    """The texts on which all settings are measured: windows of the given text, then greedy texts of the target.
+    """The texts on which all settings are measured; windows of the given text come before greedy texts of the target.
 
     Attributes:
         texts: the texts, with the target's outputs.
-        start: position of the first root, per text.
-        stepwise: whether every position is a root (windows), per text; False: the roots are those of decoding.
+        start: position of the first root (the token that a chain follows), per text.
+        stepwise: per text, whether every position is a root (windows), or only the roots of greedy decoding (False).
     """
 
     texts: Texts
@@ -96,10 +95,11 @@ class Measurement:
         return float(self.lengths.mean())
 
     def beats(self, other: Measurement) -> bool:
-        """Whether this setting is better than `other` by more than `CLEAR` standard errors.
+        """Return whether this setting is better than `other` by more than `CLEAR` standard errors.
 
-        Agreement decides, by McNemar's test: two equally good settings would each be right at half of the positions
-        where exactly one of them is right. If both are right at the same positions, mean acceptance length decides.
+        Agreement decides by McNemar's test, which counts the positions where exactly one setting is right; two equally
+        good settings would each be right at half of them. If there is no such position, the mean acceptance length
+        decides.
         """
         won, lost = np.sum(self.hits & ~other.hits), np.sum(other.hits & ~self.hits)
         if won + lost > 0:
@@ -116,15 +116,15 @@ def check(
     text: str | None = None,
     max_tokens: int = MAX_TOKENS,
 ) -> str:
-    """Measure a drafter on its target: with the options of its file and, for EAGLE heads, with other options.
+    """Measure a drafter on its target with the options of its config.json and, for EAGLE heads, with other options.
 
     Args:
         head: folder or hub id of an EAGLE head, Medusa heads or a draft model.
         target: folder or hub id of the target.
         tokenizer: a tokenizer, its folder, or "bytes" for byte-level models; None: the tokenizer in the target's
             folder.
-        text: text to measure on, cut into at most `WINDOWS` windows of ``PROMPT + max_tokens`` tokens; None: the
-            built-in text.
+        text: text to measure on, which is cut into at most `WINDOWS` windows of ``PROMPT + max_tokens`` tokens; None:
+            the built-in text.
         max_tokens: number of tokens decoded after each of `PROMPTS` prompts; ``PROMPT + max_tokens`` should not exceed
             the length on which the head was trained.
 
@@ -140,7 +140,7 @@ def check(
         raise ValueError(f"max_tokens: expected at least {2 * LENGTH}, two full rounds, got {max_tokens}; raise it")
     model, words = load_target(target, tokenizer)
     settings = settings_of(auto.load_drafter(head, length=LENGTH), model)
-    runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # raises if a head does not match
+    runs = {setting.drafter: Replay(setting.drafter, model) for setting in settings}  # raises for a wrong head
     cuts = windows(TEXT if text is None else text, words, PROMPT + max_tokens)
     if cuts.max() >= model.config.vocab_size:
         raise ValueError(
@@ -173,7 +173,7 @@ def load_target(
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
-    """Make the settings to measure: the drafter as loaded; for EAGLE heads also one per other value of an option."""
+    """Make the settings to measure: the loaded drafter and, for EAGLE heads, one for each other option value."""
     layers = drafter.feature_layers(target)
     settings = [Setting(OWN, drafter, layers)]
     if not isinstance(drafter, EagleDrafter):
@@ -263,7 +263,7 @@ def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
 
 
 def report(measured: Sequence[Measurement]) -> str:
-    """Format the table of all results and the advice; the first result is that of the options in the file."""
+    """Return the table of all results and the advice; the first result is that of the options in config.json."""
     best = max(measured, key=lambda one: (one.agreement, one.mean_acceptance_length))
     rows = [["setting", "mean acceptance length", "first draft agrees", ""]]
     for one in measured:
@@ -273,10 +273,10 @@ def report(measured: Sequence[Measurement]) -> str:
 
 
 def advice(measured: Sequence[Measurement]) -> str:
-    """Write one sentence of advice, which recommends another setting only if it is clearly better than the file's.
+    """Return one sentence of advice, which recommends another setting only if it is clearly better than config.json's.
 
     Args:
-        measured: results of all settings; the first has the options of the file.
+        measured: results of all settings; the first has the options of config.json.
     """
     own, *others = measured
     better = [one for one in others if one.beats(own)]

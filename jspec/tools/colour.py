@@ -13,7 +13,7 @@ COLOUR, RESET = "\033[36m", "\033[0m"  # cyan
 
 
 def has_colours(out: TextIO) -> bool:
-    """Whether a stream is a terminal, and the environment does not ask for NO_COLOR."""
+    """Return whether a stream is a terminal and the environment variable NO_COLOR is not set."""
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -27,5 +27,5 @@ def painted(chunk: Chunk) -> str:
     pieces, text = chunk.pieces or [], chunk.text or ""
     tokens = zip(chunk.from_draft, pieces, strict=True)
     groups = [(drafted, "".join(piece for _, piece in group)) for drafted, group in groupby(tokens, itemgetter(0))]
-    tail = text[sum(map(len, pieces)) :]  # text that the engine held back until the end
+    tail = text[sum(map(len, pieces)) :]  # text that the engine kept back until the end of the request
     return "".join(f"{COLOUR}{part}{RESET}" if drafted and part else part for drafted, part in groups) + tail

@@ -1,4 +1,4 @@
-"""The command line: parser of all commands, error messages, and the commands `demo` and `info`."""
+"""Parses the command line, runs the commands, and prints their errors as one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jspec.tools.progress import log_lines
 from pallas_kernels import dispatch
 
 CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
-FOREIGN = {  # options of other projects' commands, and what to write for `jspec generate` and `jspec chat`
+FOREIGN = {  # options of other projects' commands, and what to write instead for `jspec generate` and `jspec chat`
     "--model": "--target",
     "--model-path": "--target",
     "--max-model-len": "--max-len",
@@ -73,7 +73,7 @@ def _refuse_foreign(parser: argparse.ArgumentParser, words: Sequence[str]) -> No
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands except `convert`, which has a parser of its own."""
+    """Return the parser of all commands except `convert`, which has a separate parser."""
     parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""`jspec convert SRC DST`, which is `python -m convert`: converts a Hugging Face folder to an orbax folder."""
+"""Converts a Hugging Face folder to an orbax folder: `jspec convert SRC DST` or `python -m convert SRC DST`."""
 
 import argparse
 import resource
@@ -22,7 +22,7 @@ STORED = ("int8", "fp8")  # kinds of quantisation to store; "fp8_dynamic" has th
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `jspec convert`: converts a Hugging Face folder to an orbax folder.
+    """Run `jspec convert`, which converts a Hugging Face folder to an orbax folder.
 
     Args:
         argv: command-line arguments; None: the arguments of the process.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
-    """Convert as the command line says; return the plan and the dtype of the weights."""
+    """Convert with the options of the command line; return the plan and the dtype of the weights."""
     folder = options.dst.expanduser().absolute()
     orbax.check_vacant(folder, options.overwrite)
     for left in hub.leftovers(folder):
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the plan's batches of parameters, quantised; the bar counts the parameters."""
+    """Yield the plan's batches of parameters, quantised, and count the parameters on the bar."""
     check_scope(kind, planned.kind)
     for batch in planned.batches(dtype):
         bar.update(len(batch))
@@ -107,7 +107,7 @@ def _peak_memory() -> int:
 
 
 def _summary(planned: Plan) -> str:
-    """Say how many tensors and values a plan reads."""
+    """Return a line with the number of tensors and of values that a plan reads."""
     tensors = [planned.source.tensors[name] for row in planned.rows for name in row.sources]
     values = sum(int(np.prod(tensor.shape)) for tensor in tensors)
     return f"{len(tensors)} tensors with {values:,} values"

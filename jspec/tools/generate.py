@@ -1,6 +1,6 @@
-"""`jspec generate`, which completes a prompt.
+"""Runs `jspec generate`, which completes a prompt.
 
-The options of models, drafters and sampling are also those of `jspec chat`.
+`jspec chat` has the same options for models, drafters and sampling.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of target, drafter and engine on a parser."""
+    """Declare the options for target, drafter and engine on a parser."""
     parser.add_argument("--target", required=True, metavar="PATH", help='folder, hub id, or "demo": the embedded one')
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
@@ -83,7 +83,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of sampling on a parser."""
+    """Declare the options for sampling on a parser."""
     parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
@@ -114,8 +114,8 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     """Check the options of a parsed command line, find its models and load the tokenizer.
 
     Args:
-        arguments: parsed command line with the options of `add_model_arguments`. The folder of each model replaces its
-            name: for "demo" an embedded folder, for a hub id the downloaded copy.
+        arguments: parsed command line with the options of `add_model_arguments`. Each model's name is replaced by its
+            folder: "demo" by an embedded folder, a hub id by the downloaded copy.
 
     Raises:
         ValueError: options do not fit together, or the target has no tokenizer and --tokenizer is not given.
@@ -156,7 +156,7 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
-    """Load the drafter that a parsed command line names; None: it names none."""
+    """Load the drafter that a parsed command line names; return None if it names none."""
     tree, quantize = draft_options(arguments)
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
@@ -186,20 +186,20 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
 
 
 class SpeedMeter:
-    """Measures the speed of an answer from its first chunk on, so that loading and compiling do not count."""
+    """Measures the speed of an answer after its first chunk, so that loading and compiling do not count."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._before = engine, engine.metrics
-        self._first: tuple[int, float] | None = None  # tokens of the engine, and seconds
+        self._first: tuple[int, float] | None = None  # number of tokens and time in seconds at the first chunk
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of an answer, and note when the first one comes."""
+        """Yield the chunks of an answer, and record the time of the first one."""
         for chunk in chunks:
             self._first = self._first or (self._engine.metrics.num_tokens, time.perf_counter())
             yield chunk
 
     def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length and, after two chunks, tokens/s."""
+        """Return a line with tokens, rounds, mean acceptance length and, if two chunks came, the speed in tokens/s."""
         now, before = self._engine.metrics, self._before
         rounds = now.num_drafts - before.num_drafts
         length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
@@ -258,7 +258,7 @@ def _text(arguments: argparse.Namespace) -> str:
 
 
 def _formatted(text: str, arguments: argparse.Namespace, tokenizer: Tokenizer) -> str | list[int]:
-    """Return a text as it is, or with --chat or --system as the token ids of a chat.
+    """Return a text unchanged, or with --chat or --system as the token ids of a chat.
 
     Raises:
         ValueError: the tokenizer has no chat template.

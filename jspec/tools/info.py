@@ -1,4 +1,4 @@
-"""`jspec info`: describe a checkpoint folder from its headers."""
+"""Runs `jspec info`, which describes a checkpoint folder from its headers."""
 
 from collections import Counter
 from dataclasses import fields
@@ -17,7 +17,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
-    """Return the text of `inspect`."""
+    """Return the text that `inspect` returns, without its flag."""
     return inspect(path)[0]
 
 
@@ -28,8 +28,8 @@ def inspect(path: str | Path) -> tuple[str, bool]:
         path: Hugging Face folder, converted folder or hub id ("owner/name").
 
     Returns:
-        A text and whether the folder can be loaded. The text has lines for family, sizes and parameters of the model,
-        for a head also for its features and its vocabulary; if the folder cannot be loaded, it says why.
+        A text, and whether the folder can be loaded. The text has lines for the model's family, sizes and parameters,
+        and for a head's features and vocabulary. If the folder cannot be loaded, the text says why.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
@@ -90,7 +90,7 @@ def _flags(config: HeadConfig) -> str:
     """List the options in which a head's forward pass differs from its method's default."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
     plain |= {"qk_norm": False, "qkv_bias": False}
-    plain["fc_bias"] = isinstance(config, EagleConfig)  # EAGLE-1 has that bias, unless the file says otherwise
+    plain["fc_bias"] = isinstance(config, EagleConfig)  # by default EAGLE-1 heads have this bias
     named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
     layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
     return ", ".join([*named, *layers]) or "none"

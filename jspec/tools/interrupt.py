@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line ends the process with one line and exit status 130."""
+"""Makes Ctrl-C on the command line end the process with one line and exit status 130."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GRACE = 2.0  # seconds that a command may take to clean up
 def guard(load: Callable[[], Callable[[], int]]) -> int:
     """Load and run a command; Ctrl-C ends the process with one line and exit status 130.
 
-    While the command is loaded, Ctrl-C ends the process at once. While the command runs, Ctrl-C raises
+    While the command is being loaded, Ctrl-C ends the process at once. While the command runs, Ctrl-C raises
     KeyboardInterrupt, so that the command can clean up. A library may swallow this exception, and a compilation delays
-    it. The process therefore always ends `GRACE` seconds after the first Ctrl-C, or at the second. A process that
-    ignores Ctrl-C, as a shell's background jobs do, goes on ignoring it.
+    it. Therefore the process always ends `GRACE` seconds after the first Ctrl-C, or at the second Ctrl-C. A process
+    that was started to ignore Ctrl-C, such as a shell's background job, still ignores it.
 
     Args:
         load: function that imports the command and returns it; the command returns the exit status.
@@ -40,7 +40,7 @@ def guard(load: Callable[[], Callable[[], int]]) -> int:
         os.write(2, b"\njspec: interrupted\n" if os.isatty(2) else b"jspec: interrupted\n")
         if not is_loaded.is_set():
             os._exit(STATUS)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing else is printed, by any thread or library
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no thread or library prints anything else
         sys.unraisablehook = _end_if_swallowed
         pressed.set()
         raise KeyboardInterrupt
@@ -56,7 +56,7 @@ def guard(load: Callable[[], Callable[[], int]]) -> int:
     else:
         if not pressed.is_set():
             return status
-    with contextlib.suppress(OSError):  # a closed pipe
+    with contextlib.suppress(OSError):  # stderr is a closed pipe
         sys.stdout.flush()
     os._exit(STATUS)
 

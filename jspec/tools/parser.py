@@ -1,4 +1,4 @@
-"""The argument parser of all commands, with defaults and examples in every help text."""
+"""Defines the argument parser of all commands, whose help texts have defaults and examples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 HEAD, TARGET = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"
-EXAMPLES = {  # two command lines for the help of each command
+EXAMPLES = {  # two example command lines for the help of each command
     "jspec": ("demo", "generate --target demo --eagle3 demo 'def main('"),
     "jspec demo": ("demo", "demo > demo.txt"),
     "jspec generate": (

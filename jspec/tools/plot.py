@@ -1,4 +1,4 @@
-"""Figures: tokens of each round, a round's tree, acceptance by position, by drafter and by score. Needs matplotlib.
+"""Draws figures of rounds, draft trees and acceptance, with matplotlib.
 
 All figures have two colours that colour-blind readers can tell apart: blue for draft tokens, orange for the target's
 own tokens.
@@ -31,11 +31,13 @@ VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "\r": "↵"})
 
 
 def rounds(completion: Completion, ax: Axes | None = None) -> Axes:
-    """Draw the tokens of each round: accepted draft tokens, the target's own token, and the mean acceptance length.
+    """Draw the number of tokens of each round, split into accepted draft tokens and the target's own token.
+
+    A line marks the mean acceptance length.
 
     Args:
         completion: generated with ``trace=True``.
-        ax: axes to draw on; None makes a figure.
+        ax: axes to draw on; None: a new figure.
 
     Raises:
         ValueError: the completion has no rounds.
@@ -70,11 +72,11 @@ def acceptance(metrics: Metrics, ax: Axes | None = None) -> Axes:
 
 
 def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
-    """Draw the mean acceptance length of several drafters as bars: the target's own token and accepted draft tokens.
+    """Draw the mean acceptance length of several drafters as bars of the target's own token and accepted draft tokens.
 
     Args:
         metrics: metrics of each drafter, by the drafter's name.
-        ax: axes to draw on; None makes a figure.
+        ax: axes to draw on; None: a new figure.
     """
     ax = ax or _new_axes(width=LEGEND, height=0.7 + 0.4 * len(metrics))
     accepted = [one.mean_acceptance_length - 1 for one in metrics.values()]
@@ -88,14 +90,14 @@ def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
 
 
 def calibration(rounds: Sequence[Round], ax: Axes | None = None, *, bins: int = 10) -> Axes:
-    """Draw the acceptance rate of draft tokens over their draft probability, as a calibration curve.
+    """Draw a calibration curve: the acceptance rate of draft tokens against their draft probability.
 
     On the diagonal, tokens are accepted as often as their draft probability says. Each point is labelled with its
     number of tokens.
 
     Args:
         rounds: rounds of completions that were generated with ``trace=True``.
-        ax: axes to draw on; None makes a figure.
+        ax: axes to draw on; None: a new figure.
         bins: number of bins of draft probability, all of equal width.
     """
     points = _calibration(rounds, bins)
@@ -155,8 +157,8 @@ def tree(round: Round, tokenizer: Tokenizer | None = None, ax: Axes | None = Non
 
     Args:
         round: an element of ``completion.rounds``.
-        tokenizer: decodes the labels; None shows token ids.
-        ax: axes to draw on, with a smaller font if the axes are small; None makes a figure that is large enough.
+        tokenizer: tokenizer that decodes the labels; None: labels are token ids.
+        ax: axes to draw on, with a smaller font if the axes are small; None: a new figure that is large enough.
     """
     nodes = _place(_nodes(round, tokenizer))
     column = CHARACTER * max(len(node.label) for node in nodes) + 0.45  # inches
@@ -185,7 +187,7 @@ class _Node:
 
 
 def _nodes(round: Round, tokenizer: Tokenizer | None) -> list[_Node]:
-    """List the nodes to draw: root, draft nodes without padding, and the target's token after the path if emitted."""
+    """List the nodes to draw: the root, the draft nodes without padding, and the target's last token, if any."""
     count = 1 + int((round.parents >= 0).sum())
     path = {int(node) for node in round.path}
     nodes = [_Node(_token_text(int(round.tokens[0]), tokenizer), -1, is_target=True)]

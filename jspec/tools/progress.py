@@ -1,4 +1,4 @@
-"""Shows the log lines of slow work on the command line, where no progress bar can be seen."""
+"""Shows log lines of slow work on the command line if stderr is not a terminal, which would show a progress bar."""
 
 from __future__ import annotations
 

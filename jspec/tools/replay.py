@@ -1,7 +1,7 @@
-"""Measure a drafter's chains on texts for which the target's outputs are known already.
+"""Measures how many tokens of a drafter's chains agree with texts whose target outputs are known already.
 
 Greedy decoding gives the same text with every drafter. The target therefore runs only once, before all drafters, and is
-not compiled again for another drafter. A draft token would be accepted if it equals the text's token.
+not compiled again for another drafter. Greedy decoding accepts a draft token if it equals the text's token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PAGE_SIZE = 16  # cache rows per page
 
 @struct.dataclass
 class Texts:
-    """Texts of one length with the target's outputs; the shape of every field starts with ``[rows, size]``.
+    """Texts of one length with the target's outputs.
+
+    The first two axes of every field are ``[rows, size]``: text, and position in the text.
 
     Attributes:
         tokens: token id at each position.
@@ -42,10 +44,13 @@ class Texts:
 
 
 class Rounds(NamedTuple):
-    """The results of every round of every row, in order; arrays are padded with False ``is_round`` at the end."""
+    """The results of every round of every row (text), in order.
+
+    Entries after the last round of a row are padding, with ``is_round`` False.
+    """
 
     is_round: Bool[np.ndarray, "rounds rows"]  # whether the entry is a round; False after the row has ended
-    positions: Int[np.ndarray, "rounds rows"]  # position of the root
+    positions: Int[np.ndarray, "rounds rows"]  # position of the root (the token that the chain follows)
     hits: Bool[np.ndarray, "rounds rows"]  # whether the first draft token is the target's argmax after the root
     accept_len: Int[np.ndarray, "rounds rows"]  # number of draft tokens before the first that differs from the text
 
@@ -82,10 +87,9 @@ def continue_greedily(
 class Replay:
     """Drafts chains along given texts, round by round, and compares the draft tokens with the texts.
 
-    A round advances a row by the number of correct draft tokens plus one, as greedy decoding does if the text is the
-    target's own greedy text. A stepwise row advances by one token per round, so every position is a root once.
-    A row ends when its next round could pass the end of its text.
-    Calls with texts of one shape compile once.
+    A round advances a row (text) by the number of correct draft tokens plus one. Greedy decoding does so too if the
+    text is the target's own greedy text. A stepwise row advances by one token per round, so every position is a root
+    once. A row ends when its next round could pass the end of its text. Calls with texts of one shape compile once.
 
     Args:
         drafter: drafter of chains, which drafts each row from the row's own text only.
@@ -137,7 +141,10 @@ def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "
 def _rounds(
     drafter: Drafter, params: Any, texts: Texts, features: Array | None, start: Array, stepwise: Array
 ) -> tuple[Array, ...]:
-    """The fields of `Rounds`, as one compiled function; rows that have ended are drafted for too, and ignored."""
+    """Compute the fields of `Rounds` in one compiled function.
+
+    Rows that have ended are still drafted for, and the results are ignored.
+    """
     rows, size = texts.tokens.shape
     depth = drafter.tree.depth
     dtype = next(str(leaf.dtype) for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -169,7 +176,7 @@ def _rounds(
 
 
 def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Verdict:
-    """A `Verdict` that accepts the first ``taken`` draft tokens and emits the token of the text after them.
+    """Return a `Verdict` that accepts the first ``taken`` draft tokens and emits the token of the text after them.
 
     Args:
         taken: number of draft tokens to accept.
@@ -187,7 +194,7 @@ def _verdict(taken: Int[Array, "rows"], ahead: Int[Array, "rows depth1"]) -> Ver
 
 
 def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
-    """A `SlotView` of greedy rows, row i in slot i; rows that have ended (not ``active``) read and write nothing."""
+    """Return a `SlotView` of greedy rows, with row i in slot i; rows that are not ``active`` read and write nothing."""
     rows = tokens.shape[0]
     return SlotView(
         slots=jnp.arange(rows),
@@ -197,7 +204,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         remaining=jnp.full(rows, UNLIMITED, jnp.int32),
         page_table=jnp.where(active[:, None], table, 0),
         sampling=Sampling.greedy(rows),
-        accept=MultiCandidate(),  # for greedy rows all rules agree; this one generates no noise
+        accept=MultiCandidate(),  # all accept rules agree for greedy rows; this one draws no random numbers
         all_greedy=True,
         implementation="auto",
     )

@@ -1,4 +1,4 @@
-"""Tests of drafters: `check_lossless`, a test for any drafter, and two drafters for tests, `Scripted` and `Random`."""
+"""Provides `check_lossless`, a test for any drafter, and two drafters for tests, `Scripted` and `Random`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.tools.replay import run_texts
 
-NEAR_TIE = 1e-5  # logits closer than this may swap places when a float32 forward pass has another number of tokens
+NEAR_TIE = 1e-5  # float32 passes over another number of tokens may swap two logits that differ by less
 
 
 @struct.dataclass
 class Script:
-    """Known outputs, each found by a hash of its prompt, its seed and whether it is greedy."""
+    """A table of known outputs.
 
-    hashes: UInt32[Array, "lines"]  # hash of each output's request
+    The key of an output is a hash of its prompt, its seed and whether it is greedy.
+    """
+
+    hashes: UInt32[Array, "lines"]  # key of each output
     tokens: Int[Array, "lines longest"]  # token ids of each output
     vocab: int = struct.field(pytree_node=False)  # size of the target's vocabulary
 
@@ -47,9 +50,10 @@ class ScriptState:
 
 @final
 class Scripted(Drafter):
-    """Drafts the tokens of known outputs plus ``shift``: with shift 0 all drafts are right, else all are wrong.
+    """Drafts the tokens of known outputs plus ``shift``; with shift 0 all draft tokens are right, else all are wrong.
 
-    The last of several siblings has the known token plus ``shift``; the siblings before it have ids 1, 2, ... higher.
+    The last of several siblings has the known token plus ``shift``. The sibling before it has the next higher id, and
+    so on.
 
     Args:
         known: completions of plain decoding.
@@ -154,7 +158,7 @@ def _run_hash(is_sampled: Any, seed: Any) -> Any:
 
 @struct.dataclass
 class Vocabulary:
-    """The vocabulary that `Random` draws tokens from."""
+    """The size of the vocabulary from which `Random` draws tokens."""
 
     size: int = struct.field(pytree_node=False)  # number of tokens
 
@@ -192,13 +196,13 @@ class Random(StatelessDrafter):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which a speculative output differs from plain decoding."""
+    """The first position at which the output of speculative decoding differs from that of plain decoding."""
 
     prompt: int  # index of the prompt
     position: int  # index in the output
-    plain: int  # token of plain decoding; -1: its output ended before
-    speculative: int  # token of speculative decoding; -1: its output ended before
-    gap: float  # difference between the target's two highest (perturbed) logits at this position
+    plain: int  # token of plain decoding; -1: its output ended before this position
+    speculative: int  # token of speculative decoding; -1: its output ended before this position
+    gap: float  # difference of the target's two highest logits here, with sampling noise if sampled
 
 
 def differences(

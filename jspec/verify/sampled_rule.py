@@ -37,7 +37,7 @@ class SampledRule(AcceptRule):
     def decide_sampled(
         self, logits: Float[Array, "batch nodes vocab"], draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-        """Decide as `decide` does, in a batch with a sampled row; greedy rows have one-hot probabilities."""
+        """Return what `decide` returns, for a batch with a sampled row; greedy rows have one-hot probabilities."""
 
 
 def draw_and_accept(

@@ -33,7 +33,7 @@ def siblings(draft: Draft) -> Bool[Array, "batch nodes nodes"]:
 
 
 def ranks(draft: Draft) -> Int[Array, "batch nodes"]:
-    """Return the number of siblings before each node in node order; 0 for the root and for padding nodes."""
+    """Return how many siblings have a lower node index than each node; 0 for the root and for padding nodes."""
     return jnp.sum(jnp.tril(siblings(draft)), axis=-1, dtype=jnp.int32)
 
 

@@ -36,7 +36,7 @@ def _visible(
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
-    """Gathers each sequence's rows from a pool, in the order of the page table; returns [B, KH, P * page, D]."""
+    """Returns each sequence's cache rows, in the order of the page table: [batch, KV heads, rows, head dim]."""
     batch, columns = page_table.shape
     _, heads, page, dim = pool.shape
     return pool[page_table].transpose(0, 2, 1, 3, 4).reshape(batch, heads, columns * page, dim)
@@ -46,7 +46,8 @@ def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window:
     """Cuts the page table to the pages of the sliding window and of the new rows.
 
     Returns:
-        The remaining columns of the page table [B, columns], and the number of their first row [B].
+        The remaining columns of the page table [B, columns], and the number of the first cache row in these columns
+        [B].
     """
     columns = min(pl.cdiv(window + new_rows - 2, page) + 1, page_table.shape[1])
     first = jnp.clip((lengths - window + 1) // page, 0, page_table.shape[1] - columns)

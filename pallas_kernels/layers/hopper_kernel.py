@@ -117,7 +117,7 @@ class _Cta:
         return jax.lax.div(index, self.tiles.parts) * self.tiles.columns, jax.lax.rem(index, self.tiles.parts)
 
     def slot_of(self, k_slice):
-        """Returns the slot of shared memory that a slice of k uses."""
+        """Returns the index of the shared-memory slot that holds slice ``k_slice`` of the axis k."""
         return jax.lax.rem(k_slice, self.tiles.stages)
 
     def load(self, k_slice):

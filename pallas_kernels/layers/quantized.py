@@ -49,7 +49,7 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """Activations [*rows, inner] quantised for a weight of "fp8_dynamic", equal to values * scale[..., None]."""
+    """Activations that are quantised for an "fp8_dynamic" weight; they equal values * scale[..., None]."""
 
     values: Float[Array, "*rows inner"]  # float8_e4m3fn
     scale: Float[Array, "*rows"]  # float32

@@ -176,7 +176,7 @@ def _survey_kernel(
     inputs,  # function that selects `_Inputs` from `refs`
     purpose,
 ):
-    """Stores the best token of one slice of a row, or the slice's `Survey`, in one Pallas program."""
+    """Stores the best token of one slice of a row in one Pallas program; for a row with cuts, the slice's `Survey`."""
     row, index = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)

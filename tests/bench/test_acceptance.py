@@ -45,7 +45,7 @@ def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None
     assert found == everywhere | {("block", chain), ("rejection", chain), ("rejection", static)}
 
 
-def test_acceptance_cases_rule_without_supported_tree_raises_error(capsys: pytest.CaptureFixture) -> None:
+def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ValueError, match="needs a chain"):
         acceptance.cases(["block"], [Tree.topk(4, 2, 2)])
     assert main(["bench", "acceptance", "--accept", "block", "--tree", "topk:4,2,2"]) == 2
@@ -58,7 +58,7 @@ def test_acceptance_prompts_are_different_parts_spread_over_the_whole_text() -> 
     assert acceptance.SOURCE_TEXT.startswith(cuts[0]) and acceptance.SOURCE_TEXT.endswith(cuts[-1])
 
 
-def test_acceptance_standard_error_equal_step_counts_equals_standard_error_of_prompt_means() -> None:
+def test_acceptance_standard_error_for_equal_step_counts_is_that_of_prompt_means() -> None:
     """If all prompts have equal numbers of steps, the jackknife gives the standard error of their means."""
     accepted = np.array([3, 9, 4, 17, 8])
     parts = [Metrics(num_drafts=10, num_accepted_tokens=int(n)) for n in accepted]
@@ -69,7 +69,7 @@ def test_acceptance_standard_error_equal_step_counts_equals_standard_error_of_pr
 
 
 @pytest.mark.long
-def test_acceptance_command_step_counts_times_mean_length_equal_emitted_tokens(folder: Path) -> None:
+def test_acceptance_command_steps_times_mean_length_equal_emitted_tokens(folder: Path) -> None:
     """Each prompt's first token belongs to no step; the last step of a completion may be cut by a token."""
     results = json.loads((folder / "results.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0, 1]
@@ -97,7 +97,7 @@ def test_acceptance_table_numbers_equal_those_of_the_json_file(folder: Path) -> 
         assert row.split() == ["coupled", "chain:4", *numbers, str(r["rounds"])]
 
 
-def test_acceptance_table_typical_rule_is_marked_lossy() -> None:
+def test_acceptance_table_marks_the_typical_rule_as_lossy() -> None:
     case = acceptance.Case("typical", Tree.chain(1))
     assert "typical (lossy)" in table_of([Acceptance(case, 1.0, 2.5, 0.1, 0.5, 10)])
 
@@ -116,7 +116,7 @@ TARGET, TREE = tiny.model(16, layers=1), Tree.chain(2)
 IDS = np.random.default_rng(0).integers(0, 16, 60).tolist()
 
 
-def test_acceptance_prompts_of_all_context_lengths_end_at_same_positions() -> None:
+def test_acceptance_prompts_of_all_context_lengths_end_at_equal_text_positions() -> None:
     found = text_places(range(100), (5, 20, 50), 4)
     assert {size: {len(text) for text in own} for size, own in found.items()} == {5: {5}, 20: {20}, 50: {50}}
     for short, long in zip(found[5], found[50], strict=True):
@@ -125,18 +125,18 @@ def test_acceptance_prompts_of_all_context_lengths_end_at_same_positions() -> No
 
 
 @pytest.mark.parametrize(("context", "places", "least"), [(8, 1, 8), (99, 4, 102)])
-def test_acceptance_context_prompts_wrong_sizes_raise_error(context: int, places: int, least: int) -> None:
+def test_acceptance_context_prompts_of_wrong_sizes_raise(context: int, places: int, least: int) -> None:
     with pytest.raises(ValueError, match=f"expected at least 2 places and a text of {least} tokens, got {places} and"):
         text_places(range(100), (context,), places)
 
 
-def test_acceptance_by_context_drafter_without_window_support_raises_error() -> None:
+def test_acceptance_by_context_with_a_drafter_without_window_support_raises() -> None:
     with pytest.raises(ValueError, match="expected a drafter with a window"):
         next(measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,)))
 
 
 @pytest.mark.long
-def test_acceptance_by_context_draft_window_shorter_than_context_lowers_acceptance() -> None:
+def test_draft_window_shorter_than_the_context_lowers_acceptance_by_context() -> None:
     """The target drafts for itself, so all drafts are accepted unless a window hides part of the context."""
     sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
     results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
@@ -149,7 +149,7 @@ def test_acceptance_by_context_draft_window_shorter_than_context_lowers_acceptan
     assert lengths[4, 40] < 3
 
 
-def test_acceptance_command_context_lengths_given_prints_table_and_writes_json(
+def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {}

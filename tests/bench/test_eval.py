@@ -44,7 +44,7 @@ def lines(tmp_path: Path) -> Lines:
     return write
 
 
-def test_gsm8k_number_of_every_worked_answer_in_the_file_is_found(data: Path) -> None:
+def test_gsm8k_answer_number_of_every_problem_in_the_file_is_found(data: Path) -> None:
     problems = bench.read_problems(data / "prompts" / "gsm8k_test.jsonl")
     assert len(problems) == 1319
     expected = [Decimal(one.answer.rsplit("#### ", 1)[1].replace(",", "")) for one in problems]
@@ -65,7 +65,7 @@ def test_gsm8k_number_of_every_worked_answer_in_the_file_is_found(data: Path) ->
         ("none at all", None),
     ],
 )
-def test_gsm8k_number_of_answer_is_the_marked_or_else_the_last_number(
+def test_gsm8k_number_of_an_answer_is_the_marked_or_else_the_last_number(
     answer: str, expected: int | Decimal | None
 ) -> None:
     assert bench.number_of(answer) == expected
@@ -87,7 +87,7 @@ def evaluate(pair: list[str], lines: Lines, *words: str) -> int:
 
 
 @pytest.mark.long
-def test_gsm8k_command_score_with_drafting_equals_score_without(
+def test_gsm8k_command_with_drafting_prints_the_score_of_plain_decoding(
     pair: list[str], lines: Lines, capsys: pytest.CaptureFixture
 ) -> None:
     out = lines("").with_suffix(".out")
@@ -102,7 +102,7 @@ def test_gsm8k_command_score_with_drafting_equals_score_without(
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
-def test_gsm8k_command_drafter_that_changes_answers_is_counted_and_fails(
+def test_gsm8k_command_with_a_lossy_drafter_counts_changed_answers_and_fails(
     pair: list[str],
     lines: Lines,
     dtype: str,
@@ -121,7 +121,7 @@ def test_gsm8k_command_drafter_that_changes_answers_is_counted_and_fails(
     assert "2 of 3 texts differ" in capsys.readouterr().out
 
 
-def test_gsm8k_command_wrong_problem_file_gives_error_naming_the_line(
+def test_gsm8k_command_with_a_wrong_problem_file_prints_an_error_naming_the_line(
     pair: list[str], lines: Lines, capsys: pytest.CaptureFixture
 ) -> None:
     for wrong in ({"question": "2 and 2?"}, {"question": "2 and 2?", "answer": "four"}):

@@ -25,7 +25,9 @@ def head() -> EagleHead:
 
 @pytest.mark.h200
 @pytest.mark.parametrize("tree", LIMITS)
-def test_step_time_one_request_8b_is_within_readme_limit(tree: str, target: Model, head: EagleHead) -> None:
+def test_step_time_of_one_request_on_an_8b_model_is_within_the_readme_limit(
+    tree: str, target: Model, head: EagleHead
+) -> None:
     """No draft is accepted; the time is measured once, so a slow process fails and is not tried again."""
     drafted = None if tree == "none" else Tree.parse(tree)
     case = step.Case(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
@@ -38,7 +40,7 @@ def test_step_time_one_request_8b_is_within_readme_limit(tree: str, target: Mode
 
 
 @pytest.mark.h200
-def test_step_time_reference_implementation_is_slower_than_readme_limit(target: Model) -> None:
+def test_step_time_of_the_reference_implementation_is_above_the_readme_limit(target: Model) -> None:
     """Negative control: the step without drafting, on the reference implementations of the kernels."""
     case = step.Case(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
     timing = step.measure(case, target, None)

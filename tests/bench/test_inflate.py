@@ -58,7 +58,7 @@ pytestmark = pytest.mark.once
     ],
     ids=["grouped queries, llama3", "one kv head, one channel more", "a kv head each, tied", "its vocabulary, tied"],
 )
-def test_inflated_target_logits_equal_those_of_small_target(model: dict[str, Any], larger: dict[str, int]) -> None:
+def test_inflated_target_has_the_logits_of_the_small_target(model: dict[str, Any], larger: dict[str, int]) -> None:
     small, wanted = target(**model), replace(SIZES, **larger)
     large, none = inflate_pair(small, wanted)
     assert none is None and large.head is not None
@@ -73,14 +73,14 @@ def sizes_of(wanted: Sizes) -> dict[str, int]:
     return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
 
 
-def test_inflated_target_of_embedded_pair_logits_equal_those_of_small_target() -> None:
+def test_inflated_embedded_target_has_the_logits_of_the_small_target() -> None:
     large, head = large_pair()
     assert head.config.feature_layers == (2, 4, 6)
     match = compare(demo_pair()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 
 
-def test_inflated_target_bfloat16_logit_error_is_near_that_of_small_bfloat16_target() -> None:
+def test_inflated_target_in_bfloat16_has_about_the_logit_error_of_the_small_target() -> None:
     """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
     small, _ = demo_pair()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
@@ -138,7 +138,9 @@ STEPS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_inflated_target_with_one_padding_rule_broken_logits_differ(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inflated_target_with_one_padding_rule_broken_has_other_logits(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where, name, instead, seen = STEPS[step]
     monkeypatch.setattr(where, name, instead)
     small = target()
@@ -176,7 +178,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
 
 
 @pytest.mark.parametrize("vocab", [16, None])
-def test_inflated_head_logits_equal_those_of_small_head(vocab: int | None) -> None:
+def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None) -> None:
     model = target()
     head = head_of(model)
     large, large_head = inflate_pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
@@ -209,7 +211,7 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
-def test_inflated_pair_emits_same_tokens_in_as_many_steps_as_small_pair(tree: Tree) -> None:
+def test_inflated_pair_emits_the_tokens_of_the_small_pair_in_as_many_steps(tree: Tree) -> None:
     size, seen = len(demo.PROMPT), []
     # For greedy rows all rules are equal; this one compiles fastest.
     options = dict(slots=1, max_len=size + 64, prefill_buckets=(size,), tokenizer="bytes", accept="multi_candidate")
@@ -235,7 +237,7 @@ def test_inflated_pair_emits_same_tokens_in_as_many_steps_as_small_pair(tree: Tr
         (2, 2, {2: 2}, (0, 1)),
     ],
 )
-def test_inflation_inserted_layers_keep_old_layers_around_feature_states(
+def test_inflation_with_inserted_layers_keeps_old_layers_around_feature_states(
     old: int, new: int, moved: dict[int, int], expected: tuple[int | None, ...]
 ) -> None:
     assert grow.insert_layers(old, new, moved) == expected
@@ -244,12 +246,12 @@ def test_inflation_inserted_layers_keep_old_layers_around_feature_states(
 @pytest.mark.parametrize(
     "moved", [{1: 0}, {1: 2, 2: 2}, {1: 4}, {3: 4}, {2: 5}, {3: 6}], ids=lambda moved: f"{moved} of 2 in 4"
 )
-def test_inflation_feature_states_without_room_for_layers_raise_error(moved: dict[int, int]) -> None:
+def test_inflation_with_feature_states_too_close_for_new_layers_raises(moved: dict[int, int]) -> None:
     with pytest.raises(ValueError, match="layers: expected room"):
         grow.insert_layers(2, 4, moved)
 
 
-def test_inflated_head_other_feature_layers_stay_or_move_as_requested() -> None:
+def test_inflated_head_with_other_feature_layers_keeps_or_moves_them_as_requested() -> None:
     model = target()
     head = head_of(model, feature_layers=(1, 5, LAYERS))
     for wanted, expected in ((None, (1, 5, LAYERS)), ((3, 8, 10), (3, 8, 10))):
@@ -259,7 +261,7 @@ def test_inflated_head_other_feature_layers_stay_or_move_as_requested() -> None:
         assert match.same, match
 
 
-def test_inflation_plan_embedded_pair_grows_to_8b_shape() -> None:
+def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> None:
     model, head = demo_pair()
     made = grow.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_inflation_impossible_sizes_or_heads_raise_error(what: str) -> None:
+def test_inflation_to_impossible_sizes_or_heads_raises(what: str) -> None:
     attempt, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         attempt()
@@ -138,7 +138,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
         ((*LARGER_TINY, "--feature-layers", "3,2,5"), "layers: expected room"),
     ],
 )
-def test_inflate_command_mistake_prints_one_line_and_writes_nothing(
+def test_inflate_command_with_a_wrong_option_prints_one_line_and_writes_nothing(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["bench", "inflate", "demo", str(tmp_path / "out"), *words]) == 2
@@ -147,7 +147,7 @@ def test_inflate_command_mistake_prints_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_inflate_command_existing_head_folder_is_refused_before_writing(
+def test_inflate_command_onto_an_existing_head_folder_is_refused_before_writing(
     written: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     command = ["bench", "inflate", "demo", str(tmp_path / "out"), *FLAGS, "--head", "demo"]

@@ -35,7 +35,7 @@ def floor_seconds(case: Case) -> float:
 
 
 @pytest.mark.parametrize(("bytes_read", "calls"), [(1.0, 64), (4.2e6, 64), (33.6e6, 8), (1e9, 2)])
-def test_kernel_timing_calls_of_one_program_read_more_bytes_than_caches_hold(
+def test_kernel_timing_repeats_calls_until_they_exceed_the_gpu_caches(
     bytes_read: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "MOST_CALLS", 64)
@@ -73,7 +73,7 @@ def test_kernels_command_products_are_those_of_a_decoder_layer_and_output_head(
     assert [line.split()[0] for line in printed.splitlines()[3:8]] == ["qkv", "o", "gate_up", "down", "head"]
 
 
-def test_matrix_product_with_power_gives_joules_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_product_timing_with_power_returns_joules_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joules are watts times the median time of a group, over its programs and their calls."""
     clock, times = profiling.Clock(1560.0, 1980.0, 700.0, 1.0), iter([9.0, 2.0, 1.0, *[1e-3] * kernels.REPEATS])
 
@@ -93,7 +93,7 @@ def test_matrix_product_with_power_gives_joules_of_one_call(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "attention"])
-def test_kernels_command_implementation_option_times_that_implementation(
+def test_kernels_command_with_an_implementation_option_times_that_implementation(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -128,14 +128,14 @@ CHAIN = Tree.chain(4)
         (CHAIN, 1, "fp8", None, (7.505e9 + 4 * 373e6 - 3 * 25e6 + 50e6 + 1024 * (131072 + 4 * 4096)) / 4.3e9),
     ],
 )
-def test_least_step_time_few_rows_equals_bytes_over_bandwidth_by_hand(
+def test_least_step_time_of_few_rows_equals_bytes_over_bandwidth(
     tree: Tree | None, batch: int, quantize: str | None, kv_dtype: str | None, milliseconds: float
 ) -> None:
     case = Case("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
     assert floor_seconds(case) * 1e3 == pytest.approx(milliseconds, rel=0.005)
 
 
-def test_least_step_time_many_rows_equals_flops_over_arithmetic_rate() -> None:
+def test_least_step_time_of_many_rows_equals_flops_over_arithmetic_rate() -> None:
     """320 verified rows: 2 * 320 * 7.505e9 operations at 790 TFLOP/s, twice as fast in fp8, beside attention."""
     attention = 64 * 1024 * 131072 / 4.3e12
     verify = 2 * 320 * 7.505e9 / 790e12
@@ -151,7 +151,7 @@ def test_least_step_time_many_rows_equals_flops_over_arithmetic_rate() -> None:
 @pytest.mark.parametrize(
     ("kind", "bandwidth", "rate"), [("NVIDIA H200", 4.3e12, 790e12), ("NVIDIA H100 80GB HBM3", 3.02e12, 789e12)]
 )
-def test_least_step_time_another_device_uses_its_own_rates(
+def test_least_step_time_on_another_device_uses_the_rates_of_that_device(
     monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, rate: float
 ) -> None:
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS[kind])
@@ -171,14 +171,14 @@ def test_least_time_on_device_of_unknown_rates_is_left_out(
     assert "TB/s" in heading and "least" not in heading and "share" not in heading
 
 
-def test_least_step_time_quantised_head_counts_fewer_bytes() -> None:
+def test_least_step_time_of_a_quantised_head_counts_fewer_bytes() -> None:
     """Four passes read 373e6 weights (three of them 25e6 less), the fusion 50e6; each is one byte smaller."""
     whole, own = (Case("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
     saved = (4 * 373e6 - 3 * 25e6 + 50e6) / 4.3e12
     assert floor_seconds(whole) - floor_seconds(own) == pytest.approx(saved, rel=0.005)
 
 
-def test_least_step_time_draft_depth_0_equals_that_of_plain_decoding() -> None:
+def test_least_step_time_of_draft_depth_0_equals_that_of_plain_decoding() -> None:
     options = ((None, None), (CHAIN, 4), (CHAIN, 0))
     plain, chain, nothing = (Case("llama3-8b", 8, 1024, tree, depth=depth) for tree, depth in options)
     assert floor_seconds(nothing) == floor_seconds(plain) < floor_seconds(chain)

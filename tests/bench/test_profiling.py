@@ -52,7 +52,7 @@ def test_gpu_clock_is_the_median_over_samples(smi: Path) -> None:
 
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "--id=0"), ("3,1", "--id=3")])
-def test_gpu_clock_several_gpus_samples_first_visible_gpu(
+def test_gpu_clock_with_several_gpus_reads_the_first_visible_gpu(
     visible: str | None, own: str, smi: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -62,7 +62,7 @@ def test_gpu_clock_several_gpus_samples_first_visible_gpu(
     assert own in (smi / "asked").read_text()
 
 
-def test_gpu_clock_silent_nvidia_smi_or_failing_work_ends_nvidia_smi(smi: Path) -> None:
+def test_gpu_clock_with_silent_nvidia_smi_or_failing_work_ends_nvidia_smi(smi: Path) -> None:
     (smi / "answer").write_text("\n".join(ANSWER))
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
@@ -77,7 +77,7 @@ def test_gpu_clock_silent_nvidia_smi_or_failing_work_ends_nvidia_smi(smi: Path) 
     [[], ['Field "clocks_event_reasons.sw_power_cap" is not a valid field to query.'], ["1, 1, [N/A], Active"] * 4],
     ids=["nothing", "an old driver", "a GPU that does not tell"],
 )
-def test_gpu_clock_unknown_nvidia_smi_output_gives_none(smi: Path, lines: list[str]) -> None:
+def test_gpu_clock_with_unknown_nvidia_smi_output_is_none(smi: Path, lines: list[str]) -> None:
     assert watched(smi, lines) is None
 
 
@@ -117,7 +117,7 @@ def test_trace_kernel_launches_are_counted_by_name_and_summed() -> None:
     assert printed[-1].split() == ["all", "6", "0.018"]
 
 
-def test_trace_folder_with_several_traces_reads_newest(tmp_path: Path) -> None:
+def test_trace_folder_with_several_traces_is_read_from_the_newest(tmp_path: Path) -> None:
     """A trace on a CPU holds no GPU launches, and the table says so."""
     for _ in range(2):
         with jax.profiler.trace(tmp_path):
@@ -125,7 +125,7 @@ def test_trace_folder_with_several_traces_reads_newest(tmp_path: Path) -> None:
     assert profiling.launches_of(tmp_path, steps=1) == "no launches of a GPU in the trace"
 
 
-def test_timing_in_turns_each_repeat_calls_all_runs_in_reversed_order() -> None:
+def test_timing_in_turns_reverses_the_order_of_runs_in_each_repeat() -> None:
     seen: list[str] = []
     runs = [lambda name=name: seen.append(name) or len(seen) for name in "abc"]
     assert profiling.time_in_turns(runs, 2) == [[6, 7], [5, 8], [4, 9]]

@@ -43,7 +43,7 @@ PLAIN = [
 ]
 
 
-def test_report_table_column_without_values_is_left_out() -> None:
+def test_report_table_leaves_out_columns_without_values() -> None:
     lines = report.table_of([*RESULTS, Result(RESULTS[0].inner, None)]).splitlines()
     rows = [["tree", "share"], ["none", "25%"], ["chain:2", "nan%"], ["none"]]
     assert [line.split() for line in lines if "-" not in line] == rows

@@ -39,7 +39,7 @@ def test_serve_load_request_lengths_are_uniform(ratio: float, shortest: int) -> 
     assert {token for one in arrivals for token in one.prompt} == set(range(5))
 
 
-def test_serve_load_rate_given_arrival_times_are_a_poisson_process() -> None:
+def test_serve_load_with_a_rate_has_arrival_times_of_a_poisson_process() -> None:
     times = np.array([one.at for one in Load(num_prompts=2000, input_len=2, rate=4.0).arrivals(9)])
     gaps = np.diff(times)
     assert times[0] == 0.0
@@ -49,12 +49,12 @@ def test_serve_load_rate_given_arrival_times_are_a_poisson_process() -> None:
     assert {one.at for one in Load(num_prompts=20, input_len=2).arrivals(9)} == {0.0}
 
 
-def test_serve_load_equal_seeds_give_equal_requests() -> None:
+def test_serve_load_of_equal_seeds_has_equal_requests() -> None:
     load = Load(num_prompts=5, input_len=4, rate=2.0, seed=3)
     assert load.arrivals(50) == load.arrivals(50) != replace(load, seed=4).arrivals(50)
 
 
-def test_serve_load_text_given_prompts_are_parts_of_the_text() -> None:
+def test_serve_load_with_a_text_has_prompts_that_are_parts_of_it() -> None:
     load = Load(num_prompts=50, input_len=6, range_ratio=0.5)
     prompts = [one.prompt for one in load.arrivals(9, text=range(100))]
     assert all(prompt == list(range(prompt[0], prompt[0] + len(prompt))) for prompt in prompts)
@@ -74,7 +74,7 @@ def test_serve_load_text_given_prompts_are_parts_of_the_text() -> None:
         ("seed", -1),
     ],
 )
-def test_serve_load_wrong_field_raises_error(field: str, value: float) -> None:
+def test_serve_load_with_a_wrong_field_raises(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected"):
         Load(**{"num_prompts": 1, field: value})  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
     return serve(small.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
 
 
-def test_serve_request_times_run_from_due_time_to_each_piece_of_the_answer(clock: Clock) -> None:
+def test_serve_request_times_are_measured_from_the_due_time_to_each_chunk(clock: Clock) -> None:
     """A result is read one step after its dispatch; the second request is due during the third step."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2)])
     first, second = log.served
@@ -129,7 +129,7 @@ def test_serve_request_times_run_from_due_time_to_each_piece_of_the_answer(clock
     assert found["request_throughput"] == 2 / 6 and found["output_throughput"] == 5 / 6
 
 
-def test_serve_max_concurrency_request_times_begin_when_a_place_is_free(clock: Clock) -> None:
+def test_serve_request_times_under_max_concurrency_begin_when_a_place_is_free(clock: Clock) -> None:
     """Concurrency is 1: the second request begins when the first ends; the third is due at an idle engine."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2), arrival(50.0, [5], 1)], most=1)
     assert [one.began for one in log.served] == [0.0, 4.0, 50.0]
@@ -177,7 +177,7 @@ def test_serve_table_has_one_column_for_each_setting(clock: Clock) -> None:
     assert ["e2e_ms", *["3500.000/3625.000/3750.000/3875.000/4000.000"] * 2] in lines
 
 
-def test_serve_report_full_batch_throughput_equals_value_by_hand(clock: Clock) -> None:
+def test_serve_report_has_the_full_batch_throughput_computed_by_hand(clock: Clock) -> None:
     """Both requests decode for 3 s, from the second one's first token to the first one's last; each emits 3."""
     log = run(clock, [arrival(0.0, [3, 1], 6), arrival(2.5, [4], 4)])
     first, second = log.served
@@ -195,12 +195,12 @@ def test_serve_report_full_batch_throughput_equals_value_by_hand(clock: Clock) -
         (dict(tree=None, depth=1), "depth: expected"),
     ],
 )
-def test_serve_setting_wrong_field_raises_error(changed: dict[str, Any], message: str) -> None:
+def test_serve_setting_with_a_wrong_field_raises(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Setting(**{"tree": Tree.chain(4)} | changed)
 
 
-def test_serve_report_quantiles_mean_and_deviation_equal_values_by_hand() -> None:
+def test_serve_report_has_quantiles_mean_and_deviation_computed_by_hand() -> None:
     spread = Spread.of([4.0, 1.0, 2.0, 3.0], 10.0)
     assert (spread.min, spread.max, spread.mean, spread.median) == (10.0, 40.0, 25.0, 25.0)
     assert (spread.q25, spread.q75) == (17.5, 32.5) and spread.std == pytest.approx(math.sqrt(125))
@@ -216,7 +216,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--target", str(folder), "--tokenizer", "bytes"]
 
 
-def test_serve_command_every_tree_serves_equal_requests(
+def test_serve_command_with_several_trees_serves_equal_requests_to_each(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     sizes = {"num-prompts": 6, "input-len": 12, "output-len": 9, "rate": "200", "max-concurrency": 2, "slots": 1}
@@ -236,7 +236,7 @@ def test_serve_command_every_tree_serves_equal_requests(
     assert re.search(r"^ *completed  +6  +6$", printed, re.MULTILINE)
 
 
-def test_serve_command_settings_in_turns_emit_equal_numbers_of_tokens(pair: list[str], tmp_path: Path) -> None:
+def test_serve_command_with_settings_in_turns_emits_equal_numbers_of_tokens(pair: list[str], tmp_path: Path) -> None:
     """For all depths, concurrencies and overlaps, tokens add up and only the requested depths are drafted."""
     out = tmp_path / "out.json"
     words = "--num-prompts 2 --input-len 12 --output-len 12 --range-ratio 1 --slots 2 --repeats 2 --draft ngram"
@@ -262,7 +262,7 @@ EMBEDDED = Namespace(target=None, draft=None, tokenizer=None, dtype=None)
 
 @pytest.mark.timing
 @pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
-def test_serve_throughput_of_batch_is_3x_that_of_one_at_a_time_and_overlap_is_not_slower(tree: Tree | None) -> None:
+def test_serve_throughput_of_a_batch_is_over_3_times_that_of_single_requests(tree: Tree | None) -> None:
     settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
     arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
     sizes = dict(slots=64, buckets=(1, 64), max_len=80, prefill_buckets=(16,), prefill_budget=PREFILL_BUCKETS[-1])
@@ -272,7 +272,7 @@ def test_serve_throughput_of_batch_is_3x_that_of_one_at_a_time_and_overlap_is_no
     assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians
 
 
-def test_serve_command_tree_without_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_serve_command_with_a_tree_but_no_drafter_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "serve", *pair, "--tree", "chain:2"]) == 2
     assert "expected --draft" in capsys.readouterr().err
 
@@ -280,7 +280,7 @@ def test_serve_command_tree_without_drafter_is_refused(pair: list[str], capsys: 
 TOKENS = 12
 
 
-def test_serve_command_prompt_file_steps_and_accepted_drafts_add_up_to_tokens(
+def test_serve_command_with_a_prompt_file_has_steps_plus_accepted_drafts_as_tokens(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """The printed numbers equal the JSON file's; steps and accepted drafts add up to the tokens."""
@@ -307,7 +307,7 @@ def test_serve_command_prompt_file_steps_and_accepted_drafts_add_up_to_tokens(
     assert printed_shares == pytest.approx(shares, abs=0.005)
 
 
-def test_prompt_file_every_shared_file_prompts_equal_those_read_with_json(data: Path) -> None:
+def test_prompts_of_every_shared_prompt_file_equal_those_read_with_json(data: Path) -> None:
     """The expected prompts are read with `json` alone; in a conversation the first message is the prompt."""
     counts = {}
     for path in sorted((data / "prompts").glob("*.jsonl")):
@@ -334,7 +334,9 @@ def test_prompt_file_every_shared_file_prompts_equal_those_read_with_json(data: 
         ([{"prompt": "a"}], "expected 2 prompts, got 1"),
     ],
 )
-def test_prompt_file_wrong_line_gives_error_naming_the_line(objects: list[Any], expected: str, tmp_path: Path) -> None:
+def test_prompt_file_with_a_wrong_line_raises_naming_the_line(
+    objects: list[Any], expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in objects))
     with pytest.raises(ValueError, match=expected):

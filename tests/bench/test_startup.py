@@ -17,7 +17,9 @@ COMMAND = ("bench", "startup", *MODEL, "--batch", "1", "--prefill", "8", "--max-
 
 
 @pytest.mark.long
-def test_startup_second_process_loads_every_program_from_cache(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_startup_of_a_second_process_loads_every_program_from_the_cache(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     results = tmp_path / "results.json"
     assert main([*COMMAND, "--tree", "chain:1", "--json", str(results)]) == 0
     said, written = capfd.readouterr(), json.loads(results.read_text())
@@ -40,7 +42,7 @@ def test_startup_second_process_loads_every_program_from_cache(tmp_path: Path, c
     assert written["case"]["options"]["buckets"] == [1] and warm["shape"] == "tiny"
 
 
-def test_startup_wrong_buckets_are_refused_before_a_process_starts(
+def test_startup_command_with_wrong_buckets_is_refused_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("a process was started"))
@@ -49,7 +51,7 @@ def test_startup_wrong_buckets_are_refused_before_a_process_starts(
     assert "buckets: expected ascending" in error and error.count("\n") == 1
 
 
-def test_startup_failing_process_raises_error_with_exit_code(
+def test_startup_command_with_a_failing_process_raises_with_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     ended = subprocess.CompletedProcess([], 1, stdout="")

@@ -79,7 +79,7 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
     assert heads.split() == [*CASE, "ms", "p90-p10", "tokens", "compile", "s"] and row.split()[0] == "tiny"
 
 
-def test_step_command_draft_quantize_quantises_only_the_head(
+def test_step_command_with_draft_quantize_quantises_only_the_head(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     seen = []
@@ -97,12 +97,12 @@ def test_step_command_draft_quantize_quantises_only_the_head(
     assert small is Quantized is not plain and both == [Quantized] * 2
 
 
-def test_step_command_all_batch_rows_idle_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_step_command_with_all_batch_rows_idle_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main([*PLAIN, "--idle", "2"]) == 2
     assert "idle: expected 0 to 1 of a batch of 2 rows, got 2" in capsys.readouterr().err
 
 
-def test_step_state_for_timing_caches_hold_no_zeros() -> None:
+def test_step_state_for_timing_has_no_zeros_in_its_caches() -> None:
     """A GPU draws less power for zeros (NOTES, "Tried"); the drafter's cache is checked too."""
     case = step.Case("tiny", 3, 20, Tree.chain(2), dtype="float32")
     target, head = random_models.random_target("tiny", "float32"), random_models.random_head("tiny", "float32")
@@ -117,7 +117,7 @@ WAIT = 0.03  # seconds a step of a program that supports grammars
 
 
 @pytest.mark.long
-def test_sampling_control_cost_program_slowed_by_a_wait_is_near_the_wait(
+def test_measured_cost_of_a_program_with_a_wait_is_near_the_wait(
     few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))
@@ -148,7 +148,7 @@ def test_sampling_control_cost_program_slowed_by_a_wait_is_near_the_wait(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("runs_long")  # steps must be short beside the wait
-def test_device_idle_share_host_slowed_by_a_wait_is_measured(
+def test_device_idle_share_of_a_host_slowed_by_a_wait_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     dispatch, wait = EngineCore._dispatch, 0.02  # seconds before each dispatch, many times a step of this shape
@@ -205,7 +205,7 @@ def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., N
     keep(self, request, rows)
 
 
-def test_host_time_measurement_all_rows_decode_in_every_step(engines: list[Engine]) -> None:
+def test_host_time_measurement_decodes_every_row_in_every_step(engines: list[Engine]) -> None:
     """All rows are active at the case's context, and each step accepts as many drafts as the case says."""
     before = [engine.metrics for engine in engines]
     short, _ = measure_host(engines, CASES, STEPS, 1)
@@ -219,7 +219,7 @@ def test_host_time_measurement_all_rows_decode_in_every_step(engines: list[Engin
         assert engine.pages_in_use == 0
 
 
-def test_host_time_step_that_reads_whole_text_grows_with_context(
+def test_host_time_of_a_step_that_reads_the_whole_text_grows_with_context(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measure_host(engines, CASES, STEPS, 5)[1].ratio < 2
@@ -227,7 +227,7 @@ def test_host_time_step_that_reads_whole_text_grows_with_context(
     assert measure_host(engines, CASES, STEPS, 5)[1].ratio > 2
 
 
-def test_host_time_table_numbers_equal_the_results() -> None:
+def test_host_time_table_has_the_numbers_of_the_results() -> None:
     results = [HostTime(case, *[0.1 * (i + 1)] * 4) for i, case in enumerate(CASES)]
     rows = [line.split() for line in table_of(results).splitlines()[2:]]
     assert [row[1:4] + row[-4:] for row in rows] == [
@@ -236,7 +236,7 @@ def test_host_time_table_numbers_equal_the_results() -> None:
     ]
 
 
-def test_host_time_command_tree_that_is_no_chain_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_host_time_command_with_a_tree_that_is_no_chain_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "step", "--measure", "host", "--tree", "none", "topk:4,2,2"]) == 2
     assert "host: expected chains or none, got none topk:4,2,2" in capsys.readouterr().err
 

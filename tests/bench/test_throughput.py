@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_throughput_acceptance_length_equals_stated_rates_within_error(folder: Path) -> None:
+def test_throughput_at_given_acceptance_rates_has_their_acceptance_length(folder: Path) -> None:
     (result,) = json.loads((folder / "results.json").read_text())["results"]
     assert result["stated_length"] == pytest.approx(STATED) == pytest.approx(2.3)
     assert is_as_stated(result["length"], RATES[:2], rows=8, tokens=TOKENS)
@@ -106,7 +106,7 @@ def test_throughput_acceptance_length_equals_stated_rates_within_error(folder: P
     assert not is_as_stated(2.72, RATES[:2], rows=8, tokens=TOKENS)  # another draft's
 
 
-def test_throughput_results_times_and_token_counts_agree(folder: Path) -> None:
+def test_throughput_results_have_consistent_times_and_token_counts(folder: Path) -> None:
     (result,) = json.loads((folder / "results.json").read_text())["results"]
     seconds = result["rounds"] * result["milliseconds"] / 1e3
     assert result["tokens_per_second"] * seconds == pytest.approx(8 * TOKENS)
@@ -116,7 +116,7 @@ def test_throughput_results_times_and_token_counts_agree(folder: Path) -> None:
     assert 1 <= result["live"] <= 8 and result["floor"] < result["milliseconds"]
 
 
-def test_throughput_table_and_json_say_acceptance_is_synthetic(folder: Path) -> None:
+def test_throughput_table_and_json_state_that_acceptance_is_synthetic(folder: Path) -> None:
     about, heading, _, row = (folder / "printed.txt").read_text().splitlines()
     assert "SYNTHETIC acceptance" in about
     values = dict(zip(heading.replace("new tokens", "new_tokens").split(), row.split(), strict=True))
@@ -127,7 +127,7 @@ def test_throughput_table_and_json_say_acceptance_is_synthetic(folder: Path) -> 
     assert values["tokens/s"] == f"{content['results'][0]['tokens_per_second']:.0f}"
 
 
-def test_throughput_step_caches_grow_by_imposed_number_of_tokens(compiled: Compiled) -> None:
+def test_throughput_step_grows_caches_by_the_imposed_number_of_tokens(compiled: Compiled) -> None:
     drawn = throughput.draw(RATES[:2], ROWS, TOKENS, seed=3)
     state, slots = compiled.fresh(), jnp.arange(ROWS)
     left = np.full(ROWS, TOKENS)
@@ -144,7 +144,7 @@ def test_throughput_step_caches_grow_by_imposed_number_of_tokens(compiled: Compi
     assert not left.any() and not np.asarray(state.active).any()
 
 
-def test_throughput_step_own_acceptance_imposed_equals_decoding_step(compiled: Compiled) -> None:
+def test_throughput_step_with_the_true_acceptance_imposed_equals_a_decoding_step(compiled: Compiled) -> None:
     """Guards against a change of `spec_step` that the step of the benchmark lacks."""
     slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_engine_has_no_option_for_synthetic_acceptance() -> None:
         EngineConfig(accept="synthetic")
 
 
-def test_imposed_verdict_accepts_first_tree_node_at_given_depth() -> None:
+def test_imposed_verdict_accepts_the_first_tree_node_at_the_given_depth() -> None:
     """Root 10 has children 11 and 12, which have children 13 and 14; the target's own token is 9."""
     tree, rows = Tree.static([(0,), (1,), (0, 0), (1, 0)]), 5
     within_cap = np.ones((rows, 5), bool)
@@ -213,7 +213,7 @@ def test_imposed_verdict_accepts_first_tree_node_at_given_depth() -> None:
     assert imposed.ended.tolist() == [False] * 4 + [True]
 
 
-def test_drawn_accepted_counts_follow_rates_until_every_row_has_its_tokens() -> None:
+def test_random_accepted_counts_follow_the_rates_until_every_row_has_its_tokens() -> None:
     drawn = throughput.draw(RATES, 64, 200, seed=0)
     for position, rate in enumerate(RATES):
         assert np.mean(drawn > position) == pytest.approx(rate, abs=4 * (rate * (1 - rate) / drawn.size) ** 0.5)
@@ -242,7 +242,7 @@ def test_acceptance_rates_have_the_stated_mean_length() -> None:
         ("--tree topk:6,2,2", "expected no tree, a chain or a static one"),
     ],
 )
-def test_throughput_command_mistake_prints_one_line_before_measuring(
+def test_throughput_command_with_a_wrong_option_prints_one_line_before_measuring(
     words: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["bench", "throughput", "--shape", SHAPE, *words.split()]) == 2

@@ -1,4 +1,4 @@
-"""The conversion command: output, errors, peak memory."""
+"""Test the conversion command: output, errors, peak memory."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_convert_command_relative_paths_give_a_folder_that_loads_by_relative_pat
     assert auto.load_checkpoint("~/dst").folder == auto.load_checkpoint("./dst").folder == tmp_path / "dst"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's threads
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in threads of orbax
 def test_convert_command_full_disk_prints_one_line_and_leaves_no_file(tmp_path, capfd):
-    """A limit of the size of a file stands for the full disk; the largest tensor is larger."""
+    """A limit of the file size, smaller than the largest tensor, simulates the full disk."""
     config = {**TARGET, "vocab_size": 20_000, "num_hidden_layers": 1}
     source = folders.write(tmp_path / "src", config, folders.target_tensors(config))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -79,13 +79,13 @@ def test_convert_command_full_disk_prints_one_line_and_leaves_no_file(tmp_path, 
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_convert_command_after_a_kill_tells_the_hidden_folders(tmp_path, capsys):
-    """A kill between the two renames of --overwrite leaves the old folder and the new one under hidden names."""
+def test_convert_command_after_a_killed_overwrite_names_the_hidden_folders(tmp_path, capsys):
+    """If --overwrite is killed between its two renames, the old and the new folder have hidden names."""
     source = folders.write(tmp_path / "src", TARGET, folders.target_tensors())
     old, new = (tmp_path / f".dst.ab12_xyz{end}" for end in (".old", ""))
     assert main([str(source), str(old)]) == 0
     new.mkdir()
-    (tmp_path / ".dst.other.ab12_xyz").mkdir()  # of another destination
+    (tmp_path / ".dst.other.ab12_xyz").mkdir()  # belongs to another destination
     with pytest.raises(FileNotFoundError, match=rf"interrupted.*{old}; rename that folder to dst"):
         auto.load_checkpoint(tmp_path / "dst")
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_convert_command_faulty_source_or_destination_prints_an_error_and_writes
     tensors = folders.head_tensors()
     if fault == "unknown tensor":
         tensors["surprise"] = np.zeros(2, np.float32)
-    if fault == "bad values":  # found only while the destination is being written
+    if fault == "bad values":  # this fault is found only while the destination is being written
         tensors["d2t"] = DRAFT_IDS
     source, target = folders.write(tmp_path / "src", HEAD, tensors), tmp_path / "out" / "dst"
     if fault == "no source":
@@ -161,7 +161,7 @@ print(memory("VmHWM") - start)
 
 @pytest.mark.long
 def test_convert_command_large_model_peak_memory_is_about_one_shard_and_one_tensor(tmp_path):
-    """The model has 0.6 GB in shards of 70 MB; the memory of a tiny conversion (imports, orbax) is subtracted."""
+    """The model has 0.6 GB in shards of 70 MB. The peak memory of a tiny conversion is subtracted."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("peak memory is read from /proc")
     config = {
@@ -202,4 +202,4 @@ def test_convert_command_large_model_peak_memory_is_about_one_shard_and_one_tens
 
     limit = 1.3 * largest_shard + largest_tensor
     assert peak(0) < limit
-    assert peak(2**40) > limit  # control: the whole model in one batch exceeds the limit
+    assert peak(2**40) > limit  # negative control: the whole model in one batch exceeds the limit

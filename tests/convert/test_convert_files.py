@@ -1,4 +1,4 @@
-"""Hugging Face folders with damaged, absent or dangerous files: every error names the file and the fault."""
+"""Test Hugging Face folders with damaged, absent or dangerous files; every error names the file and the fault."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_conversion_plan_missing_config_or_weights_raises_naming_the_file(tmp_pa
 
 
 def test_conversion_plan_whole_file_beside_an_index_raises_naming_both(tmp_path):
-    """Otherwise one of two sets of weights, an old and a new one, would load without a word."""
+    """One of the two sets of weights may be out of date, so neither is loaded."""
     folder, _, _ = sharded(tmp_path)
     save_file(stored(folder), folder / "model.safetensors")
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"got model\.safetensors and model\.safetensors\.index\.json.*older"):
             auto.plan(folder)
-        for shard in folder.glob("model-*"):  # the index alone is stale
+        for shard in folder.glob("model-*"):  # an index without its shards is ignored
             shard.unlink()
     (folder / "model.safetensors.index.json").unlink()
     assert auto.plan(folder).kind == "target"
@@ -190,11 +190,11 @@ def test_conversion_plan_torch_older_than_2_10_raises(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("kind", ["sparse", "nested", "meta", "conjugate", "quantised", "complex"])
-def test_conversion_plan_torch_file_with_an_odd_tensor_raises_naming_it(tmp_path, kind):
+def test_conversion_plan_torch_file_with_an_unsupported_tensor_raises_naming_it(tmp_path, kind):
     torch = pytest.importorskip("torch", reason="writes .bin files")
     values = torch.ones(4, 4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of prototypes
+        warnings.simplefilter("ignore")  # torch warns that these tensors are prototypes
         odd = {
             "sparse": values.to_sparse,
             "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -239,7 +239,7 @@ def test_load_target_with_several_wrong_tensors_lists_three_and_a_count(tmp_path
     ("folder", "kind", "named"),
     [("eagle3", "target", "Eagle3.from_pretrained"), ("target", "eagle3", "Engine.from_pretrained")],
 )
-def test_load_checkpoint_of_another_kind_raises_naming_what_loads_it(tmp_path, folder, kind, named):
+def test_load_checkpoint_of_another_kind_raises_naming_the_loading_call(tmp_path, folder, kind, named):
     content = {"eagle3": (HEAD, folders.head_tensors()), "target": (TARGET, folders.target_tensors())}[folder]
     with pytest.raises(CheckpointError, match=rf"expected a checkpoint of kind '{kind}', got '{folder}'; .*{named}"):
         auto.load_checkpoint(folders.write(tmp_path, *content), kind=kind)
@@ -266,8 +266,8 @@ def test_load_checkpoint_quantised_by_another_tool_raises_naming_quantize(tmp_pa
     assert len(str(error.value)) < 500
 
 
-def test_load_eagle3_head_with_plain_names_is_told_from_eagle1_by_its_hidden_norm(tmp_path):
-    """Such a head has layers.0 names, the whole vocabulary and no architecture of EAGLE-3's."""
+def test_load_eagle3_head_with_eagle1_names_is_recognised_by_its_hidden_norm(tmp_path):
+    """The head has layers.0 names, the whole vocabulary, and no EAGLE-3 architecture in its config."""
     tensors = {name.replace("midlayer.", "layers.0."): value for name, value in folders.head_tensors().items()}
     tensors["lm_head.weight"] = np.zeros((40, 16), np.float32)
     del tensors["d2t"], tensors["t2d"]
@@ -277,7 +277,7 @@ def test_load_eagle3_head_with_plain_names_is_told_from_eagle1_by_its_hidden_nor
 
 
 @pytest.mark.parametrize("fault", ["fewer layers", "more layers", "other width", "other kind", "method"])
-def test_load_converted_folder_with_another_manifest_raises(tmp_path, fault):
+def test_load_converted_folder_with_a_wrong_manifest_raises(tmp_path, fault):
     content = (HEAD, folders.head_tensors()) if fault == "method" else (TARGET, folders.target_tensors())
     assert main([str(folders.write(tmp_path / "source", *content)), str(tmp_path / "out")]) == 0
     file = tmp_path / "out" / "jspec.json"
@@ -298,19 +298,19 @@ def test_load_converted_folder_with_another_manifest_raises(tmp_path, fault):
 
 @pytest.mark.parametrize("value", [True, 97.5, -1, "2", [None], [2, -1], {}, 2**40])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_eos_ids_of_another_type_raise_naming_the_file_and_the_remedy(tmp_path, name, value):
+def test_eos_ids_of_a_wrong_type_raise_naming_file_and_remedy(tmp_path, name, value):
     (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id: expected a token id.*pass eos_ids=.*got"):
         hub.eos_ids(tmp_path)
 
 
 @pytest.mark.parametrize("path", [None, "", 5, b"folder"])
-def test_find_checkpoint_path_of_another_type_raises(path):
+def test_find_checkpoint_path_of_a_wrong_type_raises(path):
     with pytest.raises(TypeError, match=r"path: expected a folder or a hub id \(owner/name\), got"):
         auto.load_checkpoint(path)
 
 
-def test_load_takes_a_dtype_as_jax_and_numpy_write_it(tmp_path):
+def test_load_checkpoint_accepts_dtypes_of_jax_and_numpy(tmp_path):
     folder = folders.write(tmp_path, TARGET, folders.target_tensors())
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype(BFLOAT16)):
         assert load.load(folder, dtype=dtype).weights["norm"].dtype == jnp.bfloat16

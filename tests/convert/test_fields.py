@@ -1,4 +1,4 @@
-"""Typed reading of JSON files: every value of another type, out of range, too deep or too large is refused by name."""
+"""Test typed reading of JSON files: a value that is out of range or has a wrong type, depth or size is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from convert.sources import is_finite
 
 pytestmark = pytest.mark.once
 
-READERS: dict[str, tuple[Callable[[Fields, str], Any], list[Any]]] = {  # reader, and the values that it accepts
+READERS: dict[str, tuple[Callable[[Fields, str], Any], list[Any]]] = {  # method, and the values that it accepts
     "integer": (Fields.integer, [1, 7, 2**31 - 1]),
     "number": (Fields.number, [1, 7, 2**31 - 1, 2**31, 10**30, 97.5, 1e-300]),
     "flag": (Fields.flag, [True, False]),
@@ -32,7 +32,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_fields_reader_accepts_its_own_values_alone(reader: str) -> None:
+def test_fields_reader_accepts_only_values_of_its_type_and_range(reader: str) -> None:
     read, accepted = READERS[reader]
     for value in VALUES:
         fields = Fields({"key": value}, "folder/config.json")
@@ -46,7 +46,7 @@ def test_fields_reader_accepts_its_own_values_alone(reader: str) -> None:
                 read(fields, "key")
 
 
-def test_fields_absent_and_null_values_give_the_default() -> None:
+def test_fields_absent_and_null_values_return_the_default() -> None:
     fields = Fields({"null": None})
     for name in ("null", "absent"):
         assert (fields.integer(name, 5), fields.number(name, 0.5), fields.text(name, "x")) == (5, 0.5, "x")
@@ -56,7 +56,7 @@ def test_fields_absent_and_null_values_give_the_default() -> None:
             fields.integer(name)
 
 
-def test_fields_of_a_nested_object_name_their_place() -> None:
+def test_fields_error_in_a_nested_object_names_its_place() -> None:
     with pytest.raises(CheckpointError, match=r"^config\.json: rope_scaling: factor: expected a number, got 'x'"):
         Fields({"rope_scaling": {"factor": "x"}}).object("rope_scaling").number("factor")
 
@@ -78,7 +78,7 @@ def test_fields_of_a_nested_object_name_their_place() -> None:
         ),
     ],
 )
-def test_read_json_of_another_content_raises_a_short_error_naming_the_file(
+def test_read_json_of_wrong_content_raises_a_short_error_naming_the_file(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "config.json"
@@ -96,7 +96,7 @@ def test_read_json_of_the_deepest_allowed_object_returns_it(tmp_path: Path) -> N
     assert read_json(tmp_path / "a.json")["ä"] == content["ä"]
 
 
-def test_texts_in_errors_are_cut_and_keep_their_beginning_and_end() -> None:
+def test_long_text_in_an_error_keeps_its_beginning_and_end() -> None:
     text = cut("begin " + "x" * 10_000 + " end")
     assert len(text) <= 480 and text.startswith("begin ") and text.endswith(" end")
     assert short([[[[["x" * 10_000] * 1000]]]]) == "[[[[...]]]]"
@@ -105,7 +105,7 @@ def test_texts_in_errors_are_cut_and_keep_their_beginning_and_end() -> None:
     assert listed(["a\nb", "\ud800"]) == "'a\\nb', '\\ud800'"
 
 
-def test_named_adds_the_place_once_and_keeps_the_kind_of_error() -> None:
+def test_error_context_adds_the_place_once_and_keeps_the_error_class() -> None:
     with pytest.raises(CheckpointError, match=r"^outer: inner: wrong$"), named("outer"):
         raise CheckpointError("inner", "wrong")
     with pytest.raises(CheckpointError, match=r"^outer: wrong$"), named("outer"), named("outer"):

@@ -1,4 +1,4 @@
-"""Finding a model's folder on disk or on the hub, and the EOS ids of a folder."""
+"""Test finding a model's folder on disk or on the hub, and reading a folder's EOS ids."""
 
 from __future__ import annotations
 

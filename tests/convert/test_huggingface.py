@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders: arrays against the stored tensors, dtypes, tensors that do not match the config."""
+"""Test reading Hugging Face folders: values, dtypes, and tensors that do not match the config."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_conversion_batches_from_torch_files_equal_those_from_safetensors(tmp_pa
     (folder / "config.json").write_text(json.dumps(TARGET))
     state = {n: torch.tensor(t.astype(np.float32)).to(getattr(torch, dtype)) for n, t in tensors.items()}
     state["model.norm.weight"] = torch.nn.Parameter(state["model.norm.weight"])
-    state[Q_PROJ] = state[Q_PROJ].T.contiguous().T  # strides that are not row-major
+    state[Q_PROJ] = state[Q_PROJ].T.contiguous().T  # values with strides that are not row-major
     names = [f"pytorch_model-{i}.bin" for i in range(shards)] if shards > 1 else ["pytorch_model.bin"]
     index = {}
     for i, name in enumerate(names):
@@ -81,7 +81,7 @@ def test_conversion_batches_omit_old_rotary_buffers(tmp_path):
     assert_same(with_buffer, loaded(folders.write(tmp_path / "b", TARGET, tensors)))
 
 
-def test_conversion_batches_take_shapes_from_head_dim_and_target_hidden_size(tmp_path):
+def test_conversion_batches_have_the_shapes_of_head_dim_and_target_hidden_size(tmp_path):
     config = {**TARGET, "head_dim": 8}
     assert loaded(folders.write(tmp_path / "a", config, folders.target_tensors(config)))["layers.0.qkv"].shape == (
         (4 + 2 + 2) * 8,
@@ -95,7 +95,7 @@ def test_conversion_batches_take_shapes_from_head_dim_and_target_hidden_size(tmp
 # ---- dtypes
 
 
-def test_cast_float16_to_bfloat16_rounds_once_to_nearest_even(tmp_path):
+def test_dtype_cast_float16_to_bfloat16_rounds_once_to_nearest_even(tmp_path):
     tensors = folders.target_tensors(dtype=np.float16)
     tensors["lm_head.weight"][0, 0] = 6e-8  # a float16 subnormal
     arrays = loaded(folders.write(tmp_path, TARGET, tensors), "bfloat16")
@@ -105,7 +105,7 @@ def test_cast_float16_to_bfloat16_rounds_once_to_nearest_even(tmp_path):
     assert arrays["head"].view(np.uint16).tobytes() == nearest_even.tobytes()
 
 
-def test_cast_value_too_large_for_float16_raises_naming_the_tensor(tmp_path):
+def test_dtype_cast_of_a_value_too_large_for_float16_raises_naming_the_tensor(tmp_path):
     tensors = folders.target_tensors()
     tensors[Q_PROJ][2, 3] = 1e5
     folder = folders.write(tmp_path, TARGET, tensors)
@@ -122,7 +122,7 @@ def test_conversion_batches_of_mixed_dtypes_raise_unless_a_dtype_is_given(tmp_pa
     assert {array.dtype for array in loaded(folder, "float32").values()} == {np.dtype(np.float32)}
 
 
-def test_tensor_check_integer_weights_raises_naming_the_tensor(tmp_path):
+def test_tensor_check_of_integer_weights_raises_naming_the_tensor(tmp_path):
     tensors = folders.target_tensors() | {"lm_head.weight": np.zeros((40, 16), np.int8)}
     with pytest.raises(ValueError, match=r"not floating point: lm_head\.weight"):
         auto.plan(folders.write(tmp_path, TARGET, tensors))
@@ -131,7 +131,7 @@ def test_tensor_check_integer_weights_raises_naming_the_tensor(tmp_path):
 # ---- tensors that do not match
 
 
-def test_tensor_check_error_lists_all_missing_unknown_and_misshapen_tensors(tmp_path):
+def test_tensor_check_error_lists_every_missing_unknown_and_misshapen_tensor(tmp_path):
     tensors = folders.target_tensors()
     del tensors[Q_PROJ], tensors["model.norm.weight"]
     tensors["model.layers.9.extra.weight"] = np.zeros(3, np.float32)
@@ -145,7 +145,7 @@ def test_tensor_check_error_lists_all_missing_unknown_and_misshapen_tensors(tmp_
     assert "lm_head.weight (expected (40, 16), got (41, 16))" in message
 
 
-def test_tensor_check_duplicate_tensor_or_parameter_raises_assertion_error():
+def test_tensor_check_of_a_duplicate_tensor_or_parameter_raises_assertion_error():
     tensors = {name: sources.Tensor((2,), "float32", Path()) for name in "xy"}
     row = huggingface.stacked
     huggingface.check([row("a", {"x": (2,)}), row("b", {"y": (2,)})], tensors)
@@ -156,7 +156,7 @@ def test_tensor_check_duplicate_tensor_or_parameter_raises_assertion_error():
 
 
 def every_single_fault() -> list:
-    """One case for each tensor of a target and of heads; the test removes, reshapes or copies that tensor."""
+    """Return one case for each tensor of a target and of heads, which the test removes, reshapes or copies."""
     wholes = {
         "target": (TARGET, folders.target_tensors()),
         "eagle3": (HEAD, folders.head_tensors()),
@@ -171,13 +171,13 @@ def every_single_fault() -> list:
 
 
 @pytest.mark.parametrize(("config", "tensors", "name"), every_single_fault())
-def test_tensor_check_one_absent_added_or_misshapen_tensor_raises_naming_the_tensor(tmp_path, config, tensors, name):
+def test_tensor_check_of_one_absent_added_or_misshapen_tensor_raises_naming_it(tmp_path, config, tensors, name):
     auto.plan(folders.write(tmp_path / "whole", config, tensors))
     rest = {other: tensor for other, tensor in tensors.items() if other != name}
     faults = {"added": tensors | {f"{name}_copy": tensors[name]}}
-    if name != "0.1.weight":  # the sizes of Medusa heads are read from it
+    if name != "0.1.weight":  # the sizes of Medusa heads are read from this tensor
         faults["misshapen"] = rest | {name: np.concatenate([tensors[name], tensors[name][:1]])}
-    if name != "t2d":  # optional
+    if name != "t2d":  # this tensor is optional
         faults["absent"] = rest
     for fault, faulty in faults.items():
         with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""Converted folders: round trips, placement, atomic writes, damage, loading, descriptions."""
+"""Test converted folders: round trips, placement, atomic writes, damage, loading, descriptions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_unflatten_inverts_flatten():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batches", [1, 5])
-def test_orbax_arrays_saved_and_read_again_have_equal_bits(tmp_path, dtype, batches):
+def test_converted_arrays_after_save_and_read_have_equal_bits(tmp_path, dtype, batches):
     arrays = parameters(dtype)
     parts = [dict(list(arrays.items())[i::batches]) for i in range(batches)]
     orbax.save(tmp_path / "c", "target", CONFIG, parts)
@@ -97,7 +97,7 @@ def test_orbax_arrays_saved_and_read_again_have_equal_bits(tmp_path, dtype, batc
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
 def test_read_arrays_with_a_dtype_casts_floats_and_keeps_integers(tmp_path, monkeypatch, stored, wanted):
-    monkeypatch.setattr(orbax, "READ_AHEAD", 1)  # one array at a time, as for a model of many gigabytes
+    monkeypatch.setattr(orbax, "READ_AHEAD", 1)  # orbax reads one array at a time, as for a model of many gigabytes
     arrays = parameters(stored)
     orbax.save(tmp_path / "c", "target", CONFIG, [arrays])
     expected = {
@@ -172,7 +172,7 @@ def failing():
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_save_that_fails_leaves_the_previous_files_unchanged(tmp_path, existing):
+def test_failed_save_of_a_checkpoint_leaves_the_previous_files_unchanged(tmp_path, existing):
     folder = tmp_path / "c"
     if existing:
         orbax.save(folder, "target", CONFIG, [parameters()])
@@ -184,7 +184,7 @@ def test_save_that_fails_leaves_the_previous_files_unchanged(tmp_path, existing)
         assert_same(orbax.read_arrays(orbax.read_header(folder)), parameters())
 
 
-def test_save_with_overwrite_replaces_the_whole_checkpoint(tmp_path):
+def test_checkpoint_save_with_overwrite_replaces_the_whole_checkpoint(tmp_path):
     folder = tmp_path / "c"
     orbax.save(folder, "target", CONFIG, [parameters()])
     with pytest.raises(FileExistsError, match="--overwrite"):
@@ -194,7 +194,7 @@ def test_save_with_overwrite_replaces_the_whole_checkpoint(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_save_with_overwrite_over_a_folder_of_other_files_raises(tmp_path):
+def test_checkpoint_save_with_overwrite_over_a_folder_of_other_files_raises(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters").touch()
     with pytest.raises(FileExistsError, match="something else"):
@@ -317,7 +317,7 @@ def test_describe_head_with_flags_prints_the_flag_names(tmp_path):
     assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
 
 
-def test_describe_head_without_fusion_prints_the_one_target_state(tmp_path):
+def test_describe_head_without_fusion_prints_the_single_target_hidden_state(tmp_path):
     tensors = folders.head_tensors()
     del tensors["fc.weight"]
     options = {"use_aux_hidden_state": False, "use_last_layernorm": True}
@@ -328,9 +328,7 @@ def test_describe_head_without_fusion_prints_the_one_target_state(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["source", "converted"])
-def test_describe_eagle1_and_medusa_heads_prints_format_and_which_target_hidden_state_is_read(
-    tmp_path, eagle, medusa, form
-):
+def test_describe_eagle1_or_medusa_head_prints_format_and_target_hidden_state(tmp_path, eagle, medusa, form):
     folder = {"eagle": eagle, "medusa": medusa}
     if form == "converted":
         for name, source in folder.items():
@@ -370,7 +368,7 @@ def test_describe_converted_folder_reads_no_weights(converted):
     assert "cannot be loaded" not in text
 
 
-def test_describe_folder_with_damaged_eos_ids_prints_the_rest_and_the_reason(tmp_path):
+def test_describe_folder_with_damaged_eos_ids_prints_the_rest_and_the_error(tmp_path):
     text = describe(folders.write(tmp_path, {**TARGET, "eos_token_id": 97.5}, folders.target_tensors()))
     assert "llama, 3 layers, hidden 16" in text
     assert "EOS ids: cannot be read: " in text and "got 97.5" in text

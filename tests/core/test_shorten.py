@@ -22,7 +22,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "text", (1, 2), [-1], {1: 2.0}, {3}, "\ud800", 2**255, True, ("a",) * 6])
-def test_short_of_a_short_value_returns_its_repr(value: Any) -> None:
+def test_shortened_text_of_a_short_value_is_its_repr(value: Any) -> None:
     assert short(value) == repr(value)
 
 
@@ -42,7 +42,7 @@ def test_short_of_a_short_value_returns_its_repr(value: Any) -> None:
     ],
     ids=["text", "list", "tuple", "dict", "set", "int", "nested", "int in a list", "odd", "array"],
 )
-def test_short_of_a_long_value_returns_its_beginning_and_size_at_once(value: Any, beginning: str, end: str) -> None:
+def test_shortened_text_of_a_long_value_has_its_beginning_and_size(value: Any, beginning: str, end: str) -> None:
     start = time.process_time()
     found = short(value)
     assert found.startswith(beginning) and found.endswith(end) and len(found) <= LIMIT

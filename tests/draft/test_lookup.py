@@ -125,7 +125,7 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("engine", suffix, "search_text", no_preference),
     ],
 )
-def test_lookup_drafts_with_a_faulty_function_differ_from_those_of_the_oracle(
+def test_lookup_drafter_with_a_fault_drafts_other_tokens_than_the_oracle(
     method: str, module: Any, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DRAFTERS[method](GAPS)

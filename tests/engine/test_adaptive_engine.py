@@ -148,7 +148,7 @@ def test_drafter_after_plain_rounds_has_the_acceptance_of_always_drafting(name: 
 
 
 @pytest.mark.parametrize("name", ["eagle3", "draft model"])
-def test_drafter_with_shared_pages_of_plain_rounds_has_unchanged_acceptance(name: str) -> None:
+def test_drafter_with_cached_pages_from_plain_rounds_has_unchanged_acceptance(name: str) -> None:
     one = engine(name)
     wipe(one)
     (first,) = generate(one, Fixed(0), 1.0, PROMPTS[:1])

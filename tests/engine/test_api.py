@@ -194,7 +194,7 @@ def test_async_streams_in_more_tasks_than_slots_yield_each_task_its_tokens(
     assert ticks > 20
 
 
-def test_astream_empty_prompt_raises_with_the_first_chunk(engine: Engine) -> None:
+def test_astream_of_an_empty_prompt_raises_at_the_first_chunk(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt: expected at least one token"):
         asyncio.run(anext(engine.astream([])))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Prompts, parameters, conversations and drafters in every accepted form give the output of their plainest form."""
+"""Test that prompts, parameters, conversations and drafters give equal results in every accepted form."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def wanted(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("form", BATCHES)
-def test_generate_batch_of_prompts_in_another_form_returns_the_same_tokens(
+def test_generate_of_prompts_in_any_form_returns_the_tokens_of_lists(
     engine: Engine, wanted: list[list[int]], form: str
 ) -> None:
     assert ids(engine.generate(BATCHES[form](), GREEDY)) == wanted
 
 
-def test_generate_array_of_two_axes_is_a_batch_of_its_rows(engine: Engine) -> None:
+def test_generate_of_an_array_with_two_axes_takes_each_row_as_a_prompt(engine: Engine) -> None:
     rows = [[1, 2, 3], [4, 5, 6]]
     wanted = ids(engine.generate(rows, GREEDY))
     assert ids(engine.generate(np.array(rows), GREEDY)) == ids(engine.generate(jnp.array(rows), GREEDY)) == wanted
 
 
 @pytest.mark.parametrize("prompt", ["abc", {"prompt": "abc"}, (97, 98, 99), np.array([97, 98, 99]), range(97, 100)])
-def test_single_prompt_in_another_form_returns_the_same_tokens_from_every_call(
+def test_single_prompt_in_any_form_returns_equal_tokens_from_every_call(
     engine: Engine, wanted: list[list[int]], prompt: Any
 ) -> None:
     assert ids(engine.generate(prompt, GREEDY)) == wanted[:1]
@@ -70,7 +70,7 @@ def test_single_prompt_in_another_form_returns_the_same_tokens_from_every_call(
     assert [token for chunk in engine.stream(prompt, GREEDY) for token in chunk.token_ids] == wanted[0]
 
 
-def test_torch_tensors_as_prompts_return_the_tokens_of_lists(engine: Engine, wanted: list[list[int]]) -> None:
+def test_generate_of_torch_tensors_returns_the_tokens_of_lists(engine: Engine, wanted: list[list[int]]) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     prompts = [torch.tensor(PLAIN[0]), [torch.tensor(1), 2], torch.tensor([7])]
     assert ids(engine.generate(prompts, GREEDY)) == wanted
@@ -92,13 +92,13 @@ def test_parameters_as_dict_list_or_keywords_return_the_tokens_of_sampling_param
     assert [token for chunk in engine.stream("abc", fields) for token in chunk.token_ids] == wanted[0]
 
 
-def test_max_tokens_none_ends_at_max_len(engine: Engine) -> None:
+def test_request_with_max_tokens_none_ends_at_max_len(engine: Engine) -> None:
     (done,) = engine.generate([1, 2], max_tokens=None, ignore_eos=True)
     assert len(done.token_ids) == engine.config.max_len - 2 and done.finish_reason == "length"
     assert SamplingParams(max_tokens=None, min_tokens=10**6).max_tokens is None
 
 
-def test_logit_bias_with_ids_as_texts_biases_these_ids(engine: Engine) -> None:
+def test_logit_bias_with_ids_as_texts_biases_the_tokens_of_these_ids(engine: Engine) -> None:
     (done,) = engine.generate([1], max_tokens=3, logit_bias={"5": 100, 7: -100})
     assert done.token_ids == [5, 5, 5]
 
@@ -117,7 +117,7 @@ def conversation(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture
 def chatting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The shared engine; its chat template joins the contents with bars."""
+    """Return the shared engine with a chat template that joins the contents of messages with bars."""
     monkeypatch.setattr(
         engine.tokenizer,
         "chat",
@@ -140,7 +140,7 @@ def test_chat_of_one_or_several_conversations_returns_one_completion_each(chatti
         chatting.chat_stream([conversation("a")] * 2)
 
 
-def test_chat_template_that_raises_gives_a_value_error_with_its_text(
+def test_chat_with_a_template_that_raises_gives_a_value_error_with_its_message(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(messages: Any) -> None:
@@ -163,7 +163,7 @@ def test_agenerate_and_achat_in_tasks_return_the_completions_of_generate(chattin
     assert ids([*first, *second]) == wanted
 
 
-def test_agenerate_cancelled_aborts_its_requests(engine: Engine) -> None:
+def test_cancelled_agenerate_aborts_its_requests(engine: Engine) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(engine.agenerate([[1], [2]], max_tokens=None, ignore_eos=True))
         while not engine.scheduler.running:
@@ -189,7 +189,7 @@ def test_every_drafter_without_a_tree_drafts_the_default_chain() -> None:
     assert Eagle3.from_pretrained(demo.HEAD).tree == DraftModel.from_pretrained(demo.TARGET).tree == DEFAULT_TREE
 
 
-def test_every_drafter_takes_its_tree_as_a_text() -> None:
+def test_every_drafter_accepts_its_tree_as_text() -> None:
     target = small.target()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
     makes: list[Callable[[str], Any]] = [
@@ -213,11 +213,11 @@ def test_every_drafter_takes_its_tree_as_a_text() -> None:
         (str(demo.TARGET), "DraftModel('chain:5')"),
     ],
 )
-def test_make_drafter_of_a_name_or_a_path_makes_the_drafter_it_names(source: str | Path | None, shown: str) -> None:
+def test_make_drafter_of_a_name_or_path_returns_the_named_drafter(source: str | Path | None, shown: str) -> None:
     assert repr(make_drafter(source)) == shown
 
 
-def test_engine_with_the_path_of_a_head_drafts_with_it() -> None:
+def test_engine_given_the_path_of_a_head_drafts_with_that_head() -> None:
     options: dict[str, Any] = dict(slots=1, max_len=64, tokenizer="bytes", dtype="float32")
     with Engine.from_pretrained(demo.TARGET, drafter=demo.HEAD, **options) as engine:
         (done,) = engine.generate("def main(", max_tokens=16, temperature=0)
@@ -233,14 +233,14 @@ def test_engine_with_the_path_of_a_head_drafts_with_it() -> None:
 
 
 @pytest.mark.parametrize(("keywords", "record"), [(EngineOptions, EngineConfig), (SamplingFields, SamplingParams)])
-def test_keywords_for_editors_have_the_names_and_types_of_the_record(keywords: Any, record: Any) -> None:
+def test_typed_keywords_have_the_names_and_types_of_their_record(keywords: Any, record: Any) -> None:
     hints = get_type_hints(record)
     wanted = {field.name: hints[field.name] for field in fields(record)}
     assert list(wanted) == list(keywords.__annotations__)
     assert get_type_hints(keywords) == wanted
 
 
-def test_records_keep_the_signatures_of_their_fields() -> None:
+def test_records_with_checked_names_keep_their_constructor_signatures() -> None:
     assert list(inspect.signature(EngineConfig).parameters) == [field.name for field in fields(EngineConfig)]
     assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
     assert SamplingParams(3, 0.5) == SamplingParams(max_tokens=3, temperature=0.5)

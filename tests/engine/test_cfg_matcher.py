@@ -1,4 +1,4 @@
-"""Context-free grammars on the host: masks of every node of a draft, against a recursive-descent parser."""
+"""Test context-free grammars on the host: the mask of every draft node, against a recursive-descent parser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = (0, 19)
 
 
 def compiled(texts: Sequence[bytes | None], stop_ids: tuple[int, ...], vocab_size: int = 0, **fields: Any) -> Any:
-    """Compile the grammar of a request with these fields."""
+    """Compile the grammar of a request with the sampling parameters ``fields``."""
     return GrammarInput(lettered.Lettered(texts), vocab_size or len(texts), 2**18).of(
         SamplingParams(**fields), stop_ids, ()
     )
@@ -44,7 +44,7 @@ def tokens_of(mask: np.ndarray, vocab_size: int) -> set[int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_grammar_matcher_allows_the_tokens_that_recursive_descent_allows(name: str) -> None:
-    """The random texts include texts with two tokenisations and tokens whose bytes span grammar rules."""
+    """Random texts include texts with two tokenisations, and tokens whose bytes belong to several grammar rules."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, whole = compiled(texts, ends, **fields), np.random.default_rng(1), 0
     assert isinstance(grammar, LarkGrammar)
@@ -63,7 +63,7 @@ def test_grammar_matcher_allows_the_tokens_that_recursive_descent_allows(name: s
 
 
 def random_tree(matcher: Matcher, vocab_size: int, rng: np.random.Generator, *, chain: bool) -> Any:
-    """A draft in which the grammar allows most nodes after their parents."""
+    """Return a random draft tree in which the grammar allows most nodes after their parents."""
     size = 10
     parents = np.array([-1, *(n if chain else rng.integers(0, n + 1) for n in range(size - 1))])
     tokens, valid = rng.integers(0, vocab_size, size), np.ones(size, bool)
@@ -78,7 +78,7 @@ def random_tree(matcher: Matcher, vocab_size: int, rng: np.random.Generator, *, 
 
 
 def check_tree(name: str, *, chain: bool, masks_of: Any = Matcher.masks) -> None:
-    """Compare the masks of random drafts with recursive descent."""
+    """Compare the masks of random draft trees with a recursive-descent parser."""
     read, texts, ends, fields = CASES[name]
     grammar, rng, cases = compiled(texts, ends, **fields), np.random.default_rng(2), [0, 0]
     for _ in range(25):
@@ -109,7 +109,7 @@ def test_grammar_matcher_mask_of_each_node_follows_the_path_to_that_node(name: s
     check_tree(name, chain=chain)
 
 
-def test_grammar_matcher_masks_taken_from_parents_fail_the_comparison() -> None:
+def test_grammar_matcher_masks_of_parents_instead_of_nodes_fail_the_comparison() -> None:
     """Negative control: every node gets the mask of its parent."""
 
     def parents_mask(matcher: Matcher, tokens: Any, parents: Any, valid: Any) -> Any:
@@ -129,7 +129,7 @@ def test_grammar_matcher_masks_of_a_draft_leave_the_matcher_unchanged() -> None:
 
 
 def test_grammar_matcher_node_without_a_continuation_allows_only_the_stop_id() -> None:
-    """No token spells "x", so nothing may follow "b"; this affects neither sibling nodes nor outputs without "b"."""
+    """No token spells "x", so no token may follow "b"; sibling nodes and outputs without "b" are not affected."""
     matcher = Matcher(compiled(lettered.TEXTS, (0,), grammar='start: "a" ("b" "x" | "a" "1")'))
     matcher.follow([1])
     masks = matcher.masks(np.array([1, 2, 1, 7]), np.array([-1, 0, 0, 2]), np.ones(4, bool))
@@ -202,13 +202,13 @@ def test_grammar_input_with_a_schema_nested_too_deep_or_invalid_defs_raises(sche
         GrammarInput(lettered.tokenizer(), 16, 400).of(SamplingParams(json_schema=schema), (0,), ())
 
 
-def test_compile_lark_accepts_an_option_name_inside_a_string() -> None:
+def test_compile_lark_with_an_option_name_inside_a_string_is_accepted() -> None:
     text = compiled(lettered.TEXTS, (0,), grammar='start: "a" | x\nx[suffix="temperature=]"]: /ab*/')
     assert isinstance(text, LarkGrammar)
 
 
-# For each keyword a value that it excludes, by the library jsonschema; a grammar that is accepted must exclude it too.
-KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # keywords, value, whether accepted
+# For each keyword, a value that it excludes according to jsonschema; an accepted grammar must exclude the value too.
+KEYWORDS: list[tuple[dict[str, Any], Any, bool]] = [  # keywords, a value, whether the schema is accepted
     ({"minLength": 3}, "ab", True),
     ({"maxLength": 1}, "ab", True),
     ({"pattern": "b"}, "aa", True),

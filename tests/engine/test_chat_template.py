@@ -1,4 +1,4 @@
-"""Chat templates rendered in a process of their own: the text of transformers, and errors for hostile templates."""
+"""Test rendering of chat templates in a process: the text of transformers, and errors for hostile templates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HOSTILE = {
 
 @dataclass
 class Templated:
-    """The part of a tokenizer of transformers that a chat template needs."""
+    """The part of a transformers tokenizer that a chat template needs."""
 
     template: str
     special_tokens_map: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>"})
@@ -75,7 +75,7 @@ def test_hostile_chat_template_raises_value_error_and_the_next_one_renders(rende
     assert renderer.render(Templated("{{ messages | length }}"), MESSAGES) == "2"
 
 
-def test_chat_template_that_runs_long_lets_other_threads_run(renderer: ChatTemplate) -> None:
+def test_chat_template_that_loops_long_lets_other_threads_run(renderer: ChatTemplate) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="seconds of CPU"):
             renderer.render(Templated(HOSTILE["a long loop"][0]), MESSAGES)
@@ -88,7 +88,7 @@ def test_chat_template_that_runs_long_lets_other_threads_run(renderer: ChatTempl
     assert num_turns > 20, "this thread had no turns"
 
 
-def test_chat_template_of_messages_that_json_cannot_write_raises(renderer: ChatTemplate) -> None:
+def test_chat_template_with_messages_that_json_cannot_represent_raises(renderer: ChatTemplate) -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]

@@ -36,7 +36,9 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored")
-def test_engine_compile_cache_folder_holds_compiled_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_a_compile_cache_folder_stores_compiled_programs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache works even if the process compiled its first program without a folder."""
 
     def compiled(*args: Any, **options: Any) -> None:
@@ -52,7 +54,9 @@ def test_engine_compile_cache_folder_holds_compiled_programs(tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("restored")
-def test_generate_compile_cache_is_used_before_weights_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_command_sets_the_compile_cache_before_weights_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str | None] = []
 
     def load(*args: Any, **options: Any) -> None:
@@ -68,7 +72,7 @@ def test_generate_compile_cache_is_used_before_weights_load(tmp_path: Path, monk
     assert seen == [str(user_folder()), str(tmp_path / "kept")] and user_folder().is_relative_to(tmp_path)
 
 
-def test_engine_wrong_compile_cache_folder_raises_error(tmp_path: Path) -> None:
+def test_engine_with_a_wrong_compile_cache_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"compile_cache: expected None, False or a folder's path, got 3"):
         Engine(small.target(), compile_cache=3)

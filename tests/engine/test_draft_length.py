@@ -138,7 +138,7 @@ def test_adaptive_policy_after_a_slow_stretch_chooses_the_best_depth_again() -> 
 
 
 @pytest.mark.parametrize(("cap", "deepest"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4)])
-def test_adaptive_policy_with_draft_caps_chooses_no_deeper_depth_than_needed(cap: int, deepest: int) -> None:
+def test_adaptive_policy_with_draft_caps_chooses_the_least_depth_that_reaches_the_cap(cap: int, deepest: int) -> None:
     chosen = SimulatedEngine(Adaptive(DEPTHS)).run(8, steady("easy"), 200, caps=[0, cap]).chosen
     assert max(chosen) == deepest and Counter(chosen).most_common(1)[0][0] == deepest
 

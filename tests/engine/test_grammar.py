@@ -1,4 +1,4 @@
-"""Tables of grammars, against the library regex on small vocabularies and outlines_core on whole ones."""
+"""Test grammar tables against the library regex on small vocabularies, and against outlines_core on whole ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.tokenizer_folders import PUBLISHED
 pytestmark = pytest.mark.once
 outlines_core = pytest.importorskip("outlines_core")
 
-Folder = Callable[[str], Path]  # of the fixture tokenizer_folder
+Folder = Callable[[str], Path]  # type of the fixture tokenizer_folder
 SIZE = len(lettered.TEXTS)
 EXPRESSIONS = [
     "a",
@@ -60,7 +60,10 @@ def allowed(grammar: Grammar, state: int) -> set[int]:
 @pytest.mark.parametrize("regex", EXPRESSIONS)
 @pytest.mark.parametrize("stops", [(0,), (0, 14, 15)], ids=str)
 def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: str, stops: tuple[int, ...]) -> None:
-    """Compared after every text of up to five tokens; a stop id with a text is allowed only if the text may end."""
+    """The allowed tokens are compared after every text of up to five tokens.
+
+    A stop id that has a text is allowed only if the output may end.
+    """
     texts = [None if token in stops else text for token, text in enumerate(lettered.TEXTS)]
     grammar, frontier = compiled(regex, lettered.TEXTS, stop_ids=stops), {b"": 0}
     for _ in range(5):
@@ -73,30 +76,30 @@ def test_grammar_table_allows_the_tokens_that_the_regex_library_allows(regex: st
     assert grammar.follow([0, 0, 1, 1, 1, 1, 1, 1]) < 0
 
 
-def test_grammar_table_bans_tokens_after_which_no_text_can_end() -> None:
-    """The three causes: no token spells "x", only half of a letter has a token, or a token is banned."""
+def test_grammar_table_bans_tokens_that_lead_to_no_complete_text() -> None:
+    """The three cases: no token spells "x", only half of a letter has a token, or a token is banned."""
     assert allowed(compiled("ax|b"), 0) == {2}
     halves = compiled("a(é|b)", [None, b"a", b"b", b"\xc3"])
     assert allowed(halves, halves.follow([1])) == {2}
     assert allowed(compiled("ab|b", banned=(3,)), 0) == {1, 2}
 
 
-def test_compile_grammar_with_no_text_writable_in_allowed_tokens_raises() -> None:
+def test_compile_grammar_whose_texts_the_allowed_tokens_cannot_write_raises() -> None:
     for regex, options in (("x", {}), ("ab|b", dict(banned=(3, 2))), ("[abc]c", dict(banned=(13,)))):
         with pytest.raises(ValueError, match="none of its texts can be written in the allowed tokens"):
             compiled(regex, **options)
 
 
-def test_grammar_table_never_allows_ids_beyond_the_tokenizers() -> None:
+def test_grammar_table_never_allows_ids_without_a_token() -> None:
     grammar = compiled("[a-c]*", size=20)
     assert allowed(grammar, 0) == {0, 1, 2, 3, 4, 13, 15}
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
-def test_grammar_table_allows_the_tokens_that_outlines_allows(tokenizer_folder: Folder, kind: str) -> None:
-    """Along random walks of 40 tokens both allow the same tokens.
+def test_grammar_table_allows_the_tokens_that_the_outlines_library_allows(tokenizer_folder: Folder, kind: str) -> None:
+    """Both libraries allow equal sets of tokens at every step of random walks of 40 tokens.
 
-    If a text may both end and continue, outlines_core omits tokens; these expressions have no such state.
+    In a state where a text may both end and continue, outlines_core omits tokens. These expressions have no such state.
     """
     tokenizer = load_tokenizer(tokenizer_folder(kind))
     assert tokenizer is not None
@@ -138,7 +141,7 @@ def test_grammar_table_of_a_json_schema_yields_valid_texts(tokenizer_folder: Fol
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "many_words", "byte_level", "chat"])
-def test_token_bytes_equal_the_text_that_decoding_appends(tokenizer_folder: Folder, kind: str) -> None:
+def test_token_bytes_of_each_token_equal_the_text_that_decoding_appends(tokenizer_folder: Folder, kind: str) -> None:
     check_token_bytes(tokenizer_folder(kind))
 
 
@@ -148,7 +151,11 @@ def test_token_bytes_of_published_tokenizers_equal_the_text_that_decoding_append
 
 
 def check_token_bytes(folder: Path) -> None:
-    """Each token is decoded after another one, which keeps a leading blank; halves of a letter are skipped."""
+    """Compare each token's bytes with the text that decoding appends for it.
+
+    The token is decoded after another token, which keeps its leading blank. Tokens that are half of a letter are
+    skipped.
+    """
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     texts, front = tokenizer.token_bytes(), tokenizer.encode("so")
@@ -260,7 +267,7 @@ def test_equal_grammars_are_compiled_once_and_share_one_device_table() -> None:
     assert pool.place(one, {one}) == (0, True)
     assert pool.place(other, {one, other}) == (1, True)
     assert pool.place(one, {one}) == (0, False)
-    assert pool.place(banned, {one, banned}) == (1, True)  # replaces the least recently used
+    assert pool.place(banned, {one, banned}) == (1, True)  # this grammar replaces the least recently used one
     assert pool.place(other, {banned, other}) == (0, True)  # the grammar in use stays
     pool.clear()
     assert pool.place(one, {one}) == (0, True)

@@ -1,4 +1,4 @@
-"""Processes that compile grammars: limited in time and memory, several at once, ended with their builder."""
+"""Test the processes that compile grammars: limits of time and memory, several at once, end with the builder."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def waits_for(condition: Callable[[], bool]) -> None:
 
 
 def is_busy(builder: Builder) -> bool:
-    """Whether a task was given to a process."""
+    """Return whether the builder has a process that runs a task."""
     return bool(builder._busy) and all(process._unsent is None for process in builder._busy)
 
 
-def test_grammar_builder_returns_the_automaton_of_build() -> None:
+def test_grammar_builder_returns_the_automaton_that_build_makes() -> None:
     builder = Builder()
     for regex in ("a|é", "(ab){2,5}c*", "(a|b)*a(a|b){4}"):
         step, is_final = builder("build", regex)
@@ -52,8 +52,8 @@ def test_grammar_builder_returns_the_automaton_of_build() -> None:
 
 
 @ON_LINUX
-def test_grammar_builder_of_a_process_with_much_memory_keeps_its_own_process() -> None:
-    """A child's peak memory begins with its parent's, which says nothing about the child."""
+def test_grammar_builder_in_a_large_parent_process_reuses_its_child_process() -> None:
+    """A forked child inherits its parent's peak memory, which must not count as the child's."""
     held = np.ones(2**26)
     builder = Builder()
     builder("build", "a")
@@ -63,7 +63,7 @@ def test_grammar_builder_of_a_process_with_much_memory_keeps_its_own_process() -
 
 
 @ON_LINUX
-def test_serve_ends_after_a_task_that_left_much_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_process_holding_too_much_memory_ends_after_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter([None, ("build", ("a",), 0), ("build", ("b",), 0)])
     monkeypatch.setattr(regex_dfa.pickle, "load", lambda file: next(asked))
     monkeypatch.setattr(regex_dfa, "limit_memory", lambda limit: None)
@@ -72,11 +72,11 @@ def test_serve_ends_after_a_task_that_left_much_memory_held(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=None))
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=io.BytesIO()))
     regex_dfa.serve(0)
-    assert next(asked) == ("build", ("b",), 0)  # was left for the next process
+    assert next(asked) == ("build", ("b",), 0)  # this task is left for the next process
 
 
 @ON_LINUX
-def test_grammar_builder_over_the_time_limit_raises_and_recovers() -> None:
+def test_grammar_builder_task_over_the_time_limit_raises_and_the_next_succeeds() -> None:
     builder = Builder(seconds=0.5)
     builder("build", "a")
     start = time.perf_counter()
@@ -87,8 +87,8 @@ def test_grammar_builder_over_the_time_limit_raises_and_recovers() -> None:
 
 
 @ON_LINUX
-def test_grammar_builder_stopped_for_longer_than_its_time_limit_still_answers() -> None:
-    """The limit is CPU time: a process that waits for its turn is not refused."""
+def test_grammar_builder_process_stopped_for_longer_than_its_limit_still_answers() -> None:
+    """The limit is CPU time, so a process that only waits is not ended."""
     builder = Builder(seconds=0.5)
     builder("build", "a")
     (process,) = builder.processes
@@ -100,7 +100,7 @@ def test_grammar_builder_stopped_for_longer_than_its_time_limit_still_answers() 
 
 
 @ON_LINUX
-def test_grammar_builder_over_the_memory_limit_raises_and_recovers() -> None:
+def test_grammar_builder_task_over_the_memory_limit_raises_and_the_next_succeeds() -> None:
     builder = Builder(seconds=60.0, gib=0.4)
     with pytest.raises(TooLarge):
         builder("build", "(a|b)*a(a|b){15}")
@@ -134,7 +134,7 @@ def test_grammar_builder_with_a_slow_task_answers_another_task_at_once() -> None
 
 
 @ON_LINUX
-def test_grammar_builder_ended_from_outside_is_tried_again_once() -> None:
+def test_grammar_builder_task_whose_process_is_killed_is_tried_again_once() -> None:
     builder = Builder(seconds=20.0)
     builder("build", "a")
     (first,) = builder.processes
@@ -161,7 +161,7 @@ def test_grammar_builder_ended_from_outside_is_tried_again_once() -> None:
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach another thread")
 def test_grammar_builder_after_an_interrupt_answers_the_next_expression() -> None:
-    """The unread answer to the interrupted expression is not returned for the next one."""
+    """The unread answer to the interrupted expression is not returned for the next expression."""
     builder, before = Builder(), signal.signal(signal.SIGINT, signal.default_int_handler)
     builder("build", "a")
     main = threading.main_thread().ident
@@ -176,7 +176,7 @@ def test_grammar_builder_after_an_interrupt_answers_the_next_expression() -> Non
 
 
 @ON_LINUX
-def test_grammar_builder_in_a_forked_child_uses_a_process_of_its_own() -> None:
+def test_grammar_builder_in_a_forked_child_starts_a_new_process() -> None:
     builder = Builder()
     builder("build", "a")
     before = builder.processes
@@ -210,7 +210,7 @@ def test_grammar_builder_with_a_broken_interpreter_raises(monkeypatch: pytest.Mo
 
 
 def test_grammar_input_closed_or_deleted_ends_the_compiling_process() -> None:
-    """Deleting the input ends the process at once, without garbage collection."""
+    """Deleting the `GrammarInput` ends the process at once, without garbage collection."""
     maker = GrammarInput(lettered.tokenizer(), 16, 400)
     maker.of(SamplingParams(regex="a+"), (0,), ())
     (first,) = maker._run.processes

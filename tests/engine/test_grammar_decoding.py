@@ -1,4 +1,4 @@
-"""Grammars through the engine: the output equals masked decoding token by token, with any drafter."""
+"""Test grammars in the engine: with any drafter the output equals that of masked decoding without drafts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def case(request: pytest.FixtureRequest) -> Case:
         pytest.param(MASKS, lettered.tree, id="masks-tree"),
     ],
 )
-def test_engine_with_grammars_emits_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
-    """In the second run prompts are cached, and slots and tables were used before; few pages cause preemption."""
+def test_engine_with_grammars_emits_the_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
+    """The second run reuses cached prompts, slots and tables. Pages are few, so requests are preempted."""
     pytest.importorskip(case.library)
     engine = make()
     before = engine.metrics
@@ -47,7 +47,7 @@ def test_engine_with_grammars_emits_tokens_of_masked_decoding(case: Case, make: 
 
 
 def test_engine_without_the_grammars_emits_other_tokens(case: Case) -> None:
-    """Negative control: every request with a grammar has other tokens without it; some texts reach their end."""
+    """Negative control: without its grammar, every request has other tokens. Some texts end before max_tokens."""
     done = lettered.chain().generate(PROMPTS, case.without_grammar())
     same = [completion.token_ids == tokens for completion, tokens in zip(done, case.expected(), strict=True)]
     assert same == [not has_grammar for has_grammar in case.has_grammar()]
@@ -63,7 +63,7 @@ def test_request_with_grammar_and_several_samples_constrains_every_sample(case: 
     assert [one.token_ids for one in done.samples] == [masked(PROMPTS[2], params, seed) for seed in seeds]
 
 
-def test_grammar_request_whose_allowed_tokens_are_all_banned_is_the_only_one_to_fail(case: Case) -> None:
+def test_grammar_request_with_all_allowed_tokens_banned_fails_alone(case: Case) -> None:
     done = lettered.chain().generate([PROMPTS[0], PROMPTS[1]], [case.stuck, case.params[1]])
     assert done[0].finish_reason == "error" and done[0].token_ids == [*case.stuck_tokens]
     with pytest.raises(ValueError, match=case.stuck_error):
@@ -79,7 +79,7 @@ def test_engine_with_an_invalid_grammar_raises_before_queueing(case: Case) -> No
 
 
 def test_memory_plan_includes_the_grammar_tables() -> None:
-    """A table takes 2 bytes for each cell and each token of the vocabulary, and every slot has one."""
+    """Every slot has a table, which takes 2 bytes for each cell and for each token of the vocabulary."""
     state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
     assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_

@@ -1,4 +1,4 @@
-"""Streams go on while other requests bring grammars that take long: the longest pause between two chunks."""
+"""Test that streams continue while grammars of other requests take long to compile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {  # made in the thread that uses them
+HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {  # an engine made in the thread that uses it
     "regex": lambda: dict(regex=EXPLODES),
     "nested arrays": lambda: dict(json_schema=nested(26)),
     "enum": lambda: dict(json_schema={"enum": [f"value {index}" for index in range(100_000)]}),
@@ -45,7 +45,7 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {  # made in the thread that 
 
 
 class Words(lettered.Lettered):
-    """A tokenizer with a large vocabulary, most of which the model lacks."""
+    """A tokenizer with a large vocabulary; the model lacks most of its tokens."""
 
     def token_bytes(self) -> list[bytes | None]:
         rng = random.Random(0)
@@ -72,7 +72,7 @@ STREAMED = SamplingParams(max_tokens=small.MAX_LEN - 2, ignore_eos=True, tempera
 
 
 def longest_gap(is_over: Callable[[], bool]) -> float:
-    """Stream until the other request was answered, at least once; return the longest pause in seconds."""
+    """Stream requests until ``is_over`` returns True; return the longest pause between two chunks, in seconds."""
     last, longest = time.perf_counter(), 0.0
     while True:
         for _ in engine().stream([1], STREAMED):
@@ -83,7 +83,7 @@ def longest_gap(is_over: Callable[[], bool]) -> float:
 
 
 def gap_beside(name: str) -> float:
-    """The longest pause of a stream while a thread compiles a grammar."""
+    """Return the longest pause of a stream, in seconds, while a thread compiles a grammar."""
     engine()
     thread = threading.Thread(target=lambda: refused_or_served(HOSTILE[name]()))
     thread.start()
@@ -94,7 +94,7 @@ def gap_beside(name: str) -> float:
 
 
 def gap_in_asyncio(name: str) -> float:
-    """The longest pause of the event loop while a task of the loop brings a grammar."""
+    """Return the longest pause of the event loop, in seconds, while a task submits a request with a grammar."""
 
     async def ask() -> None:
         params = SamplingParams(max_tokens=4, **HOSTILE[name]())

@@ -1,4 +1,4 @@
-"""Grammar tables in single stages: edited logits of every node of a draft, and the accept rules on these logits."""
+"""Test grammar tables in single stages: the masked logits of every draft node, and the accept rules on these logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOAD, ADMIT = jax.jit(grammar_mask.load), jax.jit(penalties.admit)
 
 
 def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Request]]:
-    """Drafts with many tokens that violate the row's grammar, after outputs that do not; the last row has none."""
+    """Return drafts with many tokens that violate the row's grammar; the last row has no grammar."""
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(n if chain else rng.integers(0, n + 1) for n in range(NODES - 1))]] * ROWS)
     tokens, requests = rng.integers(0, small.VOCAB, (ROWS, NODES)), []
@@ -59,7 +59,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
 
 
 def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> list[int]:
-    """The tokens from the root (excluded) to a node."""
+    """Return the tokens after the root up to a node."""
     path = []
     while node > 0:
         path.append(int(tokens[row, node]))
@@ -68,7 +68,7 @@ def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> lis
 
 
 def view_of(requests: list[Request], **options: Any) -> SlotView:
-    """The view of a bucket whose slots and tables are filled as the engine fills them."""
+    """Return a view of the requests' slots, with slots and tables filled as by the engine."""
     state, grammars = penalties.unused(ROWS, small.VOCAB), grammar_mask.unused(ROWS, 4000, small.VOCAB)
     for index, request in enumerate(requests):
         if request.grammar is not None:
@@ -130,7 +130,7 @@ def test_penalties_with_the_roots_grammar_state_at_every_node_fail_the_compariso
 
 @pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "typical"])
 def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -> None:
-    """The stored grammar state is the one after the last token."""
+    """The stored grammar state is the state after the last emitted token."""
     tree = Tree.chain(DEPTH)
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:

@@ -1,4 +1,4 @@
-"""JSON schemas: every text that a mask lets out is an instance, by the library jsonschema; wrong schemas raise."""
+"""Test JSON schemas: the library jsonschema accepts every text that the masks allow, and wrong schemas raise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("llguidance")
 pytestmark = [
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:Possible:FutureWarning"),
-]  # of patterns such as [a&&b]
+]  # Python warns of patterns such as [a&&b]
 
 
 @cache
@@ -39,7 +39,7 @@ def compiled(schema: Any) -> Grammar | LarkGrammar:
 
 
 def accepts(grammar: Grammar | LarkGrammar, text: str) -> bool:
-    """Whether a grammar over bytes allows a whole text."""
+    """Return whether a grammar over bytes allows a whole text."""
     ids = [*text.encode(), END]
     if isinstance(grammar, Grammar):
         return grammar.follow(ids) >= 0
@@ -51,7 +51,7 @@ def accepts(grammar: Grammar | LarkGrammar, text: str) -> bool:
 
 
 def validator(schema: Any) -> Any:
-    """The library's validator, with times that need an offset, as RFC 3339 does."""
+    """Return a validator of jsonschema that requires a time's offset, as RFC 3339 does."""
     jsonschema = pytest.importorskip("jsonschema")
     checker = jsonschema.FormatChecker()
     for name, read in (("time", datetime.time.fromisoformat), ("date-time", datetime.datetime.fromisoformat)):
@@ -64,7 +64,7 @@ def validator(schema: Any) -> Any:
 
 
 class Rounded(Exception):
-    """A number that Python's float rounds, so the validator would judge another number."""
+    """Error: Python's float rounds a number, so the validator would see another number."""
 
 
 def read_json(text: bytes) -> Any:
@@ -87,25 +87,28 @@ def read_json(text: bytes) -> Any:
 
 
 def is_instance(text: bytes, schema: Any) -> bool | None:
-    """Whether a text is JSON and an instance of a schema; None: the validator cannot tell."""
+    """Return whether a text is JSON and an instance of a schema; None if the validator cannot tell."""
     try:
         return bool(validator(schema).is_valid(read_json(text)))
-    except (Rounded, RecursionError):  # or a schema that refers to itself at once, which says nothing about any value
+    except (Rounded, RecursionError):  # or the schema is only a reference to itself
         return None
 
 
 def drawn(grammar: Grammar | LarkGrammar, rng: np.random.Generator) -> bytes | None:
-    """A random text of a grammar; None if it does not end soon."""
+    """Draw a random text of a grammar; return None if the text does not end soon."""
     try:
         return random_schemas.text(grammar, rng)
-    except ValueError as error:  # a parser may find only later that it cannot go on; a table never does
+    except ValueError as error:  # a parser may reach a text that it cannot complete; a table never does
         if isinstance(grammar, LarkGrammar) and "no token that the grammar allows was left" in str(error):
             return None
         raise
 
 
 def check_schema(seed: int) -> tuple[str, int]:
-    """Draw texts of one random schema and validate each; return what follows the schema, and the number of texts."""
+    """Draw texts of one random schema and validate them.
+
+    Returns the class name of the grammar ("refused" if there is none), and the number of texts.
+    """
     rng = np.random.default_rng(seed)
     schema = random_schemas.with_definitions(rng)
     try:
@@ -127,18 +130,18 @@ def check_schemas(seeds: range) -> None:
         assert len(counts) > len(seeds) / 5 and sum(counts) > 3 * len(counts), kind
 
 
-def test_texts_of_random_schemas_are_instances() -> None:
+def test_texts_of_random_json_schemas_are_instances() -> None:
     check_schemas(range(150))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("first", range(1000, 13000, 1000))
-def test_texts_of_many_random_schemas_are_instances(first: int) -> None:
+def test_texts_of_many_random_json_schemas_are_instances(first: int) -> None:
     check_schemas(range(first, first + 1000))
 
 
-def test_texts_of_a_schema_whose_keyword_was_removed_are_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the grammar is that of a schema without patterns."""
+def test_instance_check_of_a_wrongly_translated_pattern_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the grammar allows a letter that the schema's pattern does not."""
     monkeypatch.setattr(random_schemas, "PATTERNS", ["^[a-c]{2}$"])
     read = pattern.read
     monkeypatch.setattr(pattern, "read", lambda given: read("^[a-d]{2}$"))
@@ -147,7 +150,7 @@ def test_texts_of_a_schema_whose_keyword_was_removed_are_found_wrong(monkeypatch
 
 
 INTEGER = {"type": "integer"}
-# Schema, texts that must be allowed, texts that must not be, whether a table follows the schema.
+# Schema, texts that must be allowed, texts that must be refused, whether the grammar is a table.
 CASES: list[tuple[Any, list[str], list[str], bool]] = [
     ({"type": "string", "maxLength": 2}, ['""', '"é\\n"', '"\\""'], ['"abc"', '"\n"', '"\\u00zz"'], True),
     ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2024-13-01"', '"٢024-01-01"'], True),
@@ -213,7 +216,9 @@ CASES: list[tuple[Any, list[str], list[str], bool]] = [
 @pytest.mark.parametrize(
     ("schema", "right", "wrong", "is_table"), CASES, ids=[json.dumps(case[0])[:70] for case in CASES]
 )
-def test_schema_allows_its_instances_alone(schema: Any, right: list[str], wrong: list[str], is_table: bool) -> None:
+def test_json_schema_grammar_allows_instances_and_no_other_texts(
+    schema: Any, right: list[str], wrong: list[str], is_table: bool
+) -> None:
     grammar = compiled(json.dumps(schema))
     assert isinstance(grammar, Grammar) == is_table
     assert [text for text in right if not accepts(grammar, text)] == []
@@ -222,15 +227,15 @@ def test_schema_allows_its_instances_alone(schema: Any, right: list[str], wrong:
     assert all(valid.is_valid(json.loads(text)) for text in right)
 
 
-def test_references_that_do_not_lead_back_become_a_table_at_any_length() -> None:
+def test_json_schema_with_a_long_chain_of_references_becomes_a_table() -> None:
     links = {f"n{index}": {"$ref": f"#/$defs/n{index + 1}"} for index in range(40)}
     grammar = compiled({"$ref": "#/$defs/n0", "$defs": {**links, "n40": INTEGER}})
     assert isinstance(grammar, Grammar) and accepts(grammar, "12") and not accepts(grammar, '"a"')
 
 
 @pytest.mark.parametrize("levels", [3, 26])
-def test_schema_of_nested_arrays_is_followed_at_any_depth(levels: int) -> None:
-    """As a table up to a size, then by the parser; an expression would double with each level."""
+def test_json_schema_of_nested_arrays_is_enforced_at_any_depth(levels: int) -> None:
+    """A small schema becomes a table, and a large one a parser, because each level doubles the expression."""
     schema: dict[str, Any] = INTEGER
     for _ in range(levels):
         schema = {"type": "array", "items": schema}
@@ -239,7 +244,7 @@ def test_schema_of_nested_arrays_is_followed_at_any_depth(levels: int) -> None:
     assert accepts(grammar, "[" * levels + "1,2" + "]" * levels) and not accepts(grammar, "[" * (levels + 1))
 
 
-def test_schema_whose_table_is_too_large_is_followed_by_the_parser() -> None:
+def test_json_schema_whose_table_is_too_large_becomes_a_parser() -> None:
     small = GrammarInput(lettered.Lettered(BYTES), 257, 100)
     grammar = small.of(SamplingParams(json_schema={"type": "string", "maxLength": 9}), (END,), ())
     assert isinstance(grammar, LarkGrammar) and accepts(grammar, '"abc"')
@@ -248,7 +253,7 @@ def test_schema_whose_table_is_too_large_is_followed_by_the_parser() -> None:
 
 
 class Model:
-    """A class with pydantic's method."""
+    """A class with pydantic's method `model_json_schema`."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def test_sampling_params_accepts_a_schema_as_dict_text_or_class() -> None:
     schema = Model.model_json_schema()
     made = [SamplingParams(json_schema=given) for given in (schema, json.dumps(schema), Model)]
     assert made[0] == made[1] == made[2] and hash(made[0]) == hash(made[2])
-    schema["required"].append("b")  # the caller's dict is not shared
+    schema["required"].append("b")  # later changes of the caller's dict have no effect
     assert made[0] == SamplingParams(json_schema=Model)
     pydantic = pytest.importorskip("pydantic")
     own = pydantic.create_model("Own", name=(str, ...), age=(int, pydantic.Field(ge=0)), kind=(str | None, None))
@@ -320,13 +325,13 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_wrong_schema_raises_naming_the_keyword(schema: Any, message: str) -> None:
+def test_wrong_json_schema_raises_naming_the_keyword(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"json_schema.*(?:{message})") as error:
         compiled(schema)
     assert len(str(error.value)) < 500
 
 
-def test_schema_that_contains_itself_as_an_object_raises() -> None:
+def test_json_schema_that_contains_itself_as_an_object_raises() -> None:
     schema: dict[str, Any] = {"items": None}
     schema["items"] = schema
     with pytest.raises(ValueError, match="expected at most 65536 characters, got more"):
@@ -334,8 +339,8 @@ def test_schema_that_contains_itself_as_an_object_raises() -> None:
 
 
 @pytest.mark.parametrize("given", [*random_schemas.PATTERNS, r"^\W$", r"^[^\w]$"])
-def test_pattern_translation_matches_the_texts_that_pythons_re_finds_it_in(given: str) -> None:
-    """Texts of up to two of these characters; `re` reads ECMA's syntax alike here, with ASCII classes."""
+def test_pattern_translation_matches_the_texts_in_which_re_finds_the_pattern(given: str) -> None:
+    """All texts of up to two letters are compared. With ASCII classes, `re` reads these patterns as ECMA-262 does."""
     if given == "[]-]$":
         with pytest.raises(pattern.Unsupported):
             pattern.read(given)

@@ -60,7 +60,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_engine_overlap_host_as_slow_as_device_is_over_1_3x_as_fast(slow: Engine) -> None:
+def test_engine_overlap_with_a_slow_host_is_over_1_3_times_faster(slow: Engine) -> None:
     """Negative control: two runs without overlap take equal times."""
 
     def seconds(overlap: bool) -> float:

@@ -1,4 +1,4 @@
-"""Programs are compiled when requests first need them, and a larger program serves when its own is not compiled."""
+"""Test that programs are compiled when requests first need them, and that larger programs replace missing ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine(**options: Any) -> Engine:
 
 
 def names(one: Engine) -> set[str]:
-    return {name for name in one.compile_seconds if "[" in name}  # without the small helpers
+    return {name for name in one.compile_seconds if "[" in name}  # names without those of the small helper programs
 
 
 def test_engine_on_a_cpu_compiles_only_what_its_requests_need() -> None:
@@ -62,8 +62,8 @@ def test_engine_warmup_compiles_everything_that_later_requests_need() -> None:
     assert names(one) == before
 
 
-def test_engine_whose_programs_are_compiled_on_demand_emits_the_tokens_of_one_that_compiles_ahead() -> None:
-    """Prompts of several lengths come in several orders and numbers, so programs of other sizes serve."""
+def test_engine_compiling_on_demand_emits_the_tokens_of_one_compiling_ahead() -> None:
+    """Prompts of several lengths arrive in several orders and numbers, so larger programs replace missing ones."""
     on_demand, ahead = engine(), engine(compile_ahead=True)
     prompts = [[1, 2], [3] * 9, [5, 6, 7] * 5, [8], [2, 9, 4] * 8]
     for count in (1, 3, 5, 2):
@@ -82,19 +82,19 @@ def test_stream_yields_the_first_token_before_the_rounds_are_compiled() -> None:
     assert names(one) == {"prefill[4]", "round[1]"}
 
 
-def test_request_of_one_token_compiles_no_round() -> None:
+def test_request_for_one_token_compiles_no_round() -> None:
     one = engine()
     one.generate([1, 2], SamplingParams(max_tokens=1))
     assert names(one) == {"prefill[4]"}
-    done = one.generate([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), GREEDY])  # only one of them needs rounds
+    done = one.generate([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), GREEDY])  # only one request needs rounds
     assert [len(each.token_ids) for each in done] == [1, 6] and "round[1]" in names(one)
     other = engine()
-    request = other.submit([1, 2], GREEDY)  # any thread's steps may serve it, so all its programs are compiled
+    request = other.submit([1, 2], GREEDY)  # any thread's step may serve it, so all its programs are compiled
     assert names(other) == {"prefill[4]", "round[1]"} and len(other.result(request).token_ids) == 6
 
 
 def test_requests_of_two_threads_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both need the same program; a stream of a third thread goes on meanwhile."""
+    """Both requests need one program. A stream in a third thread continues meanwhile."""
     one, compiled, running = engine(), threading.Event(), threading.Event()
     one.generate([7], GREEDY)
     programs, compile_one = one.core.runner.programs, one.core.runner.programs._compile_one
@@ -102,7 +102,7 @@ def test_requests_of_two_threads_wait_for_one_compilation(monkeypatch: pytest.Mo
 
     def slow(name: str, lowered: Any) -> Any:
         counts.append(name)
-        assert running.wait(60)  # until the stream has gone on during this compilation
+        assert running.wait(60)  # wait until the stream has yielded during this compilation
         compiled.set()
         return compile_one(name, lowered)
 
@@ -138,8 +138,8 @@ def test_failed_compilation_of_rounds_raises_and_leaves_nothing_queued(monkeypat
     assert len(one.generate([1, 2], GREEDY)[0].token_ids) == 6
 
 
-def test_preempted_request_is_prefilled_in_chunks_that_are_compiled() -> None:
-    """After a preemption the prompt is longer by its answer; the longer chunk's program is not compiled for it."""
+def test_preempted_request_is_prefilled_with_already_compiled_programs() -> None:
+    """After a preemption the answer is prefilled too. No program for a longer chunk is compiled for this."""
     one, alone = engine(slots=2, pages=10, page_size=4, prefix_cache=False), engine()
     prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     done = one.generate(prompts, params)
@@ -147,7 +147,7 @@ def test_preempted_request_is_prefilled_in_chunks_that_are_compiled() -> None:
     assert [each.token_ids for each in done] == [alone.generate(prompt, params)[0].token_ids for prompt in prompts]
 
 
-def test_executables_cover_with_the_least_outputs_then_the_fewest_rows() -> None:
+def test_executables_choose_the_program_with_the_least_outputs_then_the_fewest_rows() -> None:
     programs = engine().core.runner.programs
     sizes = [ExecutableKey.round(rows, 0, logprobs=logprobs) for rows in (2, 4) for logprobs in (False, True)]
     programs.compiled.update(dict.fromkeys(sizes))
@@ -163,7 +163,7 @@ def request_with(number: int, **params: Any) -> Request:
     return Request(number, (1, 2), SamplingParams(**params), seed=0, stop_ids=(), max_new_tokens=4)
 
 
-def test_live_requests_join_the_features_of_those_that_have_not_ended() -> None:
+def test_live_requests_have_the_union_of_the_features_of_unfinished_requests() -> None:
     live, scored, plain = LiveRequests(), request_with(0, logprobs=1), request_with(1)
     live.add(scored)
     live.add(plain)

@@ -1,4 +1,4 @@
-"""Automata of regular expressions over bytes, against the library regex."""
+"""Test automata of regular expressions over bytes against the library regex."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_automaton_accepts_the_texts_that_the_regex_library_matches(regex: str) 
             assert (state != NOWHERE and is_final[state]) == regular.matches(regex, text), text
 
 
-def test_automaton_of_a_long_repetition_takes_time_in_proportion() -> None:
-    """The library alone takes twice the time for each further repetition: hours for forty."""
+def test_automaton_of_a_repetition_takes_time_in_proportion_to_its_length() -> None:
+    """Without the marks, outlines_core takes twice the time for each further repetition, and hours for forty."""
     start = time.process_time()
     step, _ = build('"(?:[^"\\\\\\x{10FFFE}]|\\\\")' + '{0,200}"')
     assert 200 < len(step) < 3000 and time.process_time() - start < 5
@@ -43,12 +43,12 @@ def test_automaton_of_an_invalid_expression_raises(regex: str) -> None:
 
 
 @pytest.mark.parametrize("regex", ["[)](a)", r"\)(a)", "[])](a)", "[^])](a)", "[a[)]](a)"])
-def test_automaton_of_an_expression_with_a_bracket_as_a_letter_is_built(regex: str) -> None:
+def test_automaton_of_an_expression_with_a_literal_bracket_is_built(regex: str) -> None:
     assert build(regex)[1].any()
 
 
-def test_table_of_digits_allows_0_to_9_alone() -> None:
-    """Negative control: without the replacement the table allows the first byte of other scripts' digits."""
+def test_grammar_table_of_digits_allows_only_0_to_9() -> None:
+    r"""Negative control: if `\d` is not replaced, the table allows the first byte of other scripts' digits."""
     for regex, count in ((r"\d", 10), (r"[\d]", 10), (r"[\dé]", 11), (r"\\d", 1)):
         own = table(regex, BYTES, 257, stop_ids=(256,))
         assert (own.next[0, own.class_of] >= 0).sum() == count

@@ -172,7 +172,7 @@ def memory() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_engine_under_threads_tasks_and_faults_stays_right_and_keeps_nothing(
+def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases_all(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str]
 ) -> None:
     engine = soak.engine_with("eagle3", 1)

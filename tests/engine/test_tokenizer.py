@@ -187,7 +187,7 @@ def test_detokenizer_given_an_invalid_byte_replaces_the_whole_byte_run(
     assert streamed(tokenizer, word, [good, [by_byte[0xFF]], word]) == ["", "", "\ufffd" * 4 + "x", ""]
 
 
-def test_tokens_decoded_one_by_one_differ_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
+def test_text_of_tokens_decoded_one_by_one_differs_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
     """Negative control of the incremental detokenizer."""
     tokenizer = load("chat", request)
     ids = tokenizer.encode("🎉👩‍👩‍👧‍👦")

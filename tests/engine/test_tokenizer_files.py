@@ -63,13 +63,13 @@ def describe(folder: Path, **about: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "GPT2Tokenizer"])
-def test_load_tokenizer_folder_without_a_vocabulary_raises(tmp_path: Path, kind: str) -> None:
+def test_tokenizer_folder_without_a_vocabulary_raises(tmp_path: Path, kind: str) -> None:
     folder = describe(tmp_path / "empty", tokenizer_class=kind)
     with pytest.raises(CheckpointError, match=f"{folder}: expected a vocabulary, got . special tokens; mend"):
         load_tokenizer(folder)
 
 
-def test_load_tokenizer_class_of_another_kind_that_loses_blanks_raises(metaspace: Path) -> None:
+def test_tokenizer_whose_class_loses_blanks_raises(metaspace: Path) -> None:
     assert load_tokenizer(metaspace) is not None
     describe(metaspace, tokenizer_class="GPT2Tokenizer", unk_token="<unk>")
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_load_tokenizer_class_of_another_kind_that_loses_blanks_raises(metaspace
 
 
 @pytest.mark.parametrize("prefix", ["x" * 30, 5, [[]]])
-def test_load_tokenizer_damaged_file_raises_even_where_the_library_panics(byte_level: Path, prefix: Any) -> None:
+def test_damaged_tokenizer_file_raises_even_if_the_library_panics(byte_level: Path, prefix: Any) -> None:
     """A prefix longer than a merged token ends in a panic of tokenizers, which is no `Exception`."""
     file = byte_level / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -91,7 +91,7 @@ def test_load_tokenizer_damaged_file_raises_even_where_the_library_panics(byte_l
         load_tokenizer(byte_level)
 
 
-def test_load_tokenizer_whose_vocabulary_lacks_letters_is_accepted(tmp_path: Path) -> None:
+def test_tokenizer_whose_vocabulary_lacks_letters_is_accepted(tmp_path: Path) -> None:
     """The round trip of a text says nothing about a tokenizer without its letters."""
     from tokenizers import Tokenizer, models
 
@@ -101,7 +101,7 @@ def test_load_tokenizer_whose_vocabulary_lacks_letters_is_accepted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_load_tokenizer_with_code_of_its_own_neither_asks_nor_runs_it(
+def test_tokenizer_folder_with_code_loads_without_asking_for_or_running_it(
     byte_level: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     def asked(*_: Any) -> str:
@@ -124,7 +124,7 @@ def test_load_tokenizer_with_code_of_its_own_neither_asks_nor_runs_it(
     assert not (byte_level / "ran").exists()
 
 
-def test_load_tokenizer_model_without_sentencepiece_raises_naming_the_extra(
+def test_tokenizer_model_file_without_sentencepiece_raises_naming_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_is_installed", lambda name: name != "sentencepiece")
@@ -139,7 +139,7 @@ def test_sentencepiece_extra_is_declared_in_pyproject() -> None:
     assert 'sentencepiece = ["sentencepiece", "protobuf"]' in declared
 
 
-def test_load_tokenizer_file_larger_than_the_limit_raises(byte_level: Path) -> None:
+def test_tokenizer_file_larger_than_the_limit_raises(byte_level: Path) -> None:
     os.truncate(byte_level / "tokenizer.json", module.MAX_BYTES + 1)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected at most 268,435,456 bytes"):
         load_tokenizer(byte_level)
@@ -148,7 +148,7 @@ def test_load_tokenizer_file_larger_than_the_limit_raises(byte_level: Path) -> N
 # ---- what is accepted
 
 
-def test_load_tokenizer_of_transformers_has_the_ids_of_its_folder(byte_level: Path) -> None:
+def test_tokenizer_given_as_a_transformers_object_has_the_ids_of_its_folder(byte_level: Path) -> None:
     from transformers import AutoTokenizer
 
     wrapped, read = load_tokenizer(AutoTokenizer.from_pretrained(byte_level)), load_tokenizer(byte_level)
@@ -157,7 +157,7 @@ def test_load_tokenizer_of_transformers_has_the_ids_of_its_folder(byte_level: Pa
     assert (wrapped.vocab_size, wrapped.hidden_ids, wrapped.eos_id) == (read.vocab_size, read.hidden_ids, read.eos_id)
 
 
-def test_load_tokenizer_hub_id_downloads_no_weights(byte_level: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_given_by_hub_id_downloads_no_weights(byte_level: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -169,7 +169,7 @@ def test_load_tokenizer_hub_id_downloads_no_weights(byte_level: Path, monkeypatc
     assert asked[0] == "owner/name" and not any("safetensors" in pattern or "bin" in pattern for pattern in asked)
 
 
-def test_load_tokenizer_takes_relative_paths_and_the_home_folder(
+def test_tokenizer_path_may_be_relative_or_in_the_home_folder(
     byte_level: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(byte_level.parent)
@@ -181,7 +181,7 @@ def test_load_tokenizer_takes_relative_paths_and_the_home_folder(
 
 
 @pytest.mark.parametrize("source", [5, b"gpt2", ["gpt2"], object()])
-def test_load_tokenizer_of_another_type_raises(source: Any) -> None:
+def test_tokenizer_argument_of_a_wrong_type_raises(source: Any) -> None:
     with pytest.raises(TypeError, match="tokenizer: expected a folder, a hub id, a tokenizer of transformers"):
         load_tokenizer(source)
 
@@ -240,7 +240,7 @@ def test_engine_config_default_length_is_that_of_a_short_target() -> None:
     assert engine_config({"max_len": 512}, tiny.config(40).resized(max_position=512)).max_len == 512
 
 
-def test_eos_ids_only_in_the_tokenizer_are_taken_with_a_warning(byte_level: Path) -> None:
+def test_eos_ids_found_only_in_the_tokenizer_are_used_with_a_warning(byte_level: Path) -> None:
     tokenizer = load_tokenizer(byte_level)
     with pytest.warns(UserWarning, match=r"expected eos_token_id.*the tokenizer's EOS token 0 ends requests"):
         assert eos_ids(byte_level, tokenizer, 40) == (0,)

@@ -1,6 +1,6 @@
-"""Thousands of damaged checkpoints: each loads, or is refused by a short error of a few classes that names the folder.
+"""Test that each of thousands of damaged checkpoints loads, or raises a short error that names the folder.
 
-A case is a copy of a small checkpoint with one to three faults drawn with the case's number as the seed.
+A case is a copy of a small checkpoint with one to three random faults. The seed is the case's number.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.folders import EAGLE, HEAD, TARGET
 pytestmark = [
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR|torch.quantize_per_tensor|TypedStorage)"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax's threads
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # raised in threads of orbax
 ]
 
 QUICK, MANY, PARTS = 100, 10_000, 10
-SECONDS = 30  # per case; a hang takes longer on any machine
+SECONDS = 30  # seconds per case; only a hang takes longer
 REFUSALS = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 3, 97.5, 2**31, 10**7, 10**30, 1e400, -1e400, float("nan"), "", "llama", "x" * 3000,
@@ -49,7 +49,7 @@ SIZES = ("num_hidden_layers", "num_layers", "vocab_size", "hidden_size", "num_he
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Undamaged checkpoints of every kind in every file format, with a tokenizer and a generation_config.json."""
+    """Write undamaged checkpoints of every kind in every file format, with a tokenizer and a generation_config.json."""
     root = tmp_path_factory.mktemp("originals")
     target = folders.write(root / "target", TARGET, folders.target_tensors())
     heads = {"eagle3": (HEAD, folders.head_tensors()), "eagle": (EAGLE, folders.eagle_tensors())}
@@ -87,7 +87,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def torch_folders(root: Path) -> list[Path]:
-    """A target and an EAGLE-3 head as torch files; none without torch."""
+    """Write a target and an EAGLE-3 head as torch files; return no folders if torch is missing."""
     try:
         import torch
     except ImportError:
@@ -152,7 +152,7 @@ def damage_text(folder: Path, draw: random.Random) -> None:
 def damage_bytes(folder: Path, draw: random.Random) -> None:
     """Cut a file off, or overwrite, remove or insert some of its bytes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    file = draw.choice(sorted(files, key=lambda path: (path.stat().st_size, str(path))))  # orbax draws names
+    file = draw.choice(sorted(files, key=lambda path: (path.stat().st_size, str(path))))  # orbax names are random
     content = bytearray(file.read_bytes())
     at, size = draw.randrange(len(content) + 1), draw.choice([1, 1, 1, 8, 100])
     noise = draw.choice([bytes(size), b"\xff" * size, draw.randbytes(size)])
@@ -167,7 +167,7 @@ def damage_bytes(folder: Path, draw: random.Random) -> None:
             content[at:at] = noise
     file.write_bytes(content)
     manifest = folder / orbax.MANIFEST
-    if manifest != file and manifest.is_file() and draw.random() < 0.7:  # so that the sizes in the manifest are right
+    if manifest != file and manifest.is_file() and draw.random() < 0.7:  # makes the sizes in the manifest match
         about = json.loads(manifest.read_text())
         about["file_sizes"] = orbax._file_sizes(folder / orbax.WEIGHTS)
         manifest.write_text(json.dumps(about))
@@ -234,7 +234,7 @@ def change_torch(folder: Path, draw: random.Random) -> None:
 
     try:
         state = dict(torch.load(file, weights_only=True))
-    except Exception:  # damaged by an earlier fault
+    except Exception:  # an earlier fault has damaged this file
         return damage_text(folder, draw)
     name = draw.choice([*sorted(map(str, state)), 7, ("a", 1)])
     state[name] = draw.choice(odd_tensors(torch))
@@ -273,12 +273,12 @@ def damaged(original: Path, folder: Path, case: int) -> None:
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         try:
             draw.choice(FAULTS)(folder, draw)
-        except Exception:  # of any class: an earlier fault has left nothing to damage in this way
+        except Exception:  # any class: an earlier fault has left nothing for this fault
             continue
 
 
 def outcome(folder: Path) -> str:
-    """Load everything of a folder; "loaded", "told" (with a warning), "refused", or what was wrong with the error."""
+    """Load everything in a folder; return "loaded", "told" (a warning), "refused", or what is wrong with the error."""
     begin = time.perf_counter()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -287,7 +287,7 @@ def outcome(folder: Path) -> str:
             found = "told" if told else "loaded"
         except REFUSALS as error:
             found = fault_of_error(error, folder)
-        except BaseException as error:  # also of tokenizers' panics
+        except BaseException as error:  # catches panics of tokenizers too
             if isinstance(error, KeyboardInterrupt):
                 raise
             found = f"{type(error).__name__}: {str(error)[:300]}"
@@ -303,7 +303,7 @@ def load_all(folder: Path) -> None:
 
 
 def fault_of_error(error: Exception, folder: Path) -> str:
-    """ "refused", or what is wrong with a refusal."""
+    """Return "refused" if an error is as promised, else what is wrong with the error."""
     message = str(error)
     if len(message) >= 500:
         return f"message of {len(message)} characters: {message[:200]}"
@@ -313,7 +313,7 @@ def fault_of_error(error: Exception, folder: Path) -> str:
 
 
 def run(originals: list[Path], work: Path, cases: range) -> Counter[str]:
-    """Count the outcomes of cases; fails with the number and the error of each case that ended otherwise."""
+    """Count the outcomes of cases; fail with number and error of each case that neither loads nor is refused."""
     counts: Counter[str] = Counter()
     wrong = []
     for case in cases:
@@ -332,7 +332,7 @@ def run(originals: list[Path], work: Path, cases: range) -> Counter[str]:
 
 
 def test_load_undamaged_checkpoints_gives_neither_errors_nor_warnings(originals: list[Path]) -> None:
-    """The control of the tests below: without a fault, everything loads."""
+    """Control of the tests below: without a fault, everything loads."""
     assert {folder.name: outcome(folder) for folder in originals} == {folder.name: "loaded" for folder in originals}
 
 

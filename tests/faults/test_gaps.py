@@ -1,4 +1,4 @@
-"""How long a running stream pauses while another request asks for as much as the limits allow."""
+"""Test how long a running stream pauses while another request asks for as much as the limits allow."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support import tiny
 pytestmark = [pytest.mark.timing, pytest.mark.once]
 
 VOCAB, MAX_LEN = 2048, 2048
-LONGEST = 0.2  # seconds between two chunks of the running stream
-ATTEMPTS = 4  # other programs of the machine make pauses of their own
+LONGEST = 0.2  # longest allowed pause between two chunks of the running stream, in seconds
+ATTEMPTS = 4  # other programs on the machine cause pauses too
 STOPS = [f"{'q' * 990}{i}" for i in range(64)]
 
 
@@ -59,7 +59,7 @@ def engine() -> Engine:
 
 
 def many_waiting() -> None:
-    """Queue 20,000 requests behind those that run, let them wait through two log lines, and abort them."""
+    """Queue 20,000 requests behind the running ones, let them wait for two log lines, and abort them."""
     requests = [engine().submit([1, 2, 3], SamplingParams(max_tokens=1, priority=1, n=1000)) for _ in range(20)]
     try:
         assert len(engine().scheduler.waiting) >= 19_000
@@ -102,7 +102,7 @@ DEMANDS: dict[str, Callable[[], object]] = {
 
 
 def longest_pause(demand: Callable[[], object]) -> float:
-    """The longest time between two chunks of a stream, in seconds, from the demand's start until shortly after it."""
+    """Return the longest pause of a stream in seconds, from the start of a demand until shortly after its end."""
     times, is_over = [], threading.Event()
 
     def read() -> None:
@@ -128,7 +128,7 @@ def longest_pause(demand: Callable[[], object]) -> float:
 
 @pytest.fixture
 def collected() -> Iterator[None]:
-    """Collect garbage first; a collection of everything that tests have left takes longer than a step."""
+    """Collect garbage before the test, because collecting what earlier tests left would pause the stream."""
     gc.collect()
     gc.freeze()
     yield
@@ -148,8 +148,8 @@ def test_stream_beside_a_request_at_the_limits_pauses_under_200_ms(demand: str, 
     assert engine().pages_in_use == 0 and not engine().scheduler.has_work
 
 
-def test_longest_pause_of_a_demand_that_holds_the_lock_is_its_time() -> None:
-    """Negative control: the measure sees a pause."""
+def test_measured_pause_of_a_demand_that_holds_the_lock_is_its_duration() -> None:
+    """Negative control: the measurement finds a pause."""
 
     def hold() -> None:
         with engine()._lock:

@@ -1,4 +1,4 @@
-"""Checkpoints whose counts and sizes are far larger than their files: refused at once, with little memory."""
+"""Test that checkpoints whose sizes are far larger than their files are refused at once, with little memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.folders import EAGLE, HEAD, TARGET
 pytestmark = pytest.mark.once
 
 LAYERS = (4, 2048, 2049, 10**7, 2**31 - 1, 2**31, 10**30)
-SECONDS = 0.5  # a config of 2048 layers takes 0.02 s
+SECONDS = 0.5  # longest allowed time in seconds; a config of 2048 layers takes 0.02
 
 
 def refused(folder: Path) -> str:
-    """The message of the error with which a folder is refused; fails if that takes long."""
+    """Return the message of the error with which a folder is refused; fail if this takes long."""
     begin = time.perf_counter()
     with pytest.raises(CheckpointError) as error:
         auto.load_checkpoint(folder)
@@ -37,7 +37,7 @@ def refused(folder: Path) -> str:
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("kind", ["target", "eagle", "speculators"])
-def test_load_config_of_far_too_many_layers_raises_at_once(tmp_path: Path, kind: str, layers: int) -> None:
+def test_load_config_with_far_too_many_layers_raises_at_once(tmp_path: Path, kind: str, layers: int) -> None:
     config: dict[str, Any] = {"target": TARGET, "eagle": EAGLE, "speculators": HEAD}[kind] | {
         "num_hidden_layers": layers
     }
@@ -72,12 +72,12 @@ def test_load_converted_folder_with_a_huge_size_in_its_manifest_raises_at_once(
 def test_load_config_larger_than_the_limit_raises_without_reading_it(tmp_path: Path) -> None:
     folder = folders.write(tmp_path, TARGET, folders.target_tensors())
     with (folder / "config.json").open("r+b") as file:
-        file.truncate(3 * 2**30)  # a file with a hole, which takes no room
+        file.truncate(3 * 2**30)  # a file with a hole, which takes no space on disk
     assert f"at most {MAX_JSON_BYTES:,} bytes, got {3 * 2**30:,}" in refused(folder)
 
 
 def compressed(file: Path, torch: Any) -> None:
-    """Write tensors as a compressed archive of 1000th of their size."""
+    """Write tensors as a compressed archive of a thousandth of their size."""
     torch.save({"a": torch.zeros(2**24)}, file)
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
@@ -94,7 +94,7 @@ TORCH_FILES: dict[str, Callable[[Path, Any], None]] = {
 
 
 @pytest.mark.parametrize("form", TORCH_FILES)
-def test_load_torch_file_that_expands_beyond_its_size_raises(tmp_path: Path, form: str) -> None:
+def test_load_torch_file_that_expands_when_read_raises(tmp_path: Path, form: str) -> None:
     torch = pytest.importorskip("torch", reason="writes .bin files")
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     TORCH_FILES[form](tmp_path / "pytorch_model.bin", torch)
@@ -117,8 +117,8 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_load_hostile_sizes_in_a_process_of_little_memory_raises_no_memory_error(tmp_path: Path) -> None:
-    """The process may take 600 MiB more than after its start."""
+def test_load_of_hostile_sizes_under_a_memory_limit_raises_no_memory_error(tmp_path: Path) -> None:
+    """The process may use 600 MiB more than at its start."""
     if not Path("/proc/self/statm").is_file():
         pytest.skip("the size of the process is read from /proc")
     wide = folders.write(tmp_path / "wide", {**TARGET, "vocab_size": 2**31 - 1}, folders.target_tensors())

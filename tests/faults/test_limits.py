@@ -1,4 +1,4 @@
-"""No request may take memory without bound, stall other requests, or reach an engine that is not its own."""
+"""Test that no request takes unbounded memory, stalls other requests, or enters another engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import brittle, lettered, small
 
 pytestmark = pytest.mark.once
 
-BOUNDS: list[tuple[str, Any, Any]] = [  # field, largest value, value beyond it
+BOUNDS: list[tuple[str, Any, Any]] = [  # field, largest allowed value, a larger value
     ("n", 1024, 1025),
     ("stop", [str(i) for i in range(64)], [str(i) for i in range(65)]),
     ("stop", "a" * 1000, "a" * 1001),
@@ -45,7 +45,7 @@ FIELDS = list(SamplingParams.__dataclass_fields__)
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """The shared engine; after every test no page, slot or request is held."""
+    """Yield the shared engine; check after every test that it holds no page, slot or request."""
     yield brittle.engine()
     brittle.check_idle()
 
@@ -68,7 +68,7 @@ def test_sampling_params_huge_wrong_value_raises_a_short_error(field: str) -> No
 
 
 def error_of(field: str, value: Any) -> str | None:
-    """The error of a field's value; None: it is allowed."""
+    """Return the message of the error for a field's value; None if the value is allowed."""
     try:
         SamplingParams(**{field: value})
     except ValueError as error:
@@ -107,7 +107,7 @@ def test_engine_prompt_beyond_a_bound_raises_before_it_is_tokenised(
 
 
 class Marked(lettered.Lettered):
-    """The tokenizer of letters, whose hidden tokens have texts."""
+    """A tokenizer of letters whose hidden tokens have texts."""
 
     special_texts: ClassVar = {"<end>": lettered.END, "<mark>": lettered.MARK}
 
@@ -131,7 +131,7 @@ def test_stop_string_with_text_beside_a_special_token_raises(stop: str) -> None:
         processor_with_special_texts().requests([1], SamplingParams(stop=stop), trace=False)
 
 
-def test_engine_ends_at_the_special_token_of_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_a_special_token_as_stop_string_ends_at_that_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lettered.chain()
     monkeypatch.setattr(engine.input_processor, "tokenizer", Marked())
     params = SamplingParams(temperature=0, max_tokens=9, logit_bias={lettered.MARK: 100}, stop="<mark>")
@@ -192,7 +192,7 @@ def test_engine_in_a_forked_child_raises_instead_of_hanging(engine: Engine) -> N
 # -- work between two steps
 
 
-def test_step_with_prompt_logprobs_makes_no_records(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_step_with_prompt_logprobs_makes_no_records(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make = token_logprobs.token_logprobs
 
@@ -213,10 +213,10 @@ def test_step_with_prompt_logprobs_makes_no_records(engine: Engine, monkeypatch:
     assert done.others[0].prompt_logprobs is found, "thousands of completions share one list"
 
 
-def test_queue_and_abort_of_many_requests_give_other_threads_turns(
+def test_queueing_and_aborting_many_requests_lets_other_threads_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each turn of the lock handles a bounded number of completions."""
+    """Only a bounded number of completions is handled before the lock is released."""
     turns: list[int] = []
     enter = type(engine._lock).__enter__
     monkeypatch.setattr(type(engine._lock), "__enter__", lambda self: (turns.append(0), enter(self))[1])
@@ -238,7 +238,9 @@ def test_queue_and_abort_of_many_requests_give_other_threads_turns(
     assert len(turns) == 8 and max(turns) == loop.AT_ONCE and sum(turns) == 2000
 
 
-def test_metrics_of_waiting_requests_add_only_those_that_ran(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_metrics_with_waiting_requests_count_only_requests_that_ran(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = engine.submit([1, 2, 3], SamplingParams(n=500))
     added: list[Metrics] = []
     add = Metrics.__add__
@@ -262,7 +264,7 @@ def test_scheduler_removes_a_waiting_request_in_logarithmic_time(monkeypatch: py
     engine.abort(request)
 
 
-def test_pack_controls_of_a_bias_on_the_whole_vocabulary_stores_each_value() -> None:
+def test_packed_controls_of_a_bias_on_the_whole_vocabulary_have_every_value() -> None:
     engine = lettered.chain()
     bias = {token: token / 8 - 1 for token in reversed(range(small.VOCAB))}
     params = SamplingParams(logit_bias=bias, allowed_token_ids=[0, 2, 4])

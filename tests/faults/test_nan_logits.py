@@ -1,4 +1,4 @@
-"""A request whose logits become NaN ends with an error, after the tokens of a clean run; other requests go on."""
+"""Test that a request whose logits become NaN ends with an error, while other requests continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT, MOST = [3, 1, 4, 1, 5], 14
 
 
 def poison(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    """Make logits NaN once a request has ``args[0]`` tokens (0: never): all of them, or only that of token args[1]."""
+    """Make all logits, or only that of token ``args[1]``, NaN once a request has ``args[0]`` tokens; 0: never."""
     first, only = context.args[:, 0, None], context.args[:, 1, None, None]
     is_due = (first > 0) & (context.generated + 1 >= first)
     vocab = jnp.arange(logits.shape[-1])
@@ -58,9 +58,9 @@ CASES = [
 
 
 def of_nan_after(one: Engine, count: int, only: int, **params: Any) -> tuple[Completion, Completion]:
-    """The completions of a request whose logits are NaN from token ``count`` on, and of one beside it.
+    """Return the completions of a request whose logits are NaN from token ``count`` on, and of a request beside it.
 
-    With top_k the second one is sampled, so that a greedy row is in a batch with a sampled row.
+    With top_k the second request is sampled, so that a batch has a greedy and a sampled row.
     """
     wanted = SamplingParams(max_tokens=MOST, processor_args=(count, only), **params)
     other = replace(wanted, processor_args=(0, -1), temperature=0.7 if params.get("top_k") else wanted.temperature)
@@ -89,7 +89,7 @@ def test_engine_with_nan_logits_ends_the_request_with_an_error(accept: str, kind
     assert one.generate([PROMPT], SamplingParams(max_tokens=MOST, **params))[0].token_ids == clean.token_ids
 
 
-def test_accept_rules_with_nan_logits_are_all_tested() -> None:
+def test_nan_tests_cover_every_accept_rule() -> None:
     tested = {getattr(case, "values", case)[0] for case in CASES}
     assert tested == set(ACCEPT_RULES)
 

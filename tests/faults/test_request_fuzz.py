@@ -1,4 +1,4 @@
-"""Requests with parameters of any type and odd values are served as promised, or refused in a few words."""
+"""Test that requests with random and odd parameters are served as promised, or raise a short error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import lettered, small
 pytestmark = pytest.mark.once
 
 ALLOWED = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
-LONGEST, SECONDS, GROWTH = 500, 20.0, 300  # characters of an error, seconds of a request, MB of memory
+LONGEST, SECONDS, GROWTH = 500, 20.0, 300  # limits: characters of an error, seconds of a request, MB of memory
 
 
 class Odd:
@@ -95,7 +95,7 @@ PROMPTS = ([1], [1, 2, 3], [15] * 40, "ab", "a{b}12", np.array([4, 5]), (7, 7), 
 
 
 def some_request(rng: random.Random) -> tuple[Any, Any]:
-    """A prompt and parameters by name; about one value in six is odd, except those of grammars."""
+    """Return a prompt and parameters by name; about one value in six is odd, except those of grammars."""
 
     def value(name: str) -> Any:
         if name == "regex" or (name in FITTING and rng.random() < 0.85):
@@ -107,7 +107,7 @@ def some_request(rng: random.Random) -> tuple[Any, Any]:
 
 
 def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Completion) -> None:
-    """Check what a completion promises: its number of tokens, where it ended, and the shapes of its records."""
+    """Check a completion's number of tokens, the reason of its end, and the shapes of its records."""
     assert len(done.samples) == params.n
     for one in done.samples:
         assert one.error is None or isinstance(one.error, ValueError), one.error
@@ -133,7 +133,7 @@ def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Comp
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.fuzz)])
-def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(count: int) -> None:
+def test_engine_given_random_requests_serves_them_or_raises_a_short_error(count: int) -> None:
     pytest.importorskip("outlines_core")
     engine, rng, outcomes, times = lettered.chain(), random.Random(count), Counter[str](), list[float]()
     faults: list[str] = []

@@ -1,4 +1,4 @@
-"""Wrong input to public calls raises an error that says what was expected, what was got, and what to do."""
+"""Test that wrong input to public calls raises an error with the expected value, the given value and the remedy."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.support.odd_values import odd_value
 pytestmark = pytest.mark.once
 
 ALLOWED = (TypeError, ValueError, NotImplementedError, FileNotFoundError)
-MAX_MESSAGE = 500  # characters
+MAX_MESSAGE = 500  # most characters of an error
 USER, TEXT = {"role": "user", "content": "hi"}, "expected a text or a list of int token ids"
 
 Call = Callable[[Engine], Any]
 
-# A call with wrong input, and words of its error in their order.
+# A call with wrong input, and words that its error must contain in this order.
 PROMPTS: list[tuple[Call, str]] = [
     (lambda e: e.generate(None), f"prompt: {TEXT}, got None"),
     (lambda e: e.generate(5), f"prompt: {TEXT}, got 5; a prompt of one token is [5]"),
@@ -160,20 +160,22 @@ CASES = [*PROMPTS, *PARAMETERS, *CHATS, *OBJECTS, *DRAFTERS, *OPTIONS]
 
 
 def make(**options: Any) -> Engine:
-    """Make an engine of the small target."""
+    """Make an engine for the small target."""
     return Engine(small.target(), **options)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The shared engine with a byte tokenizer; afterwards it holds nothing and works."""
+    """Yield the shared engine with a byte tokenizer; check afterwards that it holds no request and still generates."""
     brittle.expected()
     yield brittle.engine()
     brittle.check_idle()
 
 
 @pytest.mark.parametrize(("call", "words"), CASES, ids=[words[:60] for _, words in CASES])
-def test_wrong_input_raises_an_error_with_the_expected_words(engine: Engine, call: Call, words: str) -> None:
+def test_public_call_with_wrong_input_raises_an_error_with_the_listed_words(
+    engine: Engine, call: Call, words: str
+) -> None:
     with pytest.raises(ALLOWED) as error:
         call(engine)
     message = str(error.value)
@@ -196,12 +198,12 @@ def test_text_prompt_without_tokenizer_raises_before_anything_compiles(monkeypat
                 call("hello")
         assert not compiled and not engine.compile_seconds
         monkeypatch.setattr(engine.core.runner, "compile", _reached)
-        with pytest.raises(Reached):  # negative control: token ids are queued, which compiles
+        with pytest.raises(Reached):  # negative control: a prompt of token ids is queued and compiles programs
             engine.generate([1])
 
 
 class Reached(Exception):
-    """Raised in place of compilation: the values before it were accepted."""
+    """Error that replaces compilation; it shows that all values before it were accepted."""
 
 
 def _reached(*args: Any, **options: Any) -> None:
@@ -212,7 +214,7 @@ def _reached(*args: Any, **options: Any) -> None:
 
 
 def public_names() -> set[str]:
-    """Names of the public calls' arguments."""
+    """Return the argument names of the public calls."""
     return {field.name for record in (EngineConfig, SamplingParams) for field in fields(record)} | {
         "drafter",
         "dtype",
@@ -225,7 +227,7 @@ def public_names() -> set[str]:
     }
 
 
-def test_foreign_names_are_no_names_of_jspec_and_every_hint_names_one() -> None:
+def test_foreign_names_are_unknown_to_jspec_and_their_hints_are_known() -> None:
     names = public_names()
     assert not names & set(FOREIGN_NAMES)
     for name, hint in FOREIGN_NAMES.items():
@@ -244,7 +246,7 @@ def test_foreign_name_as_engine_option_raises_an_error_with_its_hint(name: str) 
     assert str(error.value) == f"Engine: expected {FOREIGN_NAMES[name]}, got {name}="
 
 
-def test_check_names_of_a_known_name_raises_nothing() -> None:
+def test_name_check_of_a_known_name_raises_nothing() -> None:
     check_names("Engine", ["slots"], ["slots"])
 
 
@@ -254,7 +256,7 @@ def test_check_names_of_a_known_name_raises_nothing() -> None:
 def option(rng: random.Random, engine: Engine, value: Any) -> None:
     name = rng.choice([field.name for field in fields(EngineConfig)])
     if name == "compile_cache" and isinstance(value, str):
-        return  # a folder for programs may have any name
+        return  # any text is a valid folder for programs
     make(**{name: value})
 
 
@@ -292,7 +294,7 @@ RANDOM_CALLS: dict[str, Callable[[random.Random, Engine, Any], Any]] = {
 
 
 def faults(call: str, seeds: range, engine: Engine) -> tuple[list[str], int]:
-    """Make a call with random values; return what is wrong with its errors, and the number of errors."""
+    """Run a public call with random values; return what is wrong with its errors, and the number of errors."""
     found, refused = [], 0
     for seed in seeds:
         rng = random.Random(f"{call} {seed}")
@@ -316,7 +318,7 @@ def _nothing_is_compiled_for_new_engines(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("count", [5, pytest.param(500, marks=pytest.mark.fuzz)])
 @pytest.mark.parametrize("call", RANDOM_CALLS)
 @pytest.mark.usefixtures("_nothing_is_compiled_for_new_engines")
-def test_random_values_are_served_or_refused_with_an_error_that_says_expected(
+def test_public_call_with_random_values_succeeds_or_raises_an_error_saying_expected(
     engine: Engine, call: str, count: int
 ) -> None:
     found, refused = faults(call, range(count), engine)
@@ -324,8 +326,10 @@ def test_random_values_are_served_or_refused_with_an_error_that_says_expected(
     brittle.check_idle()
 
 
-def test_random_values_find_a_raw_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a call that passes its values to Python's len."""
+def test_random_value_check_of_a_call_without_checks_finds_a_raw_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the call passes its values to Python's len."""
     monkeypatch.setitem(RANDOM_CALLS, "raw", lambda rng, e, value: len(value))
     found, refused = faults("raw", range(20), engine)
     assert found and len(found) == refused

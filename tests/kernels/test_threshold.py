@@ -86,7 +86,7 @@ def test_sampling_threshold_without_temperature_keeps_other_tokens() -> None:
     assert mismatches(np.asarray(sampling_threshold(logits, np.ones_like(t), *controls)), logits)
 
 
-def test_sampling_threshold_with_top_p_before_top_k_keeps_other_tokens() -> None:
+def test_sampling_threshold_without_renormalisation_after_top_k_keeps_wrong_tokens() -> None:
     """Negative control: top-p is applied to probabilities that are not renormalised after top-k."""
     logits, (t, k, p, m) = problem()
     apart = np.maximum(sampling_threshold(logits, t, k, np.ones_like(p), m), sampling_threshold(logits, t, 0 * k, p, m))

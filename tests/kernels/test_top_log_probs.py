@@ -48,7 +48,7 @@ def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> N
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
+def test_top_values_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
     best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]

@@ -122,7 +122,7 @@ def test_logprobs_rounds_at_the_first_request_are_all_compiled_or_none(monkeypat
 
 
 @pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
-def test_logprobs_of_emitted_tokens_equal_one_dense_pass(make: Any, expected: list[list[int]]) -> None:
+def test_logprobs_of_emitted_tokens_equal_those_of_a_dense_forward_pass(make: Any, expected: list[list[int]]) -> None:
     """One request asks for no log-probabilities; all tokens equal those of a run without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
@@ -152,7 +152,7 @@ def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
     check(known, prompt[1:], prompt_rows(prompt), count)
 
 
-def test_prompt_logprobs_of_chunked_or_cached_or_preempted_prompts_equal_one_pass(
+def test_prompt_logprobs_of_chunked_cached_or_preempted_prompts_equal_a_dense_pass(
     expected: list[list[int]],
 ) -> None:
     """Prompt log-probabilities are raw in both modes; in the second run cached pages are computed again."""
@@ -235,7 +235,7 @@ LONGEST_PROMPT = 250
         *(pytest.param(name, 80, 64, marks=pytest.mark.matrix) for name in ("none", "ngram", "suffix")),
     ],
 )
-def test_logprobs_of_a_trained_model_equal_one_dense_pass(drafter: str, count: int, tokens: int) -> None:
+def test_logprobs_of_a_trained_model_equal_those_of_a_dense_forward_pass(drafter: str, count: int, tokens: int) -> None:
     """Prompts of English text are decoded greedily and sampled alternately."""
     drafters: dict[str, Drafter | None] = {
         "none": None,

@@ -36,6 +36,6 @@ def test_executable_key_of_each_kind_has_bucket_depth_and_outputs_in_its_name(na
     assert NAMES[name].name(full_depth=3) == name
 
 
-def test_executable_key_of_a_round_with_logprobs_is_equal_traced_or_untraced() -> None:
+def test_executable_key_of_a_round_with_logprobs_ignores_whether_it_is_traced() -> None:
     """The results of a round with logprobs always contain the drafts, so one program serves both."""
     assert ExecutableKey.round(2, 3, logprobs=True) == ExecutableKey.round(2, 3, logprobs=True, traced=True)

@@ -75,7 +75,7 @@ def test_spec_step_of_one_round_has_every_operation_in_a_stage_scope(tree: Tree 
     assert not [path for path in expected if not has(names, path)]
 
 
-def test_spec_step_of_several_rounds_has_every_stage_scope() -> None:
+def test_spec_step_of_several_rounds_has_a_named_scope_for_each_stage() -> None:
     assert {name[0] for name in round_names(Tree.chain(2), rounds=3)} >= set(STAGES)
 
 

@@ -1,4 +1,4 @@
-"""`jspec chat`: the conversation, its commands, Ctrl-C and Ctrl-D."""
+"""Test `jspec chat`: the conversation, its commands, Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """A small engine whose chat template joins the texts of all messages."""
+    """Return a small engine whose chat template joins the texts of all messages."""
 
     def template(self: lettered.Lettered, messages: Sequence[dict[str, str]]) -> list[int]:
         return self.encode("".join(message["content"] for message in messages).replace("Hello", "a"))
@@ -39,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Make `input` return these lines, or raise these errors, and at last the end of the input."""
+    """Make `input` return the given lines or raise the given errors, and then signal the end of the input."""
     said: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
 
     def read(prompt: str) -> str:
@@ -111,9 +111,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
     assert out.getvalue().count(chat.HELP) == 3, "at the start and after each Ctrl-C at the prompt"
 
 
-def test_chat_message_that_does_not_fit_is_refused_and_forgotten(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_message_that_is_too_long_is_refused_and_not_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     talk = chat.Chat(engine, GREEDY, None, out)
     say(monkeypatch, "1" * 60, "ab")

@@ -1,4 +1,4 @@
-"""Test `jspec info --check`: the recorded numbers for every setting, the advice, and an engine's warning."""
+"""Test `jspec info --check`: the measurements of every setting against recordings, the advice, and a warning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.once
 IDS = "eagle_aux_hidden_state_layer_ids"
 ROUNDED = 6e-4  # rounding error of the recorded means, which have three digits
 CUT = check_head.PROMPT + check_head.MAX_TOKENS
-TOKENS = 96  # the recordings contain at least so many tokens
+TOKENS = 96  # least number of tokens in each recording
 RECORDED = {  # jspec's name of each setting: its name in the recordings
     OWN: "correct",
     "rope_theta=500000": "draft rope_theta 500000 (target's)",
@@ -117,11 +117,11 @@ def test_stepwise_replay_of_recorded_texts_has_the_recorded_first_draft_hits(
         places = chain["prefix_len"][first:last] - recorded.start[row]
         assert rounds.positions[places, row].tolist() == chain["prefix_len"][first:last].tolist()
         assert rounds.hits[places, row].tolist() == expected[first:last].tolist()
-    assert 0.5 < expected.mean() < 0.9  # hits and misses
+    assert 0.5 < expected.mean() < 0.9  # the recording has hits and misses
 
 
 @pytest.mark.long
-def test_settings_of_the_recorded_head_have_the_recorded_acceptance_lengths(recorded: Recorded) -> None:
+def test_check_head_settings_have_the_recorded_acceptance_lengths(recorded: Recorded) -> None:
     assert recorded.settings.keys() == RECORDED.keys()
     expected = json.loads((recorded.golden / "sensitivity.json").read_text())
     for name, setting in recorded.settings.items():
@@ -177,8 +177,8 @@ def test_check_head_report_of_a_wrong_config_value_names_the_right_setting(
     assert (f"{name} is clearly better than what the file says" in text) == is_clear
 
 
-def test_measurement_within_three_standard_errors_does_not_beat_another() -> None:
-    """At 100 positions only one of the two settings is right, so three standard errors are 30 hits."""
+def test_check_head_setting_within_three_standard_errors_does_not_beat_another() -> None:
+    """Exactly one of the two settings is right at 100 positions, so three standard errors are 30 hits."""
     hits = np.arange(400) < 200
     own = Measurement(OWN, hits, lengths=np.array([1, 2, 3] * 30))
 
@@ -195,7 +195,7 @@ def test_measurement_within_three_standard_errors_does_not_beat_another() -> Non
     assert not other(0, 0, np.array([1, 2, 3] * 20 + [2, 3, 4] * 10)).beats(own)
 
 
-def test_settings_of_head_omit_feature_layers_that_the_target_lacks() -> None:
+def test_check_head_settings_omit_feature_layers_that_the_target_lacks() -> None:
     target = tiny.model(16, layers=3)
 
     def names(layers: tuple[int, ...]) -> list[str]:
@@ -297,7 +297,10 @@ def test_info_check_with_impossible_arguments_prints_one_line_and_exits_with_2(
 
 
 def step_report(accept_len: int, rows: int) -> np.ndarray:
-    """Return a report; its columns are three tokens, number emitted, accept_len, number drafted, and ended."""
+    """Return a step's report with ``rows`` rows.
+
+    The columns are three tokens, the number emitted, ``accept_len``, the number drafted, and whether the row ended.
+    """
     return np.tile(np.array([0, 0, 0, 1, accept_len, 2, 0], np.int32), (1, rows, 1))
 
 
@@ -321,7 +324,7 @@ def test_low_acceptance_warner_after_64_rounds_below_the_minimum_warns_once() ->
 
 
 def test_low_acceptance_warner_at_the_minimum_does_not_warn() -> None:
-    """It ignores ended rows."""
+    """The warner ignores ended rows."""
     watch = watch_of_a_head()
     ended = step_report(0, 500)
     ended[..., 3] = 0
@@ -362,7 +365,7 @@ def test_engine_with_accepted_drafts_does_not_warn_of_low_acceptance() -> None:
     assert engine.metrics.num_drafts > MIN_ROUNDS
 
 
-def test_drafter_advice_of_each_method_differs_and_is_none_for_lookup() -> None:
+def test_drafter_advice_differs_by_method_and_is_none_for_lookup_drafters() -> None:
     target = tiny.model(16, layers=1)
     chain = Tree.chain(2)
     assert "heads were trained for this target" in str(Medusa(tiny.medusa_heads(target, 2), chain).advice)

@@ -1,4 +1,4 @@
-"""`jspec generate` and `jspec info`: every drafter, every form of tree, and errors as one line."""
+"""Test `jspec generate` and `jspec info`: every drafter, every form of tree, and errors of one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEED = r"(\d+) tokens, (\d+) rounds, mean acceptance length [\d.]+, [\d.]+ toke
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target of one layer and a drafter of every kind, with random weights."""
+    """Write a target of one layer and a drafter of every kind, with random weights; return the folders by name."""
     root = tmp_path_factory.mktemp("small")
     vocabulary = {"vocab_size": 256}
     config = {**folders.TARGET, **vocabulary, "num_hidden_layers": 1, "eos_token_id": None}
@@ -54,7 +54,7 @@ def generate(small: dict[str, str], *words: str) -> int:
 
 @pytest.fixture(scope="module")
 def plain(small: dict[str, str]) -> str:
-    """The target's greedy text, decoded without an engine."""
+    """Return the target's greedy text, decoded without an engine."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int32)
     text = continue_greedily(Model.from_pretrained(small["target"], dtype="float32"), prompt[None], TOKENS)
     return ByteTokenizer().decode(text[0, len(prompt) :].tolist())
@@ -88,7 +88,7 @@ def options(**given: object) -> Namespace:
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
-def test_drafter_from_the_tree_option_has_the_given_tree(small: dict[str, str]) -> None:
+def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) -> None:
     for text, tree in (
         (None, Tree.chain(4)),
         ("chain:2", Tree.chain(2)),
@@ -110,7 +110,7 @@ def cache_dtypes(cache: Any) -> set[str]:
 def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
     small: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine receives quantised weights and caches of the given dtypes."""
+    """The engine gets quantised weights, and caches of the given dtypes."""
     built: list[Any] = []
 
     def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:

@@ -1,4 +1,4 @@
-"""`jspec demo`, and `jspec info` of the embedded pair."""
+"""Test `jspec demo`, and `jspec info` of the embedded pair of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_to
     assert share == pytest.approx(1 - 1 / length, abs=0.02), "each round adds one token of the target's own"
 
 
-def test_demo_prints_speed_ups_the_verdict_and_what_to_do_next(printed: str) -> None:
+def test_demo_prints_speed_ups_the_verdict_and_next_commands(printed: str) -> None:
     heading, _, plain, drafted, explanation, _, verdict, _, *following = printed.splitlines()[-12:]
     assert heading.split() == ["tokens/s", "speed-up", "rounds", "mean", "acceptance", "length"]
     name, *plain_cells = plain.split()
@@ -52,7 +52,7 @@ def test_demo_prints_speed_ups_the_verdict_and_what_to_do_next(printed: str) -> 
     assert following[0] == "next:" and "notebooks/1_quickstart.ipynb" in following[-1]
 
 
-def test_demo_recommends_commands_that_parse() -> None:
+def test_demo_output_recommends_commands_that_parse() -> None:
     commands = [line.split()[1:] for line in demo.NEXT.splitlines() if line.startswith("  jspec ")]
     assert [words[0] for words in commands] == ["generate", "chat"]
     for words in commands:

@@ -1,4 +1,4 @@
-"""`jspec generate`: where the prompt comes from, and what the options of sampling do."""
+"""Test `jspec generate`: the sources of the prompt, and the effects of the sampling options."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from tests.support import lettered
 
 pytestmark = pytest.mark.once
 
-LETTERED = "lettered"  # a target for which `asked` returns a small engine
+LETTERED = "lettered"  # the name of a target that the fixture `asked` replaces by a small engine
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The prompts and parameters that the commands give to a small engine, which replaces the loaded one."""
+    """Return a list that collects the prompts and parameters that commands give to a small engine.
+
+    The small engine replaces the loaded one.
+    """
     seen: list[Any] = []
 
     class Asked:
-        """The small engine, which stays open for other tests."""
+        """The small engine; closing has no effect, because other tests use it too."""
 
         def __init__(self, engine: Engine) -> None:
             self._engine = engine
@@ -60,7 +63,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def spoken(messages: Sequence[dict[str, str]]) -> str:
-    """A conversation as letters of the small tokenizer: a for the system, b for the user."""
+    """Return a conversation as letters of the small tokenizer, "a" for a system message and "b" for a user message."""
     return "".join({"system": "a", "user": "b"}[message["role"]] + message["content"] for message in messages)
 
 
@@ -88,7 +91,7 @@ def test_generate_command_without_one_prompt_exits_2(
     assert asked == []
 
 
-def test_generate_command_chat_and_system_apply_the_chat_template(asked: list[Any]) -> None:
+def test_generate_command_chat_and_system_options_apply_the_chat_template(asked: list[Any]) -> None:
     assert run("--chat", "12") == 0
     assert run("--system", "1", "12") == 0
     assert run("12") == 0
@@ -112,7 +115,7 @@ def test_generate_command_sampling_options_set_the_requests_parameters(asked: li
     assert asked == [("ab", expected)]
 
 
-def test_generate_command_stop_ends_the_text_before_the_stop_text(
+def test_generate_command_stop_option_ends_the_text_before_the_stop_string(
     asked: list[Any], capsys: pytest.CaptureFixture
 ) -> None:
     assert run("ab") == 0
@@ -122,7 +125,7 @@ def test_generate_command_stop_ends_the_text_before_the_stop_text(
     assert capsys.readouterr().out == whole[: whole.index(whole[2])] + "\n"
 
 
-def test_generate_command_n_prints_the_completions_that_the_engine_makes(
+def test_generate_command_n_option_prints_every_completion_of_the_engine(
     asked: list[Any], capsys: pytest.CaptureFixture
 ) -> None:
     assert run("--n", "2", "--temperature", "1", "--seed", "3", "ab") == 0
@@ -164,7 +167,7 @@ def test_command_without_tokenizer_names_the_option_before_anything_is_compiled(
     assert compiled == []
 
 
-def test_generate_command_demo_names_the_embedded_target_head_and_tokenizer(
+def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     built: list[Any] = []
@@ -186,7 +189,7 @@ def test_generate_command_demo_names_the_embedded_target_head_and_tokenizer(
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize("name", command_line.FOREIGN)
-def test_command_line_option_of_another_project_names_ours(
+def test_command_line_option_of_another_project_raises_naming_the_jspec_option(
     name: str, command: str, capsys: pytest.CaptureFixture
 ) -> None:
     for words in ([name, "4"], [f"{name}=4"]):
@@ -206,7 +209,7 @@ def test_stream_chunks_have_the_text_of_each_token() -> None:
 
 
 def test_tokenizer_import_without_torch_prints_nothing() -> None:
-    """The second line is the negative control: transformers by itself prints that torch is missing."""
+    """Negative control, in the second line: importing transformers alone prints that torch is missing."""
     hidden = "import sys; sys.modules['torch'] = None; "
     for code, message in (
         ("from jspec.engine import tokenizer; tokenizer._auto_tokenizer()", ""),

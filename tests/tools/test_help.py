@@ -1,4 +1,4 @@
-"""Help texts of every command: options, defaults, examples; and `jspec --version`."""
+"""Test the help text of every command (options, defaults, examples), and `jspec --version`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and the parsers of all its subcommands, except `convert`, which prints its own help."""
+    """Yield a parser and the parsers of all its subcommands, except `convert`, which prints its own help."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -42,7 +42,7 @@ def test_help_of_each_command_describes_every_option(prog: str) -> None:
 
 
 @pytest.mark.parametrize("prog", OURS)
-def test_help_of_each_command_says_every_default(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_each_command_states_every_default(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10000")  # no line breaks
     text = ALL[prog].format_help()
     for action in options(ALL[prog]):
@@ -61,7 +61,7 @@ def test_help_of_each_command_ends_with_two_examples_that_parse(prog: str) -> No
         make_parser().parse_args(shlex.split(line.split(" > ")[0])[1:])
 
 
-def test_examples_belong_to_commands_that_exist() -> None:
+def test_help_examples_belong_to_existing_commands() -> None:
     assert set(EXAMPLES) == {*ALL, "jspec convert"}
     for line in EXAMPLES["jspec convert"]:
         convert._parser().parse_args(shlex.split(line)[1:])

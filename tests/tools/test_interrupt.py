@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line: one line and exit status 130 during imports, while compiling, and while streaming."""
+"""Test Ctrl-C on the command line: it prints one line and exits with 130 during imports, compilation and streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jspec.tools import interrupt
 pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-SECONDS = 60.0  # longest time that a process may take to print what a test waits for
+SECONDS = 60.0  # most seconds that a process may take to print the line that a test waits for
 
 
 LIKE_A_TERMINAL = """
@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(code: str) -> subprocess.Popen[str]:
-    """Start Python code in a process that receives Ctrl-C like one in a terminal."""
+    """Start Python code in a process that receives Ctrl-C like a process in a terminal."""
     return subprocess.Popen(
         [sys.executable, "-u", "-c", LIKE_A_TERMINAL + code],
         stdout=subprocess.PIPE,
@@ -39,7 +39,7 @@ def start(code: str) -> subprocess.Popen[str]:
 
 
 def interrupted(code: str, *, after: str, presses: int = 1) -> tuple[int, str, float]:
-    """Run code, send SIGINT when it has printed a line; return exit status, standard error, seconds until the end."""
+    """Run code, send SIGINT after the line ``after``; return exit status, standard error, and seconds until the end."""
     process = start(code)
     assert process.stdout is not None
     try:
@@ -116,7 +116,7 @@ def test_interrupted_command_cleans_up_and_prints_nothing_more(tmp_path: Path) -
     assert (tmp_path / "cleaned").exists()
 
 
-def test_interrupted_command_that_goes_on_ends_after_the_grace() -> None:
+def test_interrupted_command_that_does_not_stop_ends_after_the_grace_period() -> None:
     body = """
     while True:
         try:
@@ -145,7 +145,7 @@ def test_interrupted_callback_that_swallows_the_exception_ends_the_process() -> 
     assert seconds < interrupt.GRACE
 
 
-def test_interrupted_load_ends_the_process_without_an_exception(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_command_is_imported_ends_the_process_without_an_exception(tmp_path: Path) -> None:
     load = f"""
     try:
         print("ready"); time.sleep(60)
@@ -156,7 +156,7 @@ def test_interrupted_load_ends_the_process_without_an_exception(tmp_path: Path) 
     assert not (tmp_path / "raised").exists()
 
 
-def test_guard_returns_the_commands_status_and_passes_on_its_errors() -> None:
+def test_interrupt_guard_returns_the_commands_status_and_passes_on_its_errors() -> None:
     def fail() -> int:
         raise ValueError("no")
 
@@ -172,7 +172,7 @@ def test_guard_returns_the_commands_status_and_passes_on_its_errors() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_raised_makes_ctrl_c_an_exception_and_restores_the_handler() -> None:
+def test_interrupt_context_makes_ctrl_c_an_exception_and_restores_the_handler() -> None:
     def other(*arguments: object) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Test that notebooks run from top to bottom, draw or print, define nothing, and hold the outputs of one run."""
+"""Test that notebooks run from top to bottom, define nothing, and contain the outputs of one run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.once
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # these notebooks print tables; the others draw
-TIMEOUT = 300  # seconds that a cell may take
+GUIDES = {path.stem for path in NOTEBOOKS if path.stem >= "5"}  # these notebooks print tables; the others draw figures
+TIMEOUT = 300  # most seconds that a cell may take
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 nbformat = pytest.importorskip("nbformat", reason='needs nbformat: pip install -e ".[notebooks]"')

@@ -1,4 +1,4 @@
-"""The package as users get it: the wheel, its metadata and data files, public names, and the hints how to install."""
+"""Test the package that users get: the wheel, its metadata and data files, public names, and install hints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*words: str | Path, folder: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources with the setuptools of this environment."""
+    """Build the wheel from a copy of the sources, with the setuptools of this environment."""
     pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 builds the wheel; it is not installed")
     copy = tmp_path_factory.mktemp("copy")
     for name in SOURCES:
@@ -101,7 +101,7 @@ def test_wheel_installed_alone_runs_the_command_and_imports_the_packages(wheel: 
     assert (version, layers) == (jspec.__version__, "8")
 
 
-def test_public_names_are_those_that_type_checkers_see() -> None:
+def test_public_names_equal_the_names_that_type_checkers_see() -> None:
     tree = ast.parse(Path(jspec.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -120,8 +120,8 @@ def test_import_of_jspec_does_not_import_jax() -> None:
     assert run(sys.executable, "-c", code, folder=REPOSITORY, PYTHONPATH=str(REPOSITORY)).split() == ["False", "True"]
 
 
-def test_no_text_tells_to_install_jspec_from_an_index() -> None:
-    """Another project owns that name, so the hints name the folder: pip install -e "." with the extra."""
+def test_install_hints_name_the_folder_and_never_the_package() -> None:
+    """Another project owns the package name, so the hints name the folder: pip install -e "." with the extra."""
     folders = (*PACKAGES, "tests", "notebooks")
     texts = [path for folder in folders for kind in TEXTS for path in (REPOSITORY / folder).rglob(kind)]
     texts += [REPOSITORY / "README.md", REPOSITORY / "pyproject.toml", REPOSITORY / ".ci" / "run"]
@@ -130,7 +130,7 @@ def test_no_text_tells_to_install_jspec_from_an_index() -> None:
 
 
 @pytest.mark.parametrize("options", ["", "-U ", "-q --upgrade ", "'", '\\"', "--pre '"])
-def test_install_check_finds_the_name_of_the_other_project(options: str) -> None:
+def test_install_hint_check_of_a_package_name_finds_it(options: str) -> None:
     """Negative control of the test above."""
     assert INSTALL.search("pip install " + options + "jspec[grammar]")
     assert not INSTALL.search("pip install -q -e . && .venv/bin/jspec demo")

@@ -232,7 +232,7 @@ def test_plot_without_matplotlib_raises_naming_the_notebooks_extra(monkeypatch: 
         plot.acceptance(Metrics())
 
 
-def test_plots_when_saved_to_files_are_not_blank(golden: Path, tmp_path: Path) -> None:
+def test_plots_saved_to_files_are_not_blank(golden: Path, tmp_path: Path) -> None:
     rounds = [golden_round(golden, iteration) for iteration in range(24)]
     completion = make_completion(rounds)
     pictures = {

@@ -1,4 +1,4 @@
-"""The log lines that the command line shows while it loads and compiles."""
+"""Test the log lines that the command line shows while it loads and compiles."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_log_lines_without_terminal_are_printed_while_the_context_is_open() -> N
     assert out.getvalue().splitlines() == ["jspec: loading a model", "jspec: compiled round[1] in 2.0 s"]
 
 
-def test_log_lines_on_a_terminal_are_left_to_the_progress_bars() -> None:
+def test_log_lines_on_a_terminal_are_not_printed() -> None:
     out = Terminal()
     with progress.log_lines(out):
         write_lines()
     assert out.getvalue() == ""
 
 
-def test_log_lines_after_an_error_leave_the_loggers_as_they_were() -> None:
+def test_log_lines_after_an_error_restore_the_loggers() -> None:
     before = [(one.level, one.propagate, list(one.handlers)) for one in (LOADING, COMPILING)]
     with contextlib.suppress(ValueError), progress.log_lines(io.StringIO()):
         assert COMPILING.getEffectiveLevel() == logging.INFO

@@ -131,7 +131,7 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
     assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
-def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
+def test_first_readme_has_at_most_200_lines_and_names_every_command() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {

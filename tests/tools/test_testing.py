@@ -1,4 +1,4 @@
-"""Test that `check_lossless` passes lossless drafters, such as the README's example, and raises for others."""
+"""Test that `check_lossless` accepts lossless drafters, such as the README's example, and raises for others."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
 
 
 def repeat(tree: Tree) -> Drafter:
-    """Return the drafter that `jspec/draft/README.md` shows."""
+    """Return the example drafter of `jspec/draft/README.md`."""
     names: dict[str, Any] = {}
     exec(blocks((REPOSITORY / "jspec/draft/README.md").read_text(), "python")[0], names)
     return names["Repeat"](tree)
 
 
 def scripted(plain: Engine) -> Scripted:
-    """Return a drafter that drafts the right token everywhere in the compared runs."""
+    """Return a drafter that drafts the right token at every position of the compared runs."""
     params = [SamplingParams(max_tokens=TOKENS, temperature=t, seed=1000 + i) for t in (0.0, 1.0) for i in range(4)]
     return Scripted(plain.generate(PROMPTS * 2, params), params, Tree.chain(LENGTH))
 
@@ -79,7 +79,7 @@ def test_lossless_check_of_a_rule_that_accepts_every_node_raises(
         check(plain, Random(Tree.chain(LENGTH)), temperatures=(0.0,))
 
 
-def test_lossless_differences_of_a_changed_token_contain_position_and_gap(plain: Engine) -> None:
+def test_lossless_difference_of_a_changed_token_has_its_position_and_logit_gap(plain: Engine) -> None:
     """The gap between the two tokens' logits is larger than at a near tie."""
     (one,) = plain.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0))
     changed = list(one.token_ids)

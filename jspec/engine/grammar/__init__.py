@@ -1,1 +1,1 @@
-"""Grammars on the host: which tokens may follow a text."""
+"""Computes on the host which tokens a grammar allows after a text."""

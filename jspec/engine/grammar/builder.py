@@ -1,4 +1,4 @@
-"""Compiles grammars in processes of their own, within limits of CPU time and memory (`regex_dfa.serve`)."""
+"""Compiles grammars in separate processes with limits of CPU time and memory (`regex_dfa.serve`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import IO, Any, final
 from jspec.engine.grammar import regex_dfa
 from jspec.engine.grammar.regex_dfa import MEMORY, TooLarge
 
-SECONDS, GIB = 10.0, 2.0  # CPU time and memory for one grammar
-PROCESSES = 4  # grammars that are compiled at the same time
-IDLE = 2  # processes that wait for another task
-WAIT = 30  # a process without an answer after this many times its CPU limit is taken for stuck
-STDERR_TAIL = 300  # characters of a process's stderr to show in an error
+SECONDS, GIB = 10.0, 2.0  # limits for one grammar: seconds of CPU time, and GiB of memory
+PROCESSES = 4  # most processes that compile at the same time
+IDLE = 2  # most idle processes that are kept
+WAIT = 30  # a process without an answer after WAIT times its CPU limit counts as stuck
+STDERR_TAIL = 300  # last characters of a process's stderr that an error shows
 OUT_OF_MEMORY = ("memory", "overflowed its stack", "Cannot allocate")
 HAS_CPU_LIMIT = hasattr(signal, "ITIMER_PROF")
 ERRORS = {error.__name__: error for error in regex_dfa.ERRORS}
@@ -31,18 +31,20 @@ Task = tuple[str, tuple[Any, ...], float]  # name, arguments, seconds of CPU tim
 
 
 class Ended(Exception):
-    """Error: a process ended without an answer, and not because of its limits."""
+    """Error: a process ended without an answer, although it kept within its limits."""
 
 
 @final
 class Builder:
-    """Runs tasks of `regex_dfa` in processes, which start when needed and end when this object is deleted.
+    """Runs tasks of `regex_dfa` in processes.
+
+    A process starts when a task needs one. All processes end when this object is deleted.
 
     Args:
-        vocabulary: makes the pair (bytes of each token, size of the vocabulary) that the task "table" needs; called
-            once.
-        seconds: limit of CPU time for one task. Where the system has none, of time.
-        gib: memory limit of a process in GiB, if the system supports one (Linux).
+        vocabulary: function that returns (bytes of each token, size of the vocabulary) for the task "table"; called at
+            most once.
+        seconds: limit of CPU time for one task in seconds; on a system without such a limit, of wall-clock time.
+        gib: memory limit of each process in GiB, on systems that support one (Linux).
     """
 
     def __init__(
@@ -54,22 +56,22 @@ class Builder:
         self._start()
 
     def _start(self) -> None:
-        """Begin without processes; after a fork too, because the processes and the locks are the parent's."""
+        """Set up without processes. A forked child does this again, because its copies belong to the parent."""
         self._owner = os.getpid()
         self._lock, self._turns = threading.Lock(), threading.Semaphore(PROCESSES)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
 
     def __call__(self, name: str, *args: Any, seconds: float | None = None) -> Any:
-        """Run a task: "build", "table" or "lark".
+        """Run the task "build", "table" or "lark" and return its result.
 
         Args:
-            seconds: a lower limit of CPU time.
+            seconds: limit of CPU time for this task, if lower than the builder's; None: the builder's.
 
         Raises:
             TooLarge: the task exceeds the limits.
-            NoText, ValueError, ImportError: raised by the task.
-            RuntimeError: a process cannot be started, fails, or is ended from outside, twice in a row.
+            NoText, ValueError, ImportError: the task raised this error.
+            RuntimeError: a process cannot be started or fails, or two processes in a row are ended from outside.
         """
         if self._owner != os.getpid():
             self._start()
@@ -98,7 +100,7 @@ class Builder:
         try:
             answer = process.ask(task)
             is_whole = True
-        finally:  # also after an interrupt: the unread answer would be taken for the answer to the next task
+        finally:  # after an interrupt too, so that the next task does not read this task's answer
             with self._lock:
                 self._busy.discard(process)
                 is_whole &= process.is_open and len(self._idle) < IDLE
@@ -109,14 +111,14 @@ class Builder:
         return answer
 
     def too_large(self) -> TooLarge:
-        """The error of a task that exceeds the limits."""
+        """Return the error for a task that exceeds the limits."""
         return TooLarge(
             f"it takes more than {self.seconds:g} seconds of CPU time or {self.gib:g} GiB to compile; lower its "
             "repetitions and lengths"
         )
 
     def command(self) -> list[str]:
-        """The command that starts a process."""
+        """Return the command line that starts a process."""
         return [sys.executable, "-P", regex_dfa.__file__, str(int(self.gib * 2**30))]
 
     def pickled_vocabulary(self) -> bytes:
@@ -126,12 +128,15 @@ class Builder:
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that run now."""
+        """Return the processes that run now, idle or busy."""
         with self._lock:
             return [process.popen for process in (*self._idle, *self._busy)]
 
     def close(self) -> None:
-        """End all processes, so tasks that run raise RuntimeError; the next task starts a new process."""
+        """End all processes.
+
+        Tasks that are running raise RuntimeError. A later task starts a new process.
+        """
         with self._lock:
             processes, self._idle = [*self._idle, *self._busy], []
         for process in processes:
@@ -139,7 +144,7 @@ class Builder:
 
 
 class _Process:
-    """One process of a `Builder`, which ends when the builder is deleted."""
+    """A process of a `Builder`; it ends when the builder is deleted."""
 
     def __init__(self, builder: Builder) -> None:
         self._too_large = builder.too_large()
@@ -155,7 +160,7 @@ class _Process:
                 stdout=pipe,
                 stderr=self._stderr,
                 start_new_session=True,
-                env={**os.environ, **threads},  # each thread's stack counts as memory
+                env={**os.environ, **threads},  # the memory limit counts each thread's stack
             )
         except OSError as error:
             raise RuntimeError(
@@ -165,12 +170,12 @@ class _Process:
         self._unsent: bytes | None = builder.pickled_vocabulary()
 
     def ask(self, task: Task) -> tuple[str | None, Any]:
-        """Run one task; return the kind of its error, or None, and its result.
+        """Run one task; return (None, its result), or (kind of its error, message).
 
         Raises:
-            Ended: the process ended by itself or from outside.
-            TooLarge: the process was ended by its limits.
-            RuntimeError: the process failed, gave no answer, or was closed.
+            Ended: the process was ended from outside, or exited without an answer.
+            TooLarge: the process exceeded its limits.
+            RuntimeError: the process failed, gave no answer in time, or was closed.
         """
         assert self.popen.stdin is not None and self.popen.stdout is not None
         timer = threading.Timer(self._wait, self._stop_late)
@@ -193,11 +198,11 @@ class _Process:
         self.popen.kill()
 
     def _why(self) -> Exception:
-        """The error that says why the process gave no answer."""
+        """Return an error that says why the process gave no answer."""
         if not self.is_open:
             return RuntimeError("the engine was closed while it compiled a grammar")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(timeout=5)  # to get the return code
+            self.popen.wait(timeout=5)  # sets the return code
         code, stderr = self.popen.returncode, self._stderr_tail()
         if self._is_late and HAS_CPU_LIMIT:
             return RuntimeError(
@@ -225,5 +230,5 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError, ValueError):  # flushing to a process that has ended; in use elsewhere
+            with contextlib.suppress(OSError, ValueError):  # the process has ended, or another thread uses the pipe
                 pipe.close()

@@ -1,8 +1,9 @@
-"""Context-free grammars: masks of the tokens that may follow an output and each node of its draft. Host only, no jax.
+"""Computes the tokens that a context-free grammar allows after an output and after each node of a draft tree.
 
-A context-free grammar nests to any depth, so no table holds its states. The library llguidance parses the output and
-computes the tokens that may follow, for every node that the mask of the node's parent allows, so the output equals
-masked decoding token by token. Between nodes the parser is rolled back to their common ancestor.
+This runs on the host, without jax. A context-free grammar nests to any depth, so no table can hold its states. The
+library llguidance parses the output and computes a mask of the allowed next tokens. The mask is computed for every
+draft node that the grammar allows, so the output equals that of masked decoding without drafts. Between two nodes the
+parser is rolled back to their common ancestor.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ RULE_OPTIONS = re.compile(
     r'^[ \t]*[?!]?[a-z_][\w-]*\s*\[((?:"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[^\]"/])*)\]', re.MULTILINE | re.I
 )
 RULE = re.compile(r"^[ \t]*[?!]?[a-z_][^:\n]*:", re.MULTILINE | re.I)
-MAX_RULES = 1000  # the library recurses from rule to rule; about 3000 rules overflow a thread's stack
+MAX_RULES = 1000  # llguidance recurses from rule to rule; about 3000 rules overflow a thread's stack
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/')
 
 
 @dataclass(frozen=True, eq=False)
 class LarkGrammar:
-    """A compiled context-free grammar, shared by requests.
+    """A compiled context-free grammar, which several requests may share.
 
     Attributes:
         source: the request's field and its value, for error messages.
-        stop_ids: tokens that end a request; allowed exactly where the grammar may end.
+        stop_ids: tokens that end a request; allowed exactly where a text of the grammar may end.
         vocab_size: size of the model's vocabulary.
         start: the library's parser in its state before the first token.
     """
@@ -46,11 +47,11 @@ class LarkGrammar:
 
     @property
     def words(self) -> int:
-        """Number of words in a token mask (`jspec.core.bitmask`)."""
+        """Return the number of 32-bit words in a token mask (`jspec.core.bitmask`)."""
         return words_of(self.vocab_size)
 
     def first_tokens(self) -> set[int]:
-        """Ids of the tokens that an output may begin with."""
+        """Return the ids of the tokens that an output may begin with."""
         return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
@@ -68,12 +69,12 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """An llguidance tokenizer with one token more, which stands for the end of a text."""
+        """Return an llguidance tokenizer with one additional token, which stands for the end of a text."""
         named = [f"none{token}".encode() if text is None else text for token, text in enumerate(self._texts)]
         special = [token for token, text in enumerate(self._texts) if text is None]
         wrapper = _TokenizerWrapper([*named, b"end"], [*special, self.size], self.size)
         library = _library().LLTokenizer
-        # Two calls, because each holds the interpreter's lock: 0.1 s for 128,000 tokens.
+        # In two calls, because each holds the interpreter's lock: 0.1 s for 128,000 tokens.
         return library(wrapper, n_vocab=self.size + 1, eos_token=[self.size], slices=[]).with_slices(
             library.general_slices()
         )
@@ -90,24 +91,24 @@ class _TokenizerWrapper:
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return []  # only called for forced text, which ALL_TOKENIZATIONS switches off
+        return []  # llguidance calls this only for forced text, which ALL_TOKENIZATIONS switches off
 
 
 def compile_lark(
     source: str, lark: str, vocabulary: Vocabulary, stop_ids: tuple[int, ...], run: Callable[..., Any]
 ) -> LarkGrammar:
-    """Compile a grammar in Lark's syntax, first as a trial in another process, because that has limits.
+    """Compile a grammar in Lark's syntax, after a trial in a process with limits of time and memory.
 
     Args:
         source: the request's field and its value, for error messages.
         lark: the grammar's text.
         vocabulary: the model's vocabulary.
         stop_ids: tokens that end a request.
-        run: runs the task "lark" (`jspec.engine.grammar.builder.Builder`).
+        run: function that runs the task "lark", a `jspec.engine.grammar.builder.Builder`.
 
     Raises:
-        ValueError: the grammar is invalid, takes too much time or memory, a part of it would be ignored, or no token
-            can begin a text of the grammar.
+        ValueError: the grammar is invalid, takes too much time or memory, has an option that llguidance ignores, or
+            allows no first token.
         ImportError: llguidance is missing.
     """
     _check_rules(source, lark)
@@ -138,7 +139,7 @@ def compile_lark(
 
 
 def _check_rules(source: str, lark: str) -> None:
-    """Refuse rules with options that llguidance ignores, and too many rules."""
+    """Refuse a grammar with too many rules, or with options of a rule that llguidance ignores."""
     named = {name for options in RULE_OPTIONS.findall(lark) for name in re.findall(r"[\w-]+", LITERAL.sub("", options))}
     if "temperature" in named:
         raise ValueError(
@@ -151,7 +152,7 @@ def _check_rules(source: str, lark: str) -> None:
 
 @final
 class Matcher:
-    """Follows one request's output through its grammar, and computes token masks.
+    """Parses one request's output by its grammar, and computes token masks.
 
     Attributes:
         count: number of output tokens that the parser has consumed.
@@ -164,14 +165,14 @@ class Matcher:
         self._error: Exception | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Consume the output tokens that are new since the last call.
+        """Parse the output tokens that are new since the last call.
 
         Args:
             tokens: all tokens of the output so far.
 
         Raises:
-            ValueError: the tokens violate the grammar, because every token that the grammar allows was banned, or the
-                parser failed.
+            ValueError: the parser failed, or the tokens violate the grammar because every token that it allows was
+                banned.
         """
         for token in tokens[self.count :]:
             if self._error is not None:
@@ -188,14 +189,15 @@ class Matcher:
     def masks(
         self, tokens: Int[np.ndarray, "nodes"], parents: Int[np.ndarray, "nodes"], valid: Bool[np.ndarray, "nodes"]
     ) -> UInt32[np.ndarray, "nodes words"]:
-        """Compute the mask of the tokens that may follow each node of a draft; after a disallowed node, all tokens.
+        """Compute the mask of the tokens that may follow each node of a draft tree.
 
-        If no token may follow, or the parser fails, the mask allows only the stop ids, and `follow` raises next.
+        The mask after a disallowed node allows all tokens. If the grammar allows no token, or the parser fails, the
+        mask allows only the stop ids, and the next `follow` raises.
 
         Args:
-            tokens: token id of each node; node 0 is the newest output token, which was consumed already.
-            parents: parent of each node; -1 for a node without parent.
-            valid: whether each node is part of the draft.
+            tokens: token id of each node; node 0 is the newest output token, which `follow` has parsed already.
+            parents: index of each node's parent; -1: no parent.
+            valid: whether each node is part of the draft; False: padding.
         """
         masks = np.full((len(tokens), self.grammar.words), EVERYTHING, np.uint32)
         try:
@@ -205,11 +207,11 @@ class Matcher:
         return masks
 
     def first(self) -> UInt32[np.ndarray, "1 words"]:
-        """Compute the mask of the output's next token, without a draft."""
+        """Compute the mask of the output's next token when there is no draft."""
         return self.masks(np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, bool))
 
     def _fill(self, masks: np.ndarray, tokens: list[int], parents: list[int], valid: list[bool]) -> None:
-        paths: dict[int, list[int]] = {0: []}  # tokens from the root (excluded) to each allowed node
+        paths: dict[int, list[int]] = {0: []}  # tokens after the root up to each allowed node
         parser, consumed = self._parser.deep_copy(), list[int]()
         for node, token in enumerate(tokens):
             if node > 0:
@@ -225,7 +227,10 @@ class Matcher:
 
 
 def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
-    """Move a parser to a path: roll back to the common prefix with the consumed tokens, then consume the rest."""
+    """Move a parser to another path of tokens.
+
+    The parser rolls back to the common prefix of both paths, then consumes the rest of the new path.
+    """
     shared = 0
     while shared < min(len(consumed), len(path)) and consumed[shared] == path[shared]:
         shared += 1
@@ -234,7 +239,10 @@ def _move(parser: Any, consumed: list[int], path: list[int]) -> None:
 
 
 def _next_tokens(grammar: LarkGrammar, parser: Any) -> UInt32[np.ndarray, "words"]:
-    """Compute the mask of the next token; stop ids are allowed if the text may end or no other token may follow."""
+    """Compute the mask of the next token.
+
+    The stop ids are allowed if the text may end here, or if no other token may follow.
+    """
     stops = _bits(grammar.stop_ids, grammar.words)
     may_end = parser.is_accepting()
     whole = np.zeros(words_of(grammar.vocab_size + 1), np.uint32)

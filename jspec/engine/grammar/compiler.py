@@ -1,7 +1,7 @@
-"""Compiles the grammars of requests, each distinct grammar once, and checks them against the engine's options.
+"""Compiles the grammars of requests, and keeps compiled grammars for later requests.
 
-A regular expression or a schema of bounded depth becomes a table on the device. Any other grammar becomes a parser on
-the host.
+A regular expression or a JSON schema of bounded depth becomes a table on the device. Any other grammar becomes a parser
+on the host.
 """
 
 from __future__ import annotations
@@ -26,39 +26,40 @@ from jspec.engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 64  # number of compiled grammars that the host keeps
-SECONDS_BEFORE_PARSER = 2.0  # CPU time to try a table for a schema that a parser can follow
+SECONDS_BEFORE_PARSER = 2.0  # seconds of CPU time to try a table, if a parser can follow the grammar too
 
 
 @final
 class GrammarInput:
-    """Compiles the grammars that requests ask for.
+    """Compiles the grammars that requests ask for, each distinct grammar once.
 
     Args:
         tokenizer: the engine's tokenizer; None: requests cannot have grammars.
         vocab_size: size of the model's vocabulary.
-        cells: number of cells of one table on the device; 0: no tables.
+        cells: number of cells (states x token classes) of one table on the device; 0: no tables.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, cells: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        own = weakref.proxy(self)  # a cycle would keep this object and the builder's process until garbage collection
+        own = weakref.proxy(self)  # a reference cycle would keep this object and its processes until garbage collection
         self._run = Builder(lambda: (own._texts, vocab_size))
         self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
         self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
 
     def close(self) -> None:
-        """End the processes that compile grammars; a later grammar starts a new one."""
+        """End the processes that compile grammars; a later grammar starts a new process."""
         self._run.close()
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], words: Words) -> Grammar | LarkGrammar | None:
-        """Compile the grammar of a request; None if the request has no grammar.
+        """Return the compiled grammar of a request; None if the request has no grammar.
 
         Args:
-            stop_ids: tokens that end the request; the grammar allows these tokens exactly where its text may end.
-            words: the request's bad words as token ids. A table bans bad words of a single token and tokens outside
-                ``allowed_token_ids``.
+            params: sampling parameters of the request.
+            stop_ids: tokens that end the request; the grammar allows them exactly where its text may end.
+            words: the request's bad words as token ids. A table excludes bad words of one token, and tokens outside of
+                ``params.allowed_token_ids``.
 
         Raises:
             ValueError: the grammar cannot be served; the message names the field, its value and what is allowed.
@@ -105,7 +106,7 @@ class GrammarInput:
         allowed: tuple[int, ...] | None,
         singles: tuple[int, ...],
     ) -> Grammar | LarkGrammar:
-        """Compile a grammar to a table if it has one that fits, else to a parser."""
+        """Compile a grammar to a table if one exists and fits, else to a parser."""
         source = f"{field}={value!r:.100}"
         regex, lark = _forms(field, value)
         if regex is not None and (self._cells or lark is None):
@@ -140,7 +141,7 @@ class GrammarInput:
 
 
 def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar) -> None:
-    """Refuse a request if no allowed token can be the output's first token; later tokens are not checked."""
+    """Refuse a request whose `allowed_token_ids` include no token that the grammar allows first."""
     allowed, first = params.allowed_token_ids, grammar.first_tokens()
     if allowed is not None and not set(allowed) & first:
         raise ValueError(
@@ -150,10 +151,12 @@ def _check_first_tokens(field: str, params: SamplingParams, grammar: LarkGrammar
 
 
 def _forms(field: str, value: str) -> tuple[str | None, str | None]:
-    """Write a grammar as a regular expression for a table and as a Lark grammar for a parser; None: no such form.
+    """Return a grammar as a regular expression for a table, and as a Lark grammar for a parser.
+
+    Each of the two is None if the grammar cannot be written so.
 
     Raises:
-        ValueError: a JSON schema is wrong.
+        ValueError: the grammar is a JSON schema, and is wrong.
     """
     if field != "json_schema":
         return (value, None) if field == "regex" else (None, value)
@@ -165,15 +168,14 @@ def _forms(field: str, value: str) -> tuple[str | None, str | None]:
     try:
         return regex, schema_lark.lark_of(schema)
     except ValueError:
-        return regex, None  # only a table can follow it
+        return regex, None  # only a table can follow this schema
 
 
 def follow(request: Request) -> None:
-    """Advance the state of a request's grammar by the new tokens of the output.
+    """Advance a request's grammar state, or its parser, by the new tokens of its output.
 
     Raises:
-        ValueError: the tokens violate the grammar, because every token that the grammar allows was banned; the message
-            names the cause.
+        ValueError: the tokens violate the grammar, because every token that the grammar allows was banned.
     """
     if request.matcher is not None:
         request.matcher.follow(request.token_ids)

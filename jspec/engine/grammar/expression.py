@@ -1,26 +1,26 @@
-"""Parts of regular expressions, with the size of the automaton that each needs. The syntax is outlines_core's."""
+"""Makes parts of regular expressions in outlines_core's syntax, and estimates the size of their automata."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-MAX_SIZE = 2**15  # about as many states as a table may have
+MAX_SIZE = 2**15  # largest size of a part; a table may have about as many states
 MAX_POINT = 0x10FFFF
-# Two code points that are not and will never be characters: `regex_dfa` puts one before a text and one after it.
+# Two code points that Unicode reserves as noncharacters: `regex_dfa` puts one before a text and one after it.
 MARKS = (MAX_POINT - 1, MAX_POINT)
 
 
 class NoTable(Exception):
-    """Error: a schema that no table follows; a parser may follow it."""
+    """Error: no table can follow a JSON schema, but a parser may."""
 
 
 class Part(NamedTuple):
     """A part of a regular expression.
 
     Attributes:
-        text: the expression, which may be repeated or joined to others as it is.
-        size: estimated number of states, with repetitions written out.
+        text: the expression, which can be joined to other parts without brackets.
+        size: estimated number of states of its automaton.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 def literal(text: str) -> Part:
-    """The expression that matches one text."""
+    """Return the expression that matches exactly one text."""
     if any(ord(letter) in MARKS for letter in text):
         raise NoTable
     return _checked("".join(map(_escaped, text)), len(text.encode()))
@@ -41,12 +41,12 @@ def _escaped(letter: str) -> str:
 
 
 def one_of(ranges: Iterable[tuple[int, int]], others: Iterable[str] = (), *, is_negated: bool = False) -> Part:
-    """The expression that matches one character.
+    """Return the expression that matches one character of a set.
 
     Args:
-        ranges: first and last code points.
-        others: names of Unicode categories.
-        is_negated: whether the character is in none of them; then it is none of `MARKS` either.
+        ranges: first and last code point of each range of the set.
+        others: names of Unicode categories that the set includes.
+        is_negated: match the characters outside of the set instead, except `MARKS`.
     """
     ranges = [*ranges, MARKS] if is_negated else [*ranges]
     inner = "".join(f"\\x{{{first:X}}}-\\x{{{last:X}}}" for first, last in ranges)
@@ -56,19 +56,19 @@ def one_of(ranges: Iterable[tuple[int, int]], others: Iterable[str] = (), *, is_
 
 
 def sequence(*parts: Part) -> Part:
-    """The expression that matches texts of the parts, one after another."""
+    """Return the expression that matches a text of each part, one after another."""
     return _checked("".join(part.text for part in parts), sum(part.size for part in parts))
 
 
 def choice(parts: Sequence[Part]) -> Part:
-    """The expression that matches the texts of any of the parts."""
+    """Return the expression that matches the texts of any of the parts."""
     if len(parts) == 1:
         return parts[0]
     return _checked(f"(?:{'|'.join(part.text for part in parts)})", sum(part.size for part in parts))
 
 
 def repeated(part: Part, least: int, most: int | None) -> Part:
-    """The expression that matches texts of a part, ``least`` to ``most`` times; None: without an upper limit."""
+    """Return the expression that matches ``least`` to ``most`` texts of a part in a row; ``most`` None: no limit."""
     if most is not None and most < least:
         raise NoTable
     written = f"{{{least},{'' if most is None else most}}}"

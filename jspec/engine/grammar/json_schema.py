@@ -1,6 +1,6 @@
-"""Reads JSON schemas and refuses wrong ones: values of another type, unknown keywords, sizes beyond the limits.
+"""Reads JSON schemas, and refuses schemas with unknown keywords, values of a wrong type, or too large sizes.
 
-Libraries ignore keywords they do not know and values they do not expect, so every keyword is checked here.
+Grammar libraries ignore unknown keywords and unexpected values, so every keyword is checked here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jspec.core.shorten import short
 
 MAX_CHARACTERS = 2**16  # most characters in the text of a schema, an expression or a grammar
 MAX_VALUES = 2000  # most values of one enum, and most properties of one object
-MAX_LEVELS = 50  # most schemas inside one another
-MAX_DIGITS = 1000  # most digits of a number
-ANNOTATIONS = frozenset(  # keywords without effect on which values are valid
+MAX_LEVELS = 50  # most levels of schemas inside schemas
+MAX_DIGITS = 1000  # most digits of an integer in the text of a schema
+ANNOTATIONS = frozenset(  # keywords that do not restrict the valid values
     [
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
         *("discriminator", "contentEncoding", "contentMediaType", "contentSchema"),
     ]
 )
-UNFOLLOWED = frozenset(  # keywords of JSON Schema that nothing here follows
+UNFOLLOWED = frozenset(  # keywords of JSON Schema that are refused
     ["$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary", "additionalItems"]
 )
 TYPES: dict[str, Callable[[Any], bool]] = {
@@ -70,7 +70,7 @@ Rule = tuple[str, Callable[[Any], bool]]
 NUMBER: Rule = ("a number", _is_number)
 COUNT: Rule = ("an int >= 0", _is_count)
 TEXT: Rule = ("a text", TYPES["string"])
-VALUES: dict[str, Rule] = {  # description and test of each keyword's value
+VALUES: dict[str, Rule] = {  # what each keyword's value must be, in words and as a test
     **dict.fromkeys(SUBSCHEMAS, ("a schema (an object, true or false)", lambda v: isinstance(v, (bool, Mapping)))),
     **dict.fromkeys(SUBSCHEMA_LISTS, ("a list of schemas, at least one", lambda v: isinstance(v, list) and v != [])),
     **dict.fromkeys(SUBSCHEMAS_BY_NAME, ("schemas by name", _is_by_name)),
@@ -92,13 +92,13 @@ LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties"
 
 
 def text_of(given: Any) -> str:
-    """Write a schema as JSON, and refuse it if it is wrong.
+    """Return a schema as JSON, after checking it.
 
     Args:
-        given: a schema as a mapping, as JSON, or a class with a method ``model_json_schema`` (pydantic's).
+        given: a schema as a mapping or as JSON, or a class with pydantic's method ``model_json_schema``.
 
     Raises:
-        ValueError: the schema is too large, or no correct schema; the message names the keyword and its location.
+        ValueError: the schema is too large or wrong; the message names the keyword and its location.
     """
     make = getattr(given, "model_json_schema", None)
     if callable(make):
@@ -117,7 +117,7 @@ def text_of(given: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """Read the text of a schema.
+    """Parse the JSON text of a schema.
 
     Raises:
         ValueError: the text is not JSON.
@@ -135,10 +135,11 @@ def _int(digits: str) -> int:
 
 
 def check_text(field: str, text: str) -> None:
-    """Refuse a text that is too long, or that holds half of a surrogate pair.
+    """Refuse a text that is too long, or that contains half of a surrogate pair.
 
     Args:
-        field: the request's field, for the error message.
+        field: name of the request's field, for the error message.
+        text: the field's value.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{field}: expected at most {MAX_CHARACTERS} characters, got {len(text)}; make it smaller")
@@ -148,7 +149,7 @@ def check_text(field: str, text: str) -> None:
 
 
 def _check_size(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema whose text would be too long, before it is written: this must not take long itself."""
+    """Refuse a schema whose JSON text would be too long, without writing the text."""
     left, end = MAX_CHARACTERS, object()
     parts: list[Iterator[Any]] = [iter([schema])]
     while parts:
@@ -166,11 +167,11 @@ def _check_size(schema: Mapping[str, Any]) -> None:
 
 
 def check(schema: Any, path: str = "#", levels: int = 0) -> None:
-    """Refuse a schema with unknown keywords, values of another type, or too many levels or values.
+    """Refuse a schema with unknown keywords, values of a wrong type, or too many levels or values.
 
     Args:
         path: location of ``schema`` in the whole schema.
-        levels: number of schemas around ``schema``.
+        levels: number of schemas that enclose ``schema``.
 
     Raises:
         ValueError: the schema is wrong; the message names the keyword and its location.
@@ -215,7 +216,7 @@ def _check_value(key: str, value: Any, place: str, *, is_root: bool) -> None:
 
 
 def inner_values(value: Any) -> Iterator[Any]:
-    """Yield a value and all values inside it."""
+    """Yield a JSON value and all values nested in it."""
     open_values = [value]
     while open_values:
         yield (part := open_values.pop())
@@ -227,7 +228,7 @@ def _refuse(expected: str, got: Any, place: str = "") -> NoReturn:
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas directly inside a schema, as (location, schema)."""
+    """Yield (location, schema) of each schema directly inside a schema."""
     for key, value in schema.items():
         if key in SUBSCHEMAS:
             yield key, value
@@ -238,10 +239,11 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any], path: str) -> dict[str, Any]:
-    """Copy a schema without its annotations, and with ``change`` applied to each schema directly inside it.
+    """Return a copy without annotations, in which ``change`` has replaced each schema directly inside.
 
     Args:
-        change: function of a schema and its location.
+        schema: the schema to copy.
+        change: function (inner schema, its location) that returns the replacement.
         path: location of ``schema``.
     """
     changed: dict[str, Any] = {}
@@ -258,7 +260,7 @@ def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any, str], Any]
 
 
 def at(schema: Any, ref: str) -> Any:
-    """The part of a schema that a `$ref` points to.
+    """Return the part of a schema that a `$ref` points to.
 
     Raises:
         ValueError: the schema has no such part.

@@ -1,8 +1,8 @@
-r"""Reads the regular expressions of JSON schemas (ECMA-262's, found anywhere in the text) and writes outlines_core's.
+r"""Translates the regular expressions of JSON schemas (ECMA-262) to the syntax of outlines_core.
 
-The two languages give some expressions another meaning: `\d` and `\w` are ASCII in ECMA-262, `.` matches no line end,
-and `[a&&b]` is a plain set. What has no exact translation is refused: look-around, back-references, flags, and `^` or
-`$` inside an expression.
+A schema's expression may match anywhere in a text, while outlines_core matches the whole text. In ECMA-262, `\d` and
+`\w` are ASCII, `.` matches no line end, and `[a&&b]` is a plain set. Look-around, back-references, flags, and `^` or
+`$` inside an expression have no exact translation and are refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BLANKS: Ranges = [
     *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
 ]
 ESCAPED_IN_JSON: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
-# Python's `re`, with which many validators work, has other blanks: `\s` matches the blanks of both languages, `\S` no
-# blank of either.
+# Blanks in only one of ECMA-262 and Python's `re`, which many validators use. Neither `\s` nor `\S` matches them, so
+# that both languages accept the text.
 BLANKS_SOMEWHERE: Ranges = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
 SETS = {"d": DIGITS, "w": LETTERS, "s": BLANKS}
 WIDE_SETS = {**SETS, "s": [*BLANKS, *BLANKS_SOMEWHERE]}
 CONTROLS = {"t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD}
 CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|0(?![0-9])")
-CATEGORY = re.compile(r"p\{([LMN][a-z]?)\}")  # letters, marks and numbers: none is escaped in JSON
+CATEGORY = re.compile(r"p\{([LMN][a-z]?)\}")  # letters, marks and numbers; JSON escapes none of them
 TIMES = re.compile(r"\{([0-9]{1,6})(,)?([0-9]{1,6})?\}|[*+?]")
 
 
@@ -36,8 +36,8 @@ class Pattern(NamedTuple):
     """A pattern in outlines_core's syntax.
 
     Attributes:
-        part: matches the whole texts that the pattern is found in.
-        is_plain: whether no such text has a character that JSON escapes (a quote, a backslash, a control character).
+        part: expression that matches every whole text in which the pattern is found.
+        is_plain: whether none of these texts has a character that JSON escapes (quote, backslash, control character).
     """
 
     part: Part
@@ -45,7 +45,7 @@ class Pattern(NamedTuple):
 
 
 class Unsupported(ValueError):
-    """Error: a pattern that has no exact translation."""
+    """Error: a pattern has no exact translation."""
 
 
 def read(pattern: str) -> Pattern:
@@ -100,7 +100,7 @@ class _Reader:
         return Unsupported(f"expected {expected} at character {self._place}, got {self._pattern!r:.200}")
 
     def whole(self) -> Part:
-        """Read all alternatives, each with its anchors."""
+        """Read the whole pattern: alternatives, each with its anchors."""
         found = [self._anchored()]
         while self._may_take("|"):
             found.append(self._anchored())
@@ -138,7 +138,7 @@ class _Reader:
             bounds = int(least), int(most) if most else None if comma else int(least)
         if bounds[1] is not None and bounds[1] < bounds[0]:
             raise self._error("ascending numbers of repetitions")
-        self._may_take("?")  # which match is preferred makes no difference
+        self._may_take("?")  # a lazy repetition matches the same texts
         return repeated(atom, *bounds)
 
     def _atom(self) -> Part:
@@ -188,10 +188,10 @@ class _Reader:
         return [(ord(letter), ord(letter))], []
 
     def _escape(self, *, is_negated: bool = False) -> tuple[Ranges, list[str]]:
-        """Read what follows a backslash; return code points and names of categories.
+        """Read an escape after its backslash; return its ranges of code points and its names of categories.
 
         Args:
-            is_negated: whether they are excluded, so that too many are better than too few.
+            is_negated: whether the escape stands in a negated set; blanks of only one language then belong to it.
         """
         category, code = self._match(CATEGORY), self._match(CODE)
         if category is not None:
@@ -212,7 +212,7 @@ class _Reader:
         return [(ord(letter), ord(letter))], []
 
     def _one_of(self, ranges: Ranges, categories: list[str] | None = None, *, is_negated: bool = False) -> Part:
-        """The expression that matches one character; a set with characters that JSON escapes is not plain."""
+        """Return the expression that matches one character of a set; clear `is_plain` if JSON escapes any of them."""
         matched = _complement(ranges) if is_negated else ranges
         self.is_plain &= not any(
             low <= last and first <= high for low, high in matched for first, last in ESCAPED_IN_JSON

@@ -1,8 +1,8 @@
-"""Automata of regular expressions and trials of grammars, made in a process of its own within limits. No jax.
+"""Compiles regular expressions to automata, and tries out grammars, in a separate process with limits.
 
-What a grammar needs may be exponential in its length and is only known once it is compiled. Therefore a separate
-process compiles it (`jspec.engine.grammar.builder`). The process runs this file as a script, serves one task after
-another, and ends if a task takes too much time or memory. This file must import nothing of jspec.
+The time and the memory to compile a grammar may be exponential in its length, and are not known beforehand. Therefore
+`jspec.engine.grammar.builder` starts a separate process, which runs this file as a script. The process serves one task
+after another, and ends if a task takes too much time or memory. This file must import nothing of jspec, and no jax.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NOWHERE = -1
-BEGIN, END = "\U0010fffe", "\U0010ffff"  # two code points that are not and will never be characters
+BEGIN, END = "\U0010fffe", "\U0010ffff"  # code points that Unicode reserves as noncharacters
 INSTALL = "install outlines_core (in the folder of jspec: pip install -e '.[grammar]')"
 MAX_STATES = 2**15 - 1  # states and classes are int16 on the device
-MAX_WORK = 2**27  # most cells of an intermediate table, before useless states and classes are removed
-MAX_KEPT = 2**28  # bytes that the process may hold to serve another task
-ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else only one tokenisation of a text is allowed
+MAX_WORK = 2**27  # most cells of a table before useless states and classes are removed
+MAX_KEPT = 2**28  # bytes; a process that holds more serves no other task
+ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'  # else each text has only one tokenisation
 
 Automaton = tuple[Int[np.ndarray, "states 256"], Bool[np.ndarray, "states"]]
 Table = tuple[Int[np.ndarray, "vocab"], Int[np.ndarray, "states classes"]]
@@ -36,7 +36,7 @@ class TooLarge(ValueError):
 
 
 class NoText(ValueError):
-    """Error: no text of a grammar can be written in the allowed tokens."""
+    """Error: the allowed tokens can write no text of a grammar."""
 
 
 def library() -> Any:
@@ -53,20 +53,18 @@ def library() -> Any:
 
 
 def build(regex: str) -> Automaton:
-    """Build the automaton of a regular expression over the bytes of its texts; the start state is 0.
+    """Compile a regular expression to an automaton over bytes, whose start state is 0.
 
-    The library gets the expression between two marks. Without the first mark its time may be exponential, because it
-    also prepares for matches that begin anywhere in a text. Without the second it omits transitions from final to
-    non-final states: here only the state after the mark is final, and the final states of the expression itself are
-    those with a transition by the mark.
+    outlines_core gets the expression between two marks. Without the first mark its time may be exponential, because it
+    also prepares for matches that begin inside a text. Without the second mark it omits transitions from final to
+    non-final states. With the marks, a state of the expression is final if it has a transition by the second mark.
 
     Returns:
-        The next state for each state and byte, [states, 256] (`NOWHERE`: no such transition), and whether each state is
-        final, [states].
+        The next state by state and byte, [states, 256] (`NOWHERE`: none), and whether each state is final, [states].
 
     Raises:
-        ValueError: the expression is invalid; the message is the library's.
-        ImportError: the library is missing.
+        ValueError: the expression is invalid; the message is that of outlines_core.
+        ImportError: outlines_core is missing.
     """
     outlines, stop_id = library(), 256
     vocabulary = outlines.Vocabulary(stop_id, {bytes([byte]): [byte] for byte in range(256)})
@@ -84,7 +82,7 @@ def build(regex: str) -> Automaton:
     step[(step != NOWHERE) & is_after_end[step]] = NOWHERE
     is_final = (reached != NOWHERE) & is_after_end[reached]
     order = np.arange(len(step))
-    order[[0, start]] = start, 0  # an exchange of two states
+    order[[0, start]] = start, 0  # swap two states
     moved = order[step[order]]
     return np.where(step[order] == NOWHERE, NOWHERE, moved), is_final[order]
 
@@ -103,7 +101,7 @@ def _check_closed(regex: str) -> None:
         elif letter == "[":
             brackets += 1
             place += regex.startswith("^", place + 1)
-            place += regex.startswith("]", place + 1)  # a "]" in the first place is a character
+            place += regex.startswith("]", place + 1)  # a "]" at the beginning of a set is a character
         elif letter == "]":
             brackets = max(brackets - 1, 0)
         elif letter in "()" and not brackets:
@@ -114,7 +112,10 @@ def _check_closed(regex: str) -> None:
 
 
 def _transitions(index: Any, stop_id: int) -> tuple[Int[np.ndarray, "states"], Int[np.ndarray, "states 256"]]:
-    """The library's names of an automaton's states, the start first, and the next states as positions in them."""
+    """Return the names of an automaton's states, and its next states as indices into the names.
+
+    The start state is first.
+    """
     transitions: dict[int, dict[int, int]] = index.get_transitions()
     names = np.array([*dict.fromkeys([index.get_initial_state(), *transitions, *index.get_final_states()])])
     in_order = np.argsort(names)
@@ -128,7 +129,7 @@ def _transitions(index: Any, stop_id: int) -> tuple[Int[np.ndarray, "states"], I
 
 
 class TokenTexts:
-    """The tokens' bytes, grouped by byte position, in the order in which `table_of` reads them.
+    """The bytes of all tokens, grouped by their position in the token, as `table_of` reads them.
 
     Args:
         texts: bytes of each token; None for a token without text.
@@ -137,7 +138,7 @@ class TokenTexts:
     Attributes:
         size: size of the vocabulary.
         has_text: whether each token has a text, [vocab].
-        positions: for each byte position, the ids of the tokens that are long enough, and their bytes at the position.
+        positions: for each byte position, the ids of the tokens that have a byte there, and these bytes.
     """
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
@@ -156,21 +157,23 @@ class TokenTexts:
 def table_of(
     regex: str, texts: TokenTexts, stop_ids: Collection[int], banned: Collection[int], cells: int | None
 ) -> Table:
-    """Compile a regular expression, which must match the whole text, to a table over tokens.
+    """Compile a regular expression to a table over tokens; the expression must match the whole text.
 
     Args:
-        stop_ids: tokens that end a request; allowed only in final states.
+        regex: the expression.
+        texts: bytes of all tokens.
+        stop_ids: tokens that end a request; allowed exactly in final states.
         banned: tokens that are never allowed.
-        cells: most states x classes of tokens; None: any number.
+        cells: largest product of states and token classes; None: no limit.
 
     Returns:
-        The class of each token, [vocab] int16, and the next state, [states, classes] int16.
+        The class of each token, [vocab] int16, and the next state by state and class, [states, classes] int16.
 
     Raises:
         ValueError: the expression is invalid.
         TooLarge: the table has too many cells.
-        NoText: no text can be written in the allowed tokens.
-        ImportError: the library is missing.
+        NoText: the allowed tokens can write no text of the expression.
+        ImportError: outlines_core is missing.
     """
     step, is_final = build(regex)
     is_allowed = texts.has_text.copy()
@@ -189,12 +192,12 @@ def table_of(
 def _over_tokens(step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Convert an automaton over bytes to an automaton over tokens.
 
-    A column contains, for each start state, the state after a byte string. All tokens advance by one byte at a time.
-    Tokens whose bytes so far lead to equal columns share one column, so each pair of a column and a class of bytes is
+    A column contains the state after a byte string, for each state before it. All tokens advance by one byte at a time.
+    Tokens whose bytes so far give equal columns share one column, so each pair of a column and a class of bytes is
     computed once.
 
     Returns:
-        The next state, [states, classes], and the class of each token, [vocab].
+        The next state by state and class, [states, classes], and the class of each token, [vocab].
     """
     byte_columns, byte_class = np.unique(step, axis=1, return_inverse=True)
     byte_class = byte_class.reshape(-1)
@@ -218,7 +221,7 @@ def _over_tokens(step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray) ->
 
 
 def _trim(table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
-    """Remove states that cannot be reached from the start or cannot reach a final state; renumber the rest."""
+    """Remove states that the start cannot reach or that reach no final state, and renumber the others."""
     size = len(table)
     rows, _ = np.nonzero(table != NOWHERE)
     sources, targets = np.divmod(np.unique(rows * size + table[table != NOWHERE]), size)
@@ -233,7 +236,7 @@ def _trim(table: np.ndarray, is_final: np.ndarray) -> np.ndarray:
 
 
 def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Whether each state is one of the given states or reachable from them along the edges ``sources -> targets``."""
+    """Return whether each state can be reached from the given ones along the edges ``sources -> targets``."""
     order = np.argsort(sources, kind="stable")
     targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
     found, newest = states.copy(), np.flatnonzero(states).tolist()
@@ -247,7 +250,7 @@ def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np
 
 
 def check_size(states: int, classes: int, cells: int) -> None:
-    """Refuse a table that is larger than the tables on the device.
+    """Refuse a table that does not fit into a table on the device.
 
     Raises:
         TooLarge: the table is too large; the message names its size and the limit.
@@ -264,7 +267,7 @@ def _too_large(states: int, classes: int, cells: int) -> str:
 
 
 class _Bytes:
-    """A tokenizer with one token for each byte, for llguidance."""
+    """A tokenizer for llguidance with one token for each byte."""
 
     is_tokenizer_wrapper, bos_token_id, eos_token_id = True, None, 256
     special_token_ids = [256]  # noqa: RUF012 (the library wants a list)
@@ -275,7 +278,7 @@ class _Bytes:
 
 
 def try_lark(lark: str) -> None:
-    """Compile a context-free grammar with llguidance, compute its first mask over bytes and take one byte.
+    """Try a context-free grammar in llguidance: compile it, compute its first mask over bytes and consume one byte.
 
     Raises:
         ValueError: llguidance refuses the grammar.
@@ -299,20 +302,19 @@ def try_lark(lark: str) -> None:
 
 
 def reason(parser: Any) -> str:
-    """The first line of the message of an llguidance parser's error, at most 200 characters."""
+    """Return the first line of an llguidance parser's error message, at most 200 characters."""
     return parser.get_error().strip().split("\n")[0][:200]
 
 
 ERRORS: tuple[type[Exception], ...] = (TooLarge, NoText, ImportError, ValueError)
-MEMORY = "memory"  # kind of the answer to a task that needs more than the process may have
+MEMORY = "memory"  # kind of answer to a task that exceeds the memory limit
 
 
 def serve(limit: int) -> None:
-    """Read pickled tasks from stdin and write their results, or errors, to stdout, until stdin ends.
+    """Read pickled tasks from stdin and write pickled answers to stdout, until stdin ends.
 
-    The first item is a pickled pair (bytes of the tokens, size of the vocabulary), or None. A task is (name, arguments,
-    seconds of CPU time after which the system ends the process), a result (None, result), an error (name of its type,
-    message).
+    Before the tasks, stdin has a pickled pair (bytes of each token, size of the vocabulary), or None. A task is (name,
+    arguments, limit of CPU time in seconds). An answer is (None, result) or (type name of the error, message).
 
     Args:
         limit: memory limit in bytes.
@@ -320,7 +322,7 @@ def serve(limit: int) -> None:
     limit_memory(limit)
     vocabulary: list[Any] = [pickle.load(sys.stdin.buffer)]
     used = 0
-    while used <= MAX_KEPT:  # the memory of a large task is free again only in a new process
+    while used <= MAX_KEPT:  # only the end of the process frees the memory of a large task
         try:
             name, args, seconds = pickle.load(sys.stdin.buffer)
         except EOFError:
@@ -344,13 +346,13 @@ def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[st
     except ERRORS as error:
         return next(one.__name__ for one in ERRORS if isinstance(error, one)), str(error)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # an error inside a library; it has no base class of its own
+        if type(error).__name__ != "PanicException":  # a panic inside a library; it has no base class to catch
             raise
         return "ValueError", f"the library failed: {error!s:.200}"
 
 
 def limit_memory(limit: int) -> None:
-    """Limit the memory of this process, in bytes, and write no core files; some systems have no such limits."""
+    """Limit the memory of this process to a number of bytes, and forbid core files, where the system can."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -359,13 +361,16 @@ def limit_memory(limit: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the system end this process after some seconds of CPU time; 0: no limit. Some systems have no such limit."""
+    """Let the system end this process after some seconds of CPU time, where it can; 0: no limit."""
     if hasattr(signal, "ITIMER_PROF"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def held_memory() -> int:
-    """Bytes that this process holds; 0 where the system does not tell. (`ru_maxrss` would include the parent's.)"""
+    """Return the bytes of memory that this process holds; 0 if the system does not report them.
+
+    `ru_maxrss` would include the parent process's memory.
+    """
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

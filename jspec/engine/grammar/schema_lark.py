@@ -1,9 +1,9 @@
-"""Writes a JSON schema as a Lark grammar for llguidance, which follows or refuses every keyword of JSON Schema.
+"""Writes a JSON schema as a Lark grammar for llguidance, which enforces or refuses every keyword of JSON Schema.
 
-Where llguidance would let out a text that is no instance, the schema is rewritten or refused. Llguidance reads
-patterns in another language. It compares the names of unlisted properties before their escapes are resolved, so
-`"\\u0061"` would not be the property "a". It counts a repeated property twice, rounds large numbers, and includes some
-exclusive bounds.
+A schema is rewritten or refused here if llguidance would allow a text that the schema does not. Llguidance reads
+patterns in another language than JSON Schema. It compares names of unlisted properties before it resolves escapes, so
+it would not take `"\\u0061"` for the property "a". It counts a repeated property twice, rounds large numbers, and
+includes some exclusive bounds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from jspec.engine.grammar import json_schema, schema_regex
 from jspec.engine.grammar.expression import NoTable, Part, choice, literal, one_of, repeated, sequence
 
-# JSON whitespace as in `jspec.engine.grammar.schema_regex`: at most one blank between JSON tokens.
+# At most one blank between JSON tokens, as in `jspec.engine.grammar.schema_regex`.
 OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}
 MAX_NUMBER = 2**53
-MAX_OPEN_BOUND, LITTLE = 2**20, 1e-9  # their sum is exact enough for a double
+MAX_OPEN_BOUND, LITTLE = 2**20, 1e-9  # doubles distinguish a bound from bound + LITTLE
 NUMERIC = {"enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 CONTROLS = [(0, 0x1F)]
 ANY = repeated(one_of(CONTROLS, is_negated=True), 0, None)
 
 
 def lark_of(schema: Any) -> str:
-    """Write a correct schema (`jspec.engine.grammar.json_schema.check`) as a Lark grammar.
+    """Return a checked schema (`jspec.engine.grammar.json_schema.check`) as a Lark grammar.
 
-    Properties stand in the schema's order, and at most one blank stands between two tokens. Names that the schema does
-    not list have no control characters.
+    The grammar's texts have their properties in the schema's order, at most one blank between two JSON tokens, and no
+    control characters in names that the schema does not list.
 
     Raises:
-        ValueError: the schema cannot be followed; the message names the keyword and its location.
+        ValueError: a keyword cannot be enforced; the message names the keyword and its location.
     """
     return f"start: %json {json.dumps({**_rewritten({} if schema is True else schema, '#'), 'x-guidance': OPTIONS})}"
 
@@ -76,7 +76,7 @@ def _by_pattern(schema: Mapping[str, Any], parts: Mapping[str, Any], path: str) 
 
 
 def _check_count(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse `minProperties` if a text could reach it by repeating a property."""
+    """Refuse `minProperties` if a text could satisfy it by repeating a property."""
     least, has_others = schema.get("minProperties", 0), schema.get("additionalProperties") is not False
     if least > max(1, len(schema.get("required", ()))) and (has_others or "patternProperties" in schema):
         raise ValueError(
@@ -97,7 +97,10 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
-    """Move whole exclusive bounds a little, because llguidance includes some: 0 in the numbers from 0 to 0.5."""
+    """Return whole exclusive bounds moved inwards a little, because llguidance includes some of them.
+
+    For example, it allows 0 where the number must be above 0 and below 0.5.
+    """
     moved: dict[str, float] = {}
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         bound = schema.get(name)
@@ -114,7 +117,7 @@ def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
 
 
 def _others(names: Collection[str], path: str) -> str:
-    """The pattern of all names without control characters, except the given ones."""
+    """Return a pattern for all names without control characters, except the given names."""
     try:
         return f"^{choice([_except({name for name in names if name.isprintable() or min(name) >= ' '})]).text}$"
     except (NoTable, RecursionError):

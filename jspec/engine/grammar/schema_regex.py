@@ -1,8 +1,8 @@
-"""Writes a JSON schema as a regular expression if that is exact, so that a table on the device can follow it.
+"""Writes a JSON schema as a regular expression, for a table on the device, if every match is an instance.
 
-Every text that the expression matches is JSON and an instance of the schema. The texts are not all instances:
-properties stand in the schema's order, an object with `properties` has no others, tuples of `prefixItems` are whole,
-values of `enum` and `const` have one spelling, and at most one blank stands between two tokens.
+The expression does not match all instances. Properties are in the schema's order, and an object with `properties` has
+no other properties. Tuples of `prefixItems` are complete, values of `enum` and `const` have one spelling, and at most
+one blank stands between two JSON tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jspec.engine.grammar import json_schema, pattern
 from jspec.engine.grammar.expression import NoTable, Part, choice, literal, one_of, repeated, sequence
 
 IGNORED = json_schema.ANNOTATIONS | {"$defs", "definitions", "$schema", "$id", "id"}
-FOLLOWED = {  # keywords that the expression of a type follows
+FOLLOWED = {  # keywords that the expression of each type enforces
     "string": {"minLength", "maxLength", "pattern", "format"},
     "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-MAX_REFS = 100  # most references inside one another
+MAX_REFS = 100  # most levels of references inside references
 
 BLANK, COMMA, COLON = Part(" ?", 1), Part(" ?, ?", 3), Part(" ?: ?", 3)
 QUOTE = literal('"')
 CHARACTER = choice([one_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)], is_negated=True), Part(r'\\["\\/bfnrt]', 2)])
 INTEGER = Part("-?(?:0|[1-9][0-9]*)", 3)
-NUMBER = Part(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?", 8)  # two digits: readers have doubles
+NUMBER = Part(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?", 8)  # an exponent of two digits fits a double
 SCALARS = {
     "boolean": Part("(?:true|false)", 9),
     "null": Part("null", 4),
@@ -42,7 +42,7 @@ DATE = (
 CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{CLOCK})"
 HEX = "[0-9a-fA-F]"
-FORMATS = {  # RFC 3339 without leap seconds and the year 0; RFC 4122
+FORMATS = {  # dates and times of RFC 3339 without leap seconds and the year 0; uuid of RFC 4122
     "date": DATE,
     "time": TIME,
     "date-time": f"{DATE}T{TIME}",
@@ -51,10 +51,10 @@ FORMATS = {  # RFC 3339 without leap seconds and the year 0; RFC 4122
 
 
 def regex_of(schema: Any) -> str:
-    """Write a correct schema (`jspec.engine.grammar.json_schema.check`) as a regular expression.
+    """Return a checked schema (`jspec.engine.grammar.json_schema.check`) as a regular expression.
 
     Raises:
-        NoTable: no expression of bounded size is exact.
+        NoTable: the schema cannot be written as an expression of bounded size.
         ValueError: the schema is wrong; the message names the keyword and its location.
     """
     return _Translator(schema).part(schema, "#", ()).text
@@ -71,11 +71,11 @@ class _Translator:
         self._root = root
 
     def part(self, schema: Any, path: str, refs: tuple[str, ...]) -> Part:
-        """The expression of a schema.
+        """Return the expression for a schema.
 
         Args:
             path: location of the schema, for error messages.
-            refs: references that led to the schema.
+            refs: `$ref` texts that were followed to reach the schema.
         """
         if not isinstance(schema, Mapping):
             raise NoTable
@@ -173,10 +173,10 @@ class _Translator:
 
 
 def read_pattern(given: str, path: str) -> pattern.Pattern:
-    """Translate the pattern of a schema.
+    """Return the translation of a schema's `pattern`.
 
     Raises:
-        ValueError: the pattern cannot be followed; the message names its location.
+        ValueError: the pattern cannot be translated; the message names its location.
     """
     try:
         return pattern.read(given)
@@ -189,7 +189,7 @@ def _most(schema: Mapping[str, Any], name: str) -> int | None:
 
 
 def _values(schema: Mapping[str, Any], keys: set[str], path: str) -> Part:
-    """The expression of the values in `enum` or `const`, without those of another type than `type`."""
+    """Return the expression for the values of `enum` or `const` that have the type `type`."""
     if not (keys <= {"enum", "type"} or keys <= {"const", "type"}):
         raise NoTable
     given = schema.get("type", [*json_schema.TYPES])
@@ -224,19 +224,19 @@ def _enclosed(start: str, inner: Part | None, end: str) -> Part:
 
 
 def _listed(start: str, item: Part, least: int, most: int | None, end: str) -> Part:
-    """The expression of ``least`` to ``most`` items between commas."""
+    """Return the expression for a list of ``least`` to ``most`` items with commas between them."""
     inner = sequence(item, repeated(sequence(COMMA, item), max(least - 1, 0), None if most is None else most - 1))
     return _enclosed(start, inner if least else repeated(inner, 0, 1), end)
 
 
 def _following(members: list[tuple[Part, bool]]) -> Part:
-    """The expression of properties after another one; each is (expression, whether it is required)."""
+    """Return the expression for properties after an earlier one; each is (expression, whether it is required)."""
     after = [(sequence(COMMA, member), is_required) for member, is_required in members]
     return sequence(*(member if is_required else repeated(member, 0, 1) for member, is_required in after))
 
 
 def _some(members: list[Part]) -> Part:
-    """The expression of at least one of several optional properties, in their order; its size is n log n."""
+    """Return the expression for at least one of n optional properties in their order; its size grows as n log n."""
     if len(members) == 1:
         return members[0]
     left, right = members[: len(members) // 2], members[len(members) // 2 :]

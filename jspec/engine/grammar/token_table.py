@@ -1,8 +1,8 @@
-"""Grammars as tables of transitions between states, one column per class of tokens. Host only, no jax.
+"""Holds a grammar as a table of transitions between states, with one column for each class of tokens.
 
-The library outlines_core compiles a regular expression to an automaton over bytes, and
-`jspec.engine.grammar.regex_dfa` turns that into an automaton over the tokenizer's tokens. Tokens with the same
-transition from every state form a class. States from which no final state can be reached by allowed tokens are removed.
+This runs on the host, without jax. The library outlines_core compiles a regular expression to an automaton over bytes,
+which `jspec.engine.grammar.regex_dfa` converts to an automaton over tokens. Tokens with equal transitions from every
+state form a class. States from which allowed tokens reach no final state are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Grammar:
     Attributes:
         source: the request's field and its value, for error messages.
         class_of: token class of each token, [vocab] int16.
-        next: next state by state and token class, [states, classes] int16; `NOWHERE`: the token is not allowed. Stop
+        next: next state by state and token class, [states, classes] int16; `NOWHERE`: the tokens are not allowed. Stop
             ids are allowed in final states and do not change the state.
     """
 
@@ -37,7 +37,7 @@ class Grammar:
     next: np.ndarray = field(repr=False)
 
     def follow(self, tokens: Iterable[int], state: int = 0) -> int:
-        """The state after the given tokens, from a given state; `NOWHERE` if the tokens violate the grammar."""
+        """Return the state after tokens that follow the given state; `NOWHERE` if they violate the grammar."""
         for token in tokens:
             if state != NOWHERE:
                 state = int(self.next[state, self.class_of[token]])
@@ -45,17 +45,20 @@ class Grammar:
 
 
 def compile_grammar(source: str, regex: str, run: Run, *args: Any, **options: Any) -> Grammar:
-    r"""Compile a regular expression, which must match the whole text, to a table. `\d` and `\D` mean ASCII digits.
+    r"""Compile a regular expression to a table; the expression must match the whole text.
+
+    `\d` and `\D` mean ASCII digits and all other characters.
 
     Args:
         source: the request's field and its value, for error messages.
-        run: runs the task "table" (`jspec.engine.grammar.builder.Builder`).
+        regex: the expression.
+        run: function that runs the task "table", a `jspec.engine.grammar.builder.Builder`.
         args: further arguments of `jspec.engine.grammar.regex_dfa.table_of`: stop ids, banned tokens, cells.
         options: further arguments of ``run``.
 
     Raises:
-        TooLarge: the table, or what compiling it takes, is too large.
-        ValueError: the regular expression is invalid, or none of its texts can be written in the allowed tokens.
+        TooLarge: the table is too large, or compiling takes too much time or memory.
+        ValueError: the regular expression is invalid, or the allowed tokens can write none of its texts.
         ImportError: outlines_core is missing.
     """
     try:
@@ -70,23 +73,27 @@ def compile_grammar(source: str, regex: str, run: Run, *args: Any, **options: An
 
 
 def with_ascii_digits(regex: str) -> str:
-    r"""Replace `\d` and `\D`, which mean digits of all scripts in outlines_core, by 0 to 9 and all other characters."""
+    r"""Return a regular expression with `\d` and `\D` replaced by sets of ASCII digits and of all other characters.
+
+    In outlines_core, `\d` means the digits of all scripts.
+    """
     return re.sub(r"\\(.)", lambda escape: DIGITS.get(escape[1], escape[0]), regex, flags=re.DOTALL)
 
 
 class TablePool:
-    """Tracks which grammar each of the device's tables holds.
+    """Records which grammar each table on the device holds.
 
-    Requests with the same grammar share a table. If all tables are taken, the least recently used grammar that no
-    running request has is replaced; there are as many tables as slots, so such a grammar always exists.
+    Requests with equal grammars share a table. If all tables are taken, a new grammar replaces the least recently used
+    one among those that no running request has. Such a grammar always exists, because there are as many tables as
+    slots.
     """
 
     def __init__(self, tables: int) -> None:
         self._tables = tables
-        self._held: OrderedDict[Grammar, int] = OrderedDict()  # table of each grammar, least recently used first
+        self._held: OrderedDict[Grammar, int] = OrderedDict()  # least recently used first
 
     def place(self, grammar: Grammar, in_use: Collection[Grammar]) -> tuple[int, bool]:
-        """Choose the table of a grammar; return its index, and whether the grammar must be loaded into the table.
+        """Choose a table for a grammar; return its index, and whether the grammar must be loaded into it.
 
         Args:
             in_use: grammars of running requests.

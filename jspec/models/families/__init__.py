@@ -57,14 +57,14 @@ def register(*model_types: str) -> Callable[[F], F]:
 
 
 def model_types() -> list[str]:
-    """Returns all registered values of `model_type`."""
+    """Return all registered values of `model_type`."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return list(FAMILIES)
 
 
 def family_of(model_type: str) -> Family:
-    """Returns the family that is registered under a `model_type`.
+    """Return the family that is registered under a `model_type`.
 
     Raises:
         NotImplementedError: no family has this `model_type`; the message names the registered values.

@@ -65,7 +65,7 @@ class Llama:
 def layer_tensors(
     params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
 ) -> dict[str, list[str]]:
-    """Lists the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+    """List the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
 
     Args:
         params: declarations of the model's parameters; parameters without a declaration are left out of the result.
@@ -81,7 +81,7 @@ def layer_tensors(
 
 
 def read_sizes(fields: Fields, *required: str) -> dict[str, Any]:
-    """Reads the sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the Llama format's defaults.
+    """Read the sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the Llama format's defaults.
 
     Args:
         fields: parsed config.json, or the part of it that describes the layers.
@@ -117,7 +117,7 @@ def read_sizes(fields: Fields, *required: str) -> dict[str, Any]:
 
 
 def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
-    """Reads the rotary embedding in a config.json.
+    """Read the rotary embedding in a config.json.
 
     Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead and reads all
     three, with a rotary base within either of the two objects. Files whose values differ are refused.

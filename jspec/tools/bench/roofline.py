@@ -61,7 +61,7 @@ def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
 
 
 def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Return the cost of attention with ``nodes`` queries a sequence; keys and values are read once."""
+    """Return the cost of attention with ``nodes`` queries for each sequence; keys and values are read once."""
     numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
     return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
 

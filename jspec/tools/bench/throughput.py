@@ -162,7 +162,7 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
 
 
 def restart(state: SlotState, case: Case) -> SlotState:
-    """Return the state with each row reset: at the case's context, with all tokens still to emit."""
+    """Return the state with every row active, at the case's context length, and with all tokens left to emit."""
     rows = case.point.batch
     return replace(
         state,

@@ -1,7 +1,7 @@
-"""`jspec demo`: shows speculative decoding with a small pair of models that is part of the package.
+"""Runs `jspec demo`, which shows speculative decoding with a small pair of models of this package.
 
-The target is a Llama with 8 layers and 256 byte tokens, the drafter an EAGLE-3 head of it; both were trained on Python
-source.
+The target is a Llama model with 8 layers and 256 byte tokens. The drafter is an EAGLE-3 head for this target. Both were
+trained on Python source code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def folders(path: str | Path) -> list[str | Path]:
 
 
 def tokenizer(target: str | Path, given: str | None) -> str | None:
-    """Return the given name of a tokenizer; if it is None and the target is the embedded one, "bytes"."""
+    """Return the given name of a tokenizer, or "bytes" if it is None and the target is the embedded one."""
     return "bytes" if given is None and Path(target) == TARGET else given
 
 
@@ -103,7 +103,7 @@ def _print_completion(one: Engine, params: SamplingParams, out: TextIO) -> None:
 
 
 def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
-    """Complete the prompt three times; return the last completion and the tokens/s of the fastest run."""
+    """Complete the prompt three times; return the last completion, and the speed of the fastest run in tokens/s."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
