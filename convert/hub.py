@@ -51,7 +51,10 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
             download(allow_patterns=TORCH_FILES)
     except (OSError, ValueError) as error:
         reason = short(str(error), 200)
-        raise FileNotFoundError(f"{path}: no such folder here, and the hub gave no such model ({reason})") from error
+        raise FileNotFoundError(
+            f"{path}: no such folder here, and the hub gave no such model ({reason}); check the name, and run "
+            "`hf auth login` first if the model is gated or private"
+        ) from error
     return copy
 
 

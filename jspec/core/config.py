@@ -25,7 +25,7 @@ MAX_INT = 2**31 - 1  # largest value of an option that counts; the device counts
 MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
 
 
-@names_checked
+@names_checked()
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of an engine.

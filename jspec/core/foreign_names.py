@@ -149,16 +149,24 @@ def _expected(name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]
 Record = TypeVar("Record", bound=type[Any])
 
 
-def names_checked(cls: Record) -> Record:
-    """Decorate a dataclass so that its constructor refuses unknown names with the error of `check_names`."""
-    original = cls.__init__
-    names = [field.name for field in fields(cls) if field.init]
+def names_checked(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[Record], Record]:
+    """Return a decorator of a dataclass whose constructor then refuses unknown names with the error of `check_names`.
 
-    @wraps(original)
-    def constructor(self: Any, *args: Any, **given: Any) -> None:
-        check_names(cls.__name__, given, names)
-        original(self, *args, **given)
+    Args:
+        elsewhere: as for `check_names`.
+    """
 
-    replaced: Callable[..., None] = constructor
-    cls.__init__ = replaced
-    return cls
+    def decorate(cls: Record) -> Record:
+        original = cls.__init__
+        names = [field.name for field in fields(cls) if field.init]
+
+        @wraps(original)
+        def constructor(self: Any, *args: Any, **given: Any) -> None:
+            check_names(cls.__name__, given, names, elsewhere)
+            original(self, *args, **given)
+
+        replaced: Callable[..., None] = constructor
+        cls.__init__ = replaced
+        return cls
+
+    return decorate

@@ -72,9 +72,8 @@ class Tree:
             ValueError: length is below 1 (for plain decoding use ``drafter=None``) or above 255.
         """
         if not _is_int(length) or length < 1:
-            raise ValueError(
-                f"Tree.chain: expected length >= 1, got {short(length)}; for plain decoding pass drafter=None"
-            )
+            remedy = "for plain decoding pass drafter=None" if _is_int(length) else "give an int"
+            raise ValueError(f"Tree.chain: expected an int length >= 1, got {short(length)}; {remedy}")
         if length >= MAX_ROWS:  # checked here too, because the paths of a long chain would fill the memory
             raise ValueError(
                 f"Tree.chain: expected at most {MAX_ROWS} nodes with the root, got length {short(length)}; take a "

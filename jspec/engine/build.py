@@ -14,7 +14,7 @@ from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
-from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer
+from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
@@ -64,6 +64,7 @@ def model_options(
     engine_config(options, target)
     made = load_tokenizer(folder if tokenizer is None else tokenizer)
     check_size(made, target.vocab_size)
+    warn_if_replaced(made, folder)
     return {
         "tokenizer": made,
         "eos_ids": eos_ids(folder, made, target.vocab_size) if stop_ids is None else stop_ids,

@@ -155,7 +155,8 @@ def read_params(
     if values is None:
         raise TypeError(f"params: expected SamplingParams, a dict of its fields or a list of these, got {short(value)}")
     if len(values) != count:
-        raise ValueError(f"params: expected one or {count}, one a prompt, got {len(values)}")
+        number = "one" if count == 1 else f"one or {count}, one a prompt"
+        raise ValueError(f"params: expected {number}, got {len(values)}")
     return [_one_params(value) for value in values]
 
 

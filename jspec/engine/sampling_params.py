@@ -34,7 +34,7 @@ LIMITS = {  # largest number of entries of each field
 GRAMMARS = ("regex", "json_schema", "grammar")  # fields that constrain the text; at most one may be set
 
 
-@names_checked
+@names_checked({"Engine.generate": ("trace", "progress")})
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters of one request: how to sample, what to allow and when to end. Defaults are vLLM's.

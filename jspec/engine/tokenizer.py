@@ -298,6 +298,17 @@ def load_tokenizer(source: Any) -> Tokenizer | None:
     return HFTokenizer(folder)
 
 
+def warn_if_replaced(tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Warn if bytes are the tokens for a target whose folder has a tokenizer of its own."""
+    own = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if isinstance(tokenizer, ByteTokenizer) and own:
+        warnings.warn(
+            f'{folder}: expected the folder\'s own tokenizer ({own[0]}), got tokenizer="bytes"; leave it out, unless '
+            "the target's tokens are bytes",
+            stacklevel=3,
+        )
+
+
 def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Raise ValueError if a tokenizer gives ids that the target's vocabulary lacks.
 

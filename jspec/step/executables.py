@@ -70,7 +70,7 @@ class Executables:
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
-        logger.info("%s", describe(program.implementation, device))
+        logger.info("kernels: %s", describe(program.implementation, device))
 
     @property
     def helpers(self) -> list[Kind]:
@@ -95,7 +95,7 @@ class Executables:
             missing = [key for key in keys if key not in self.compiled]
             if not missing:
                 return
-            logger.info("compiling %d programs: %s", len(missing), ", ".join(map(self._name, missing)))
+            logger.info("compiling %s", ", ".join(map(self._name, missing)))
             futures = {}
             with (
                 progress_bar(len(missing), "compiling", "programs") as progress,

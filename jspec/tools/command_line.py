@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 
 from jspec import __version__
+from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.tools import chat, check_head, convert, demo, generate, info
 from jspec.tools.bench import cli as bench
 from jspec.tools.parser import Parser
@@ -18,26 +19,19 @@ from jspec.tools.progress import log_lines
 from pallas_kernels import dispatch
 
 CHECK_OPTIONS = ("text", "tokenizer", "max_tokens")  # options of `info` that need --check
-FOREIGN = {  # options of other projects' commands, and what to write instead for `jspec generate` and `jspec chat`
-    "--model": "--target",
-    "--model-path": "--target",
-    "--max-model-len": "--max-len",
-    "--context-length": "--max-len",
-    "--max-new-tokens": "--max-tokens",
-    "--max-length": "--max-tokens",
-    "--num-speculative-tokens": "--tree chain:K",
-    "--speculative-model": "--eagle3, --draft-model or another drafter",
-    "--speculative-config": "--eagle3, --draft-model or another drafter, and --tree chain:K",
-    "--assistant-model": "--draft-model",
-    "--prompt-lookup-num-tokens": "--ngram --tree chain:K",
-    "--num-return-sequences": "--n",
-    "--do-sample": "--temperature 1",
-    "--guided-json": "--json-schema",
-    "--guided-regex": "--regex",
-    "--quantization": "--quantize",
-    "--kv-cache-dtype": "--kv-dtype",
-    "--system-prompt": "--system",
-    "--tensor-parallel-size": "leave it out, jspec runs on one device",
+TREE_OPTION = "--tree chain:K"
+DRAFTER_OPTIONS = "--eagle3, --draft-model or another drafter"
+FOREIGN_OPTIONS = {  # options of other projects' commands that `FOREIGN_NAMES` lacks or that are no `name=` there
+    "model": "--target",
+    "model_path": "--target",
+    "num_speculative_tokens": TREE_OPTION,
+    "speculative_model": DRAFTER_OPTIONS,
+    "speculative_config": f"{DRAFTER_OPTIONS}, and {TREE_OPTION}",
+    "assistant_model": "--draft-model",
+    "prompt_lookup_num_tokens": f"--ngram {TREE_OPTION}",
+    "do_sample": "--temperature 1",
+    "system_prompt": "--system",
+    "prompt": "the text alone, as an argument of jspec generate",
 }
 
 
@@ -52,9 +46,8 @@ def run(words: Sequence[str]) -> int:
     """
     if words[:1] == ["convert"]:
         return convert.main(words[1:])
-    parser = make_parser()
-    _refuse_foreign(parser, words)
-    arguments = parser.parse_args(words)
+    _refuse_foreign(words)
+    arguments = make_parser().parse_args(words)
     try:
         with log_lines() if arguments.command in ("demo", "generate", "chat") else nullcontext():
             return arguments.run(arguments)
@@ -63,13 +56,36 @@ def run(words: Sequence[str]) -> int:
         return 2
 
 
-def _refuse_foreign(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+def _refuse_foreign(words: Sequence[str]) -> None:
     """End with an error if an option of another project's command is given to `generate` or `chat`."""
-    given = words[1 : words.index("--")] if "--" in words else words[1:]
-    for word in given if words[:1] in (["generate"], ["chat"]) else ():
+    if words[:1] not in (["generate"], ["chat"]):
+        return
+    parser = Parser(prog=f"jspec {words[0]}")
+    (generate if words[0] == "generate" else chat).add_arguments(parser)
+    known = set(vars(parser.parse_args(["--target", "none"]))) - {"prompt"}
+    for word in words[1 : words.index("--")] if "--" in words else words[1:]:
         name = word.split("=")[0].replace("_", "-")
-        if name in FOREIGN:
-            parser.error(f"{name} is no option of jspec {words[0]}; instead: {FOREIGN[name]}")
+        hint = foreign_hint(name[2:].replace("-", "_"), known) if name.startswith("--") else None
+        if hint is not None:
+            parser.error(f"{name} is no option of {parser.prog}; {hint}")
+
+
+def foreign_hint(name: str, known: Collection[str]) -> str | None:
+    """Return what to write for an option of another project's command; None if it is one of ours or unknown.
+
+    Args:
+        name: the option's name with underscores, without dashes in front.
+        known: names of our options, in the same form.
+    """
+    if name in known:
+        return None
+    if name in FOREIGN_OPTIONS:
+        return f"instead: {FOREIGN_OPTIONS[name]}"
+    hint = FOREIGN_NAMES.get(name)
+    if hint is None or hint.startswith("no such option"):
+        return hint and hint.removeprefix("no such option, ")
+    ours = hint.removesuffix("=")
+    return f"instead: --{ours.replace('_', '-')}" if ours in known else f"from Python: {hint}"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -79,7 +79,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
-    parser.add_argument("--compile-cache", metavar="DIR", help="folder that keeps compiled programs for the next start")
+    parser.add_argument(
+        "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

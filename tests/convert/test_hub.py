@@ -75,7 +75,7 @@ def test_find_checkpoint_hub_error_raises_naming_the_hub_id(monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"owner/name.*offline"):
+    with pytest.raises(FileNotFoundError, match=r"owner/name.*offline.*`hf auth login`"):
         auto.load_checkpoint("owner/name")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
 from jspec.core.config import QUANTIZE
+from jspec.engine.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.quantized import KINDS
-from tests.support import small, tiny
+from tests.support import folders, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -32,6 +35,19 @@ def test_engine_with_valid_options_starts_to_compile() -> None:
     """Negative control of the fixture that forbids compilation."""
     with pytest.raises(AssertionError, match="it came to compiling"):
         Engine(small.target())
+
+
+@pytest.mark.parametrize("given", ["bytes", ByteTokenizer()])
+def test_engine_given_bytes_for_a_folder_with_a_tokenizer_warns(given: Any, tmp_path: Path) -> None:
+    config = {**folders.TARGET, "vocab_size": 256}
+    folder = folders.write(tmp_path / "target", config, folders.target_tensors(config))
+    with warnings.catch_warnings(record=True) as before, pytest.raises(AssertionError, match="it came to compiling"):
+        Engine.from_pretrained(folder, tokenizer=given, max_len=32)
+    (folder / "tokenizer.json").write_text("{}")
+    hint = r"own tokenizer \(tokenizer\.json\), got tokenizer=\"bytes\"; leave it out"
+    with pytest.warns(UserWarning, match=hint), pytest.raises(AssertionError, match="it came to compiling"):
+        Engine.from_pretrained(folder, tokenizer=given, max_len=32)
+    assert before == []
 
 
 def test_deterministic_engine_with_unsupported_weight_shape_on_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:

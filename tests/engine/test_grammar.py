@@ -175,8 +175,10 @@ def check_token_bytes(folder: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     (dict(regex="("), r"regex='\(': expected a regular expression without look-around"),
     (dict(regex="(?=a)b"), "without look-around"),
+    (dict(regex="ab(c"), "unterminated subpattern at position 2$"),
+    (dict(regex="[z-a]"), "bad character range z-a at position 1$"),
     (dict(regex="x"), "regex='x': none of its texts can be written"),
-    (dict(regex="a)(b"), "unopened group"),
+    (dict(regex="a)(b"), "unbalanced parenthesis at position 1$"),
     (dict(json_schema={"type": "integer", "not": {}}), r"json_schema='.*llguidance reads: .*\[\"not\"\]"),
     (
         dict(json_schema={"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}),

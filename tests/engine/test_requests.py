@@ -82,7 +82,7 @@ BAD_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         r"^prompt: expected token ids, because this engine has no tokenizer, got 'hello'; pass tokenizer=",
     ),
     "too few parameters": ([[1], [1]], [GREEDY], ValueError, r"expected one or 2, one a prompt, got 1"),
-    "too many parameters": ([1], [GREEDY, GREEDY], ValueError, r"expected one or 1, one a prompt, got 2"),
+    "too many parameters": ([1], [GREEDY, GREEDY], ValueError, r"params: expected one, got 2"),
     "parameters of another kind": (
         [1],
         ["max_tokens"],

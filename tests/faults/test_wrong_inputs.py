@@ -63,7 +63,7 @@ PROMPTS: list[tuple[Call, str]] = [
 PARAMETERS: list[tuple[Call, str]] = [
     (lambda e: e.generate([1], 16), "params: expected SamplingParams, a dict of its fields or a list of these, got 16"),
     (lambda e: e.generate([1], ["x"]), "params: expected SamplingParams or a dict of its fields, got 'x'"),
-    (lambda e: e.generate([1], [{}, {}]), "params: expected one or 1, one a prompt, got 2"),
+    (lambda e: e.generate([1], [{}, {}]), "params: expected one, got 2"),
     (lambda e: e.generate([1], {"max_new_tokens": 3}), "SamplingParams: expected max_tokens=, got max_new_tokens="),
     (lambda e: e.generate([1], {5: 3}), "SamplingParams: expected names of type str, got 5"),
     (lambda e: e.generate([1], {"n": 2}, n=3), "params: expected one of params, sampling_params= and single fields"),
@@ -71,6 +71,7 @@ PARAMETERS: list[tuple[Call, str]] = [
     (lambda e: e.generate([1], max_new_tokens=3), "generate: expected max_tokens=, got max_new_tokens="),
     (lambda e: e.stream([1], slots=3), "generate: expected this argument in Engine, not here, got slots="),
     (lambda e: e.submit([1], temprature=0), "generate: expected temperature=|got temprature="),
+    (lambda e: SamplingParams(trace=True), "SamplingParams: expected this argument in Engine.generate, not here"),
     (lambda e: SamplingParams(best_of=2), "SamplingParams: expected n=|got best_of="),
     (lambda e: SamplingParams(max_tokens="64"), "SamplingParams.max_tokens: expected an int >= 1 or None, got '64'"),
     (lambda e: SamplingParams(logit_bias={"a": 1}), "SamplingParams.logit_bias: expected None or {token id"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -188,17 +190,39 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-@pytest.mark.parametrize("name", command_line.FOREIGN)
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("--model", "instead: --target"),
+        ("--prompt", "instead: the text alone, as an argument of jspec generate"),
+        ("--max-model-len", "instead: --max-len"),
+        ("--max_new_tokens", "instead: --max-tokens"),
+        ("--num-speculative-tokens", "instead: --tree chain:K"),
+        ("--speculative-config", "instead: --eagle3, --draft-model or another drafter, and --tree chain:K"),
+        ("--kv-cache-dtype", "instead: --kv-dtype"),
+        ("--gpu-memory-utilization", "from Python: memory_fraction="),
+        ("--tensor-parallel-size", "because an engine uses one device for now"),
+    ],
+)
 def test_command_line_option_of_another_project_raises_naming_the_jspec_option(
-    name: str, command: str, capsys: pytest.CaptureFixture
+    name: str, hint: str, command: str, capsys: pytest.CaptureFixture
 ) -> None:
     for words in ([name, "4"], [f"{name}=4"]):
         with pytest.raises(SystemExit) as stop:
             main([command, *words, "--", "hello"])
-        error = capsys.readouterr().err
+        shown = f"{name.replace('_', '-')} is no option of jspec {command}; {hint}"
         assert stop.value.code == 2
-        assert f"{name} is no option of jspec {command}; instead: {command_line.FOREIGN[name]}" in error
-        assert error.count("\n") == 1
+        assert capsys.readouterr().err == f"jspec {command}: {shown}; see jspec {command} --help\n"
+
+
+def test_foreign_options_are_no_options_of_ours_and_name_options_that_exist() -> None:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    ours = set(re.findall("--[a-z0-9-]+", parser.format_help()))
+    hints = command_line.FOREIGN_OPTIONS
+    assert not {f"--{name.replace('_', '-')}" for name in hints} & ours
+    assert set(re.findall("--[a-z0-9-]+", " ".join(hints.values()))) <= ours
+    assert command_line.foreign_hint("draft_model", {"draft_model"}) is None  # no option in Python, but one here
 
 
 def test_stream_chunks_have_the_text_of_each_token() -> None:

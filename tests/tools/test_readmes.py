@@ -131,7 +131,15 @@ def test_python_names_and_options_in_each_document_exist(path: Path) -> None:
     assert [name for block in blocks(text_of(path), "python") for name in wrong_names(block)] == []
 
 
-def test_first_readme_has_at_most_200_lines_and_names_every_command() -> None:
+def test_first_readme_first_python_block_prints_one_text_twice(capsys: pytest.CaptureFixture) -> None:
+    """The target's greedy text once from `generate` and once from `stream`."""
+    exec(blocks(text_of(READMES[0]), "python")[0], {})
+    printed = capsys.readouterr().out
+    text, length, again = re.fullmatch(r"(.*) ([\d.]+)\n(.*)", printed, re.S).groups()  # type: ignore[union-attr]
+    assert len(text) == 64 and text == again and float(length) > 1
+
+
+def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
     text = text_of(READMES[0])
     assert len(text.splitlines()) <= LONGEST
     assert {command.split()[0] for command in commands(text)} == {

@@ -68,8 +68,17 @@ def compile_grammar(source: str, regex: str, run: Run, *args: Any, **options: An
     except ValueError as error:
         raise ValueError(
             f"{source}: expected a regular expression without look-around, anchors and back-references (the whole "
-            f"text is matched anyway): {error!s:.200}"
+            f"text is matched anyway): {_reason(regex) or error!s:.200}"
         ) from None
+
+
+def _reason(regex: str) -> str | None:
+    """Return what Python's own parser finds wrong in an expression, with the place; None: nothing."""
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None
 
 
 def with_ascii_digits(regex: str) -> str:
