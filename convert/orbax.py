@@ -307,7 +307,7 @@ def read_arrays(
     placement: Placement | None = None,
     names: Iterable[str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Read parameters of a converted folder onto the devices.
+    """Reads parameters of a converted folder onto the devices; returns them by name.
 
     Args:
         header: header of the folder.
@@ -315,19 +315,16 @@ def read_arrays(
         placement: sharding of each parameter, by name; None: the default device.
         names: names of the parameters to read; None: all.
 
-    Returns:
-        The parameters, by name.
-
     Raises:
         CheckpointError: the arrays are damaged, or a value is too large for float16.
+        ValueError: the placement gives a wrong sharding.
     """
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     names = list(header.parameters) if names is None else list(names)
     wanted = {}
     for name in names:
         leaf = header.parameters[name]
         is_kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED
-        sharding = placement(name) if placement else device
+        sharding = sharding_of(name, leaf.shape, placement)
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
@@ -342,6 +339,28 @@ def read_arrays(
             "bfloat16",
         )  # fmt: skip
     return arrays
+
+
+def sharding_of(name: str, shape: tuple[int, ...], placement: Placement | None) -> jax.sharding.Sharding:
+    """Returns the sharding of a parameter; without a placement the first device.
+
+    Raises:
+        ValueError: the placement gives no sharding, or one that cannot hold an array of this shape.
+    """
+    if placement is None:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    given = placement(name)
+    if not isinstance(given, jax.sharding.Sharding):
+        raise ValueError(f"placement: expected a jax.sharding.Sharding for {name}, got {cut(repr(given), 100)}")
+    axes = len(given.spec) if isinstance(given, jax.sharding.NamedSharding) else 0
+    try:
+        fits = axes <= len(given.shard_shape(shape))
+    except ValueError:
+        fits = False
+    if not fits:
+        what = f"a sharding for {name} that divides its shape {shape}"
+        raise ValueError(f"placement: expected {what}, got {cut(repr(given), 150)}")
+    return given
 
 
 @jax.jit

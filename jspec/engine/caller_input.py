@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
+from itertools import islice
 from numbers import Number
 from typing import Any, Protocol
 
@@ -31,7 +32,8 @@ Params = SamplingParams | Mapping[str, Any]
 
 A_PROMPT = "a text or a list of int token ids"
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
-PROMPT_KEYS = ("prompt", "prompt_token_ids")  # keys of a prompt as a dict, as in vLLM
+MAX_ITEMS = 2**22  # most prompts, and most tokens of a prompt, that are read; an iterator may have no end
+PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, as in vLLM
 
 
 def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
@@ -83,7 +85,12 @@ def _items(value: Any) -> list[Any] | None:
         return None
     if hasattr(value, "tolist") and hasattr(value, "ndim"):
         return list(value.tolist())
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, type) else None
+    if not isinstance(value, Iterable) or isinstance(value, type):
+        return None
+    items = list(islice(value, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"expected at most {MAX_ITEMS} prompts, tokens or ids at once, got more in {short(value)}")
+    return items
 
 
 def _is_number(value: Any) -> bool:

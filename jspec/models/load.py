@@ -176,7 +176,8 @@ def read_checkpoint(
     with progress_bar(len(plan.rows), f"loading {folder.name}", "tensors") as progress:
         for batch in plan.batches(dtype):
             placed = {
-                name: jax.device_put(array, placement(name) if placement else None) for name, array in batch.items()
+                name: jax.device_put(array, orbax.sharding_of(name, array.shape, placement))
+                for name, array in batch.items()
             }
             placed = placed if quantize is None else quantize_parameters(placed, quantize)
             arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once

@@ -134,15 +134,31 @@ def test_convert_command_with_dtype_option_stores_weights_of_that_dtype(tmp_path
 
 @pytest.mark.parametrize("form", ["source", "converted"])
 def test_load_checkpoint_with_placement_puts_weights_in_the_given_sharding(target, converted, form):
-    mesh = jax.make_mesh((1,), ("model",))
-    spec = jax.sharding.PartitionSpec("model")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("model",)), jax.sharding.PartitionSpec("model"))
     folder = target if form == "source" else converted
     loaded = auto.load_checkpoint(folder, placement=lambda name: sharding)
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(loaded.weights))
     default = auto.load_checkpoint(folder)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert all(leaf.sharding == device for leaf in jax.tree.leaves(default.weights))
+
+
+@pytest.mark.parametrize("form", ["source", "converted"])
+@pytest.mark.parametrize("fault", ["no sharding", "too many axes"])
+def test_load_checkpoint_with_a_wrong_placement_raises_naming_it_and_the_parameter(target, converted, form, fault):
+    axes = jax.sharding.PartitionSpec(None, None, "model")
+    deep = jax.sharding.NamedSharding(jax.make_mesh((1,), ("model",)), axes)
+    given = deep if fault == "too many axes" else "cpu"
+    with pytest.raises(ValueError, match=r"placement: expected a .*sharding.* (embed|norm|head|layers\.)") as error:
+        auto.load_checkpoint(target if form == "source" else converted, placement=lambda name: given)
+    assert "damaged" not in str(error.value)
+
+
+def test_sharding_of_a_shape_that_the_devices_do_not_divide_raises():
+    mesh = jax.sharding.AbstractMesh((3,), ("model",))
+    thirds = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    with pytest.raises(ValueError, match=r"placement: expected a sharding for norm that divides its shape \(16,\)"):
+        orbax.sharding_of("norm", (16,), lambda name: thirds)
 
 
 def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):

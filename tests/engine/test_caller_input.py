@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from jspec import DraftModel, Eagle, Eagle3, Engine, EngineConfig, Medusa, NGram
 from jspec.core.engine_options import EngineOptions
 from jspec.core.tree import DEFAULT_TREE
 from jspec.draft.named import make_drafter
+from jspec.engine import caller_input
 from jspec.engine.request import Completion
 from jspec.engine.sampling_fields import SamplingFields
 from jspec.tools import demo
@@ -59,6 +61,14 @@ def test_generate_of_an_array_with_two_axes_takes_each_row_as_a_prompt(engine: E
     rows = [[1, 2, 3], [4, 5, 6]]
     wanted = ids(engine.generate(rows, GREEDY))
     assert ids(engine.generate(np.array(rows), GREEDY)) == ids(engine.generate(jnp.array(rows), GREEDY)) == wanted
+
+
+@pytest.mark.parametrize("prompt", [itertools.count(), itertools.repeat("a"), range(10**30), [itertools.count()]])
+def test_prompts_without_end_raise_before_they_fill_the_memory(prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caller_input, "MAX_ITEMS", 1000)
+    with pytest.raises(ValueError, match="expected at most 1000 prompts, tokens or ids at once, got more in"):
+        caller_input.read_prompts(prompt)
+    assert caller_input.read_prompts(range(1000)) == [tuple(range(1000))]
 
 
 @pytest.mark.parametrize("prompt", ["abc", {"prompt": "abc"}, (97, 98, 99), np.array([97, 98, 99]), range(97, 100)])

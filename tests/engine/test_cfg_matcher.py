@@ -166,6 +166,15 @@ def test_compile_lark_with_an_unsupported_grammar_raises(grammar: str, message: 
         compiled(lettered.TEXTS, (0,), grammar=grammar)
 
 
+def test_compile_lark_with_token_ids_of_the_vocabulary_allows_these_tokens() -> None:
+    """The trial in another process knows as many ids as the model, although it has bytes as tokens."""
+    texts = [*(bytes([byte]) for byte in range(256)), None, *(b"%x" % token for token in range(257, 1200))]
+    grammar = compiled(texts, (256,), grammar='start: <[1000-1002]> "a"')
+    assert grammar.first_tokens() == {1000, 1001, 1002}
+    with pytest.raises(ValueError, match="Token range end too large: 1300"):
+        compiled(texts, (256,), grammar="start: <[1300]>")
+
+
 def test_compile_lark_with_too_many_rules_raises() -> None:
     rules = [f'r{index}: r{index + 1} "a"' for index in range(3000)]
     with pytest.raises(ValueError, match="expected at most 1000 rules and terminals, got 3002; take fewer"):

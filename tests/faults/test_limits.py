@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -213,7 +215,31 @@ def test_engine_step_with_prompt_logprobs_makes_no_records(engine: Engine, monke
     assert done.others[0].prompt_logprobs is found, "thousands of completions share one list"
 
 
-def test_queueing_and_aborting_many_requests_lets_other_threads_run(
+def test_event_loop_makes_no_records_of_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of long prompts take long, so tasks let other threads make them."""
+    made: list[int] = []
+    make = token_logprobs.token_logprobs
+
+    def counted(*args: Any) -> Any:
+        made.append(threading.get_ident())
+        return make(*args)
+
+    monkeypatch.setattr(token_logprobs, "token_logprobs", counted)
+    prompt, params = list(range(1, 41)), SamplingParams(max_tokens=2, prompt_logprobs=3, n=2)
+
+    async def both() -> tuple[Any, Any]:
+        (done,) = await engine.agenerate(prompt, params)
+        chunks = [chunk async for chunk in engine.astream(prompt, params) if chunk.prompt_logprobs is not None]
+        return done.prompt_logprobs, chunks[0].prompt_logprobs
+
+    assert engine.generate(prompt, params)[0].prompt_logprobs is not None
+    assert made == [threading.get_ident()] * 3, "control: a caller without an event loop makes them itself"
+    made.clear()
+    generated, streamed = asyncio.run(both())
+    assert generated == streamed and len(made) == 6 and threading.get_ident() not in made
+
+
+def test_queue_and_abort_of_many_requests_give_other_threads_turns(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a bounded number of completions is handled before the lock is released."""

@@ -114,7 +114,7 @@ def compile_lark(
     _check_rules(source, lark)
     matcher, library = _library().LLMatcher, vocabulary.tokenizer
     try:
-        run("lark", lark)
+        run("lark", lark, *([vocabulary.size] if "<[" in lark else []))  # <[1000]> is a token id
     except TooLarge as error:
         raise ValueError(f"{source}: {error}") from None
     except NoText as error:

@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,18 +267,28 @@ def _too_large(states: int, classes: int, cells: int) -> str:
 
 
 class _Bytes:
-    """A tokenizer for llguidance with one token for each byte."""
+    """A tokenizer with one token for each byte, for llguidance.
 
-    is_tokenizer_wrapper, bos_token_id, eos_token_id = True, None, 256
-    special_token_ids = [256]  # noqa: RUF012 (the library wants a list)
-    tokens = [*(bytes([byte]) for byte in range(256)), b"end"]  # noqa: RUF012
+    Args:
+        size: number of token ids before the one that ends a text; ids above 255 have no text.
+    """
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, size: int) -> None:
+        self.eos_token_id = size
+        self.special_token_ids = list(range(256, size + 1))
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *(f"none{i}".encode() for i in range(256, size + 1))]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return []
 
 
-def try_lark(lark: str) -> None:
-    """Try a context-free grammar in llguidance: compile it, compute its first mask over bytes and consume one byte.
+def try_lark(lark: str, vocab_size: int = 256) -> None:
+    """Compile a context-free grammar with llguidance, compute its first mask over bytes and take one byte.
+
+    Args:
+        vocab_size: number of the token ids that the grammar may name; at least 256 are allowed.
 
     Raises:
         ValueError: llguidance refuses the grammar.
@@ -287,8 +297,9 @@ def try_lark(lark: str) -> None:
     """
     import llguidance
 
-    tokens: Any = _Bytes()
-    tokenizer = llguidance.LLTokenizer(tokens, n_vocab=257, eos_token=[256], slices=[])
+    end = max(vocab_size, 256)
+    tokens: Any = _Bytes(end)
+    tokenizer = llguidance.LLTokenizer(tokens, n_vocab=end + 1, eos_token=[end], slices=[])
     matcher = llguidance.LLMatcher
     parser = matcher(tokenizer, matcher.grammar_from_lark(lark + ALL_TOKENIZATIONS), log_level=0)
     if parser.is_error():
@@ -340,7 +351,8 @@ def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[st
         if name == "table":
             vocabulary[:] = [one if isinstance(one, TokenTexts) else TokenTexts(*one) for one in vocabulary]
             return None, table_of(args[0], vocabulary[0], *args[1:])
-        return None, {"build": build, "lark": try_lark}[name](*args)
+        tasks: dict[str, Callable[..., Any]] = {"build": build, "lark": try_lark}
+        return None, tasks[name](*args)
     except MemoryError:
         return MEMORY, ""
     except ERRORS as error:
