@@ -142,7 +142,7 @@ class ProgramChoice:
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
-    """Return the key of a prefill's program, which takes a token mask if the host computes one for the sampled token."""
+    """Return the key of a prefill, with a token mask if the host computes a mask for the sampled token."""
     logprobs, prompt_logprobs = prefill_outputs(plan.request)
     masked = plan.emits and plan.request.matcher is not None
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)

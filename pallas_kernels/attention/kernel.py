@@ -104,7 +104,7 @@ class ContextReader:
     arithmetic: Arithmetic
 
     def first_row(self, index):
-        """Returns the first cache row of the split's tile `index`; the context's tiles are dealt to the splits in turn."""
+        """Returns the first cache row of the split's tile `index`; the splits take the tiles of the context in turn."""
         return (index * self.tiles.splits + self.grid.split) * self.tiles.tile
 
     def tile_rows(self, index):
