@@ -184,6 +184,13 @@ def test_overlap_command_on_cpu_prints_no_idle_share(
     assert last == "idle share: not measured, as host and device are the same processor"
 
 
+@pytest.mark.parametrize("shape", random_models.TARGETS)
+def test_overlap_command_default_lengths_fit_every_shape(shape: str) -> None:
+    case = Case(shape, 1, 1024, Tree.chain(8))
+    longest = case.context + max_tokens(case, step_costs.LOOP_WARM_UP + step_costs.LOOPS, step_costs.LOOP)
+    assert longest <= random_models.TARGETS[shape].max_position
+
+
 CASES = [Case("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
 FULL = [Case("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
 STEPS = 20

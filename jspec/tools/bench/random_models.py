@@ -24,7 +24,7 @@ def _config(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, 
 
 TARGETS = {
     "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
-    "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=2048),
+    "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
