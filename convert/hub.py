@@ -19,7 +19,8 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
     """Returns the absolute path of a model's folder; downloads the model from the hub if there is no such folder.
 
     Args:
-        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name").
+        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name"); after
+            an "@" a hub id may name the commit, tag or branch to take ("owner/name@revision").
         tokenizer: download the files of the tokenizer only.
 
     Raises:
@@ -45,7 +46,9 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
     import huggingface_hub
 
     try:
-        download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
+        name, at, revision = str(path).partition("@")
+        pinned = {"revision": revision} if at else {}
+        download = partial(huggingface_hub.snapshot_download, name, ignore_patterns=SUBFOLDERS, **pinned)
         copy = Path(download(allow_patterns=TOKENIZER_FILES if tokenizer else HUB_FILES))
         if not tokenizer and not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)
