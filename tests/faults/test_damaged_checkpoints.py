@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax's threads
 ]
 
-QUICK, MANY, PARTS = 100, 10_000, 10
+QUICK, MANY, PARTS = 100, 4000, 4
 SECONDS = 30  # per case; a hang takes longer on any machine
 REFUSALS = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
 ODD: list[Any] = [
@@ -345,7 +345,7 @@ def test_load_damaged_checkpoint_loads_or_raises_a_short_error_naming_the_folder
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("part", range(PARTS))
-def test_load_any_of_ten_thousand_damaged_checkpoints_loads_or_raises_a_short_error(
+def test_load_any_of_thousands_of_damaged_checkpoints_loads_or_raises_a_short_error(
     originals: list[Path], tmp_path: Path, part: int
 ) -> None:
     size = MANY // PARTS

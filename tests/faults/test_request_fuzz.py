@@ -166,7 +166,7 @@ def check_grammar(params: SamplingParams, text: str) -> None:
         assert re.fullmatch(TEXT_OF_GRAMMAR[params.grammar], text)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.fuzz)])
 def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,3 +203,4 @@ def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(
     engine.scheduler.pages.check()
     assert max(times) < SECONDS and grown < GROWTH
     assert outcomes["served"] > count / 10 and outcomes["ValueError"] > count / 10
+    assert count < 1000 or all(outcomes[f"served {name}"] > 5 for name in GRAMMARS)
