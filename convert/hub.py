@@ -19,8 +19,9 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
     """Return the absolute path of a model's folder, after downloading the model if it is a hub id.
 
     Args:
-        path: an existing folder, which may begin with "~", or else a hub id ("owner/name").
-        tokenizer: whether to download only the tokenizer's files.
+        path: existing folder, relative or absolute or from the home folder ("~"), else hub id ("owner/name"); after
+            an "@" a hub id may name the commit, tag or branch to take ("owner/name@revision").
+        tokenizer: download the files of the tokenizer only.
 
     Raises:
         FileNotFoundError: neither a folder nor a model of the hub has this name.
@@ -45,7 +46,9 @@ def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:
     import huggingface_hub
 
     try:
-        download = partial(huggingface_hub.snapshot_download, str(path), ignore_patterns=SUBFOLDERS)
+        name, at, revision = str(path).partition("@")
+        pinned = {"revision": revision} if at else {}
+        download = partial(huggingface_hub.snapshot_download, name, ignore_patterns=SUBFOLDERS, **pinned)
         copy = Path(download(allow_patterns=TOKENIZER_FILES if tokenizer else HUB_FILES))
         if not tokenizer and not any(copy.glob("*.safetensors")):
             download(allow_patterns=TORCH_FILES)

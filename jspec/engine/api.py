@@ -40,8 +40,6 @@ from jspec.step.compile_cache import keep_compiled
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
 ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
 
-AT_ONCE = 256  # requests that are queued or aborted under one lock
-
 
 @final
 class Engine(EngineLoop):

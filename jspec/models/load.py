@@ -67,7 +67,7 @@ def load(
     """Load a target or a draft model.
 
     Args:
-        path: existing folder, else hub id ("owner/name").
+        path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
         dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.

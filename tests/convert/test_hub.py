@@ -70,6 +70,18 @@ def test_find_checkpoint_hub_id_downloads_only_one_format_of_the_weights(tmp_pat
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
+@pytest.mark.parametrize(("path", "pinned"), [("owner/name", {}), ("owner/name@v1.0", {"revision": "v1.0"})])
+def test_find_checkpoint_hub_id_with_a_revision_downloads_that_revision(tmp_path, monkeypatch, path, pinned):
+    (tmp_path / "model.safetensors").touch()
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: asked.append((name, options)) or str(tmp_path)
+    )
+    assert hub.find(path) == tmp_path
+    ((name, options),) = asked
+    assert name == "owner/name" and {key: options[key] for key in options.keys() & {"revision"}} == pinned
+
+
 def test_find_checkpoint_hub_error_raises_naming_the_hub_id(monkeypatch):
     def download(*_, **__):
         raise OSError("offline")

@@ -33,8 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # raised in threads of orbax
 ]
 
-QUICK, MANY, PARTS = 100, 10_000, 10
-SECONDS = 30  # seconds per case; only a hang takes longer
+QUICK, MANY, PARTS = 100, 4000, 4
+SECONDS = 30  # per case; a hang takes longer on any machine
 REFUSALS = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 3, 97.5, 2**31, 10**7, 10**30, 1e400, -1e400, float("nan"), "", "llama", "x" * 3000,
@@ -345,7 +345,7 @@ def test_load_damaged_checkpoint_loads_or_raises_a_short_error_naming_the_folder
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("part", range(PARTS))
-def test_load_any_of_ten_thousand_damaged_checkpoints_loads_or_raises_a_short_error(
+def test_load_any_of_thousands_of_damaged_checkpoints_loads_or_raises_a_short_error(
     originals: list[Path], tmp_path: Path, part: int
 ) -> None:
     size = MANY // PARTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Engine, SamplingParams
-from tests.support import lettered, small
+from tests.support import lettered, random_schemas, small
 
 pytestmark = pytest.mark.once
 
@@ -82,7 +83,6 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "bad_words": (["a"], [[1, 2], "b"], [[token] for token in range(8)]),
     "allowed_token_ids": ([1, 2, 3], range(small.VOCAB), np.arange(4), [5]),
     "min_tokens": (0, 1, 2),
-    "regex": ("[ab]{1,9}", "a|b"),
     "processor_args": ((), []),
     "draft": (True, False, 0, 1, 10**9),
     "logprobs": (None, 0, 1, 16),
@@ -90,19 +90,42 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "priority": (-1, 0, 10**30),
     "n": (1, 2, 5),
 }
-FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name not in ("json_schema", "grammar"))
+GRAMMARS: dict[str, Sequence[Any]] = {
+    "regex": ("[ab]{1,9}", "a|b", r"1(\d|a)?", "aab*", "(a|b)*a(a|b){20}", "(a{1,999}){1,999}"),
+    "json_schema": (
+        *({"type": "integer"}, {"type": "string", "maxLength": 4}, '{"enum": [1, "ab", {}]}', {"const": 12}, {}),
+        *({"anyOf": [{"type": "string"}, {"type": "object"}]}, {"pattern": "^(a|b)*a(a|b){20}$", "type": "string"}),
+    ),
+    "grammar": ('start: "a" start | "b"', 'start: "{" start "}" | "1"', "start: <[3]> <[9-11]>", "start: /[ab]{3}/"),
+}
+TEXT_OF_GRAMMAR = dict(zip(GRAMMARS["grammar"], ("a*b", "{*1}*", 'ab(,|"|\ufffd)', "[ab]{3}"), strict=True))
+SIGNS = 'aab1{}[]()|*+?\\^$.,:<>%/"~& \nstart:é\ud800\x00'
+GRAMMAR_SHARE = 0.12  # of the requests; each compiles in another process, and runs as two programs a round
+FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name not in GRAMMARS)
 PROMPTS = ([1], [1, 2, 3], [15] * 40, "ab", "a{b}12", np.array([4, 5]), (7, 7), [3] * 47, "aab" * 9)
+
+
+def odd_grammar(rng: random.Random, name: str) -> Any:
+    """An odd value, random signs, or a random schema, for a field of `GRAMMARS`."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return odd(rng)
+    if kind == 1 or name != "json_schema":
+        signs = "".join(rng.choices(SIGNS, k=rng.randrange(40)))
+        return f"start: {signs}" if name == "grammar" else signs
+    return random_schemas.with_definitions(np.random.default_rng(rng.randrange(2**32)))
 
 
 def some_request(rng: random.Random) -> tuple[Any, Any]:
     """Return a prompt and parameters by name; about one value in six is odd, except those of grammars."""
 
     def value(name: str) -> Any:
-        if name == "regex" or (name in FITTING and rng.random() < 0.85):
-            return rng.choice(FITTING[name])
-        return odd(rng)
+        return rng.choice(FITTING[name]) if name in FITTING and rng.random() < 0.85 else odd(rng)
 
     params = {name: value(name) for name in rng.sample(FIELDS, rng.choice((0, 1, 2, 3, 4, 6)))}
+    if rng.random() < GRAMMAR_SHARE:
+        for name in rng.sample([*GRAMMARS], rng.choice((1, 1, 1, 1, 2))):
+            params[name] = rng.choice(GRAMMARS[name]) if rng.random() < 0.5 else odd_grammar(rng, name)
     return (odd(rng) if rng.random() < 0.15 else rng.choice(PROMPTS)), params
 
 
@@ -123,18 +146,33 @@ def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Comp
         assert one.text is not None
         if params.min_tokens == 0:
             assert not any(stop in one.text for stop in params.stop), "it went on after a stop string"
-        if params.allowed_token_ids is not None and not params.regex and not one.error:
+        if params.allowed_token_ids is not None and not params.grammar_field and not one.error:
             assert {*one.token_ids} <= {*params.allowed_token_ids}
-        if params.regex and one.finish_reason in ("eos", "stop") and not params.stop:
-            assert re.fullmatch(params.regex, one.text)
+        if one.finish_reason in ("eos", "stop") and not params.stop:
+            check_grammar(params, one.text)
         assert (one.logprobs is None) == (params.logprobs is None)
         assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
         assert one.prompt_logprobs is None or len(one.prompt_logprobs) == len(one.prompt_token_ids)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.fuzz)])
-def test_engine_given_random_requests_serves_them_or_raises_a_short_error(count: int) -> None:
+def check_grammar(params: SamplingParams, text: str) -> None:
+    """Check that a whole text satisfies the request's grammar, by other libraries than those that wrote it."""
+    if params.regex in GRAMMARS["regex"]:
+        assert re.fullmatch(params.regex, text)
+    elif params.json_schema is not None:
+        valid = pytest.importorskip("jsonschema").Draft202012Validator(json.loads(str(params.json_schema)))
+        assert valid.is_valid(json.loads(text)), (params.json_schema, text)
+    elif params.grammar in TEXT_OF_GRAMMAR:
+        assert re.fullmatch(TEXT_OF_GRAMMAR[params.grammar], text)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.fuzz)])
+def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("outlines_core")
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(lettered.chain().input_processor._grammars._run, "seconds", 0.5)  # of CPU time for a grammar
     engine, rng, outcomes, times = lettered.chain(), random.Random(count), Counter[str](), list[float]()
     faults: list[str] = []
     before = 0
@@ -152,6 +190,8 @@ def test_engine_given_random_requests_serves_them_or_raises_a_short_error(count:
             faults.append(f"{index}: {type(error).__name__}: {error!s:.200} for {sorted(fields)}")
         else:
             outcomes["served"] += 1
+            if params.grammar_field is not None:
+                outcomes[f"served {params.grammar_field}"] += 1
             check_served(engine, prompt, params, done)
         times.append(time.perf_counter() - start)
         if index == count // 4:
@@ -163,3 +203,4 @@ def test_engine_given_random_requests_serves_them_or_raises_a_short_error(count:
     engine.scheduler.pages.check()
     assert max(times) < SECONDS and grown < GROWTH
     assert outcomes["served"] > count / 10 and outcomes["ValueError"] > count / 10
+    assert count < 1000 or all(outcomes[f"served {name}"] > 5 for name in GRAMMARS)

@@ -309,7 +309,7 @@ def try_lark(lark: str, vocab_size: int = 256) -> None:
         raise NoText(reason(parser))
     first = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
     if len(first) and first[0] < 256 and not (parser.consume_token(int(first[0])) and parser.rollback(1)):
-        raise ValueError(f"expected a grammar whose tokens can be followed and taken back: {reason(parser)}")
+        raise ValueError(f"its tokens cannot be followed and taken back ({reason(parser)}); take fewer optional parts")
 
 
 def reason(parser: Any) -> str:

@@ -9,6 +9,7 @@ includes some exclusive bounds.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -50,13 +51,13 @@ def _rewritten(schema: Any, path: str) -> Any:
     _check_numbers(schema, path)
     changed |= _open_bounds(schema, path)
     if "patternProperties" in schema:
-        changed["patternProperties"] = _by_pattern(schema, changed["patternProperties"], path)
+        changed |= _by_pattern(schema, changed, path)
     elif ("properties" in schema or "additionalProperties" in schema) and schema.get(
         "additionalProperties"
     ) is not False:
         others = changed.get("additionalProperties", True)
-        changed["patternProperties"] = {_others([] if others is True else schema.get("properties", ()), path): others}
-        changed["additionalProperties"] = False
+        listed = [] if others is True else schema.get("properties", ())
+        changed |= {"patternProperties": {_others(listed, (), path): others}, "additionalProperties": False}
     return changed
 
 
@@ -64,15 +65,30 @@ def _pattern(given: str, path: str) -> str:
     return f"^(?:{schema_regex.read_pattern(given, path).part.text})$"
 
 
-def _by_pattern(schema: Mapping[str, Any], parts: Mapping[str, Any], path: str) -> dict[str, Any]:
-    if schema.get("additionalProperties") is not False:
-        raise ValueError(
-            f"json_schema: 'patternProperties' at {path:.100}: expected 'additionalProperties': false beside it; add it"
-        )
+def _by_pattern(schema: Mapping[str, Any], changed: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The keywords `patternProperties` and `additionalProperties`, where other names get a pattern of their own."""
+    place, parts = f"json_schema: 'patternProperties' at {path:.100}: ", changed["patternProperties"]
     found = {_pattern(given, path): part for given, part in parts.items()}
     if len(found) < len(parts):
-        raise ValueError(f"json_schema: 'patternProperties' at {path:.100}: expected patterns that differ")
-    return found
+        raise ValueError(f"{place}expected patterns that differ")
+    others = changed.get("additionalProperties", True)
+    starts = [_start(given) for given in parts]
+    if others is not False and None in starts:
+        raise ValueError(
+            f"{place}expected 'additionalProperties': false beside it, or patterns of a beginning such as '^x-', got "
+            f"{list(parts)[starts.index(None)]!r:.100}; add it"
+        )
+    if others is not False and "" not in starts:  # "": every name has a pattern
+        found[_others(schema.get("properties", ()), [start for start in starts if start], path)] = others
+    return {"patternProperties": found, "additionalProperties": False}
+
+
+def _start(given: str) -> str | None:
+    """The text with which exactly the names of a pattern begin; None if a pattern says anything else."""
+    if given in ("", ".*"):
+        return ""
+    found = re.fullmatch(r"\^((?:[^\\^$.*+?()\[\]{}|]|\\\W)*)(?:\.\*)?", given)
+    return None if found is None else re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL)
 
 
 def _check_count(schema: Mapping[str, Any], path: str) -> None:
@@ -116,19 +132,20 @@ def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
     return moved
 
 
-def _others(names: Collection[str], path: str) -> str:
+def _others(names: Collection[str], starts: Collection[str], path: str) -> str:
     """Return a pattern for all names without control characters, except the given names."""
+    kept = {name for name in names if (name.isprintable() or min(name) >= " ") and not name.startswith((*starts,))}
     try:
-        return f"^{choice([_except({name for name in names if name.isprintable() or min(name) >= ' '})]).text}$"
+        return f"^{choice([_except(kept, {*starts})]).text}$"
     except (NoTable, RecursionError):
         raise ValueError(f"json_schema: 'properties' at {path:.100}: expected fewer or shorter names") from None
 
 
-def _except(names: set[str]) -> Part:
-    by_letter: dict[str, set[str]] = {}
-    for name in names - {""}:
-        by_letter.setdefault(name[0], set()).add(name[1:])
-    letters = [(ord(letter), ord(letter)) for letter in by_letter]
-    parts = [sequence(one_of([*CONTROLS, *letters], is_negated=True), ANY)]
-    parts += [sequence(literal(letter), _except(rests)) for letter, rests in by_letter.items()]
+def _except(names: set[str], starts: set[str]) -> Part:
+    """The expression of the texts that are none of the names and have none of the starts, which are not empty."""
+    letters = {text[0] for text in names | starts if text}
+    parts = [sequence(one_of([*CONTROLS, *((ord(letter), ord(letter)) for letter in letters)], is_negated=True), ANY)]
+    for letter in sorted(letters - starts):
+        rests = ({text[1:] for text in texts if text[:1] == letter} for texts in (names, starts))
+        parts.append(sequence(literal(letter), _except(*rests)))
     return choice(parts if "" in names else [*parts, Part("", 0)])
