@@ -158,6 +158,7 @@ def test_grammar_matcher_masks_have_the_size_of_the_models_vocabulary() -> None:
         ("start: x /b/\nx[temperature=0.5]: /a+/", "no rule with temperature="),
         ('start: x "b"\nx[max_tokens=3]: /a+/', "rollback not supported with max_tokens"),
         ('start: x "b"\nx[stop="b"]: /a+/', "rollback not supported"),
+        ("start: " + '"a"? ' * 3000, "max is 2000; .*; take fewer optional parts"),
         ('start: %json {"type": "string", "not": {"const": "a"}}', r"Unimplemented keys: \[\"not\"\]"),
     ],
 )

@@ -331,7 +331,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": list(range(100_000))}, "expected at most 65536 characters, got more"),
     ({"enum": list(range(5000))}, "'enum' at #: expected at most 2000 values, got 5000"),
     ({"properties": {f"p{index}": True for index in range(2001)}}, "'properties' at #: expected at most 2000 values"),
-    ({"properties": {f"p{index}": INTEGER for index in range(2000)}}, "max is 2000.*; take fewer optional parts"),
     ({"type": "array", "uniqueItems": True}, r'Unimplemented keys: \["uniqueItems"\]'),
     ({"minProperties": 2}, "'minProperties' at #: expected at most 1"),
     ({"patternProperties": {"a$": True}}, "'patternProperties' at #: expected 'additionalProperties': false .*'a\\$'"),
