@@ -22,6 +22,7 @@ MAX_COMPLETIONS = 1024  # largest n
 MAX_STOPS = 64  # largest number of stop strings
 MAX_TEXT = 1000  # largest number of characters of a stop string or a bad word
 MAX_WORDS = 1024  # largest number of bad words
+MAX_FLOAT = float(np.finfo(np.float32).max)  # the device has float32; a larger number would be infinite there
 MAX_IDS = 2**20  # largest number of token ids in a field; every vocabulary is smaller
 LIMITS = {  # largest number of entries of each field
     "stop": MAX_STOPS,
@@ -259,8 +260,13 @@ def are_ids(value: object) -> bool:
 
 
 def are_texts(value: object) -> bool:
-    """Return whether the value is a tuple of non-empty texts."""
-    return isinstance(value, tuple) and all(isinstance(text, str) and text != "" for text in value)
+    """Whether the value is a tuple of non-empty texts."""
+    return isinstance(value, tuple) and all(isinstance(text, str) and text != "" and is_whole(text) for text in value)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text holds no half of a surrogate pair, which no tokenizer can write."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def is_bias(value: object) -> bool:
@@ -274,7 +280,10 @@ def are_words(value: object) -> bool:
     """Return whether the value is a tuple whose entries are non-empty texts or non-empty tuples of token ids."""
     if not isinstance(value, tuple):
         return False
-    return all(word.strip() != "" if isinstance(word, str) else are_ids(word) and word != () for word in value)
+    return all(
+        word.strip() != "" and is_whole(word) if isinstance(word, str) else are_ids(word) and word != ()
+        for word in value
+    )
 
 
 def is_int_from(least: int, value: object) -> bool:
@@ -293,19 +302,19 @@ def is_text_or_none(value: object) -> bool:
 Rule = tuple[str, Callable[[SamplingParams], bool], str | Callable[[SamplingParams], str]]
 RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allowed values
     ("max_tokens", lambda p: p.max_tokens is None or is_int_from(1, p.max_tokens), "an int >= 1 or None"),
-    ("temperature", lambda p: is_finite(p.temperature) and p.temperature >= 0, "a finite number >= 0"),
+    ("temperature", lambda p: is_in(p.temperature, 0, MAX_FLOAT), "a finite number >= 0, at most 3.4e38 (float32)"),
     ("top_k", lambda p: is_int_from(-1, p.top_k), "an int >= -1 (0 or -1: off)"),
     ("top_p", lambda p: is_finite(p.top_p) and 0 < p.top_p <= 1, "in (0, 1]"),
     ("min_p", lambda p: is_in(p.min_p, 0, 1), "in [0, 1]"),
     ("seed", lambda p: p.seed is None or (is_int_from(0, p.seed) and p.seed < 2**64), "None or in [0, 2**64)"),
-    ("stop", lambda p: are_texts(p.stop), "a text or a list of texts, none empty"),
+    ("stop", lambda p: are_texts(p.stop), "a text or a list of texts of whole characters, none empty"),
     ("stop_token_ids", lambda p: are_ids(p.stop_token_ids), "a tuple of token ids >= 0"),
     ("ignore_eos", lambda p: isinstance(p.ignore_eos, bool), "a bool"),
     ("repetition_penalty", lambda p: is_in(p.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000] (1: off)"),
     ("presence_penalty", lambda p: is_in(p.presence_penalty, -2, 2), "in [-2, 2] (0: off)"),
     ("frequency_penalty", lambda p: is_in(p.frequency_penalty, -2, 2), "in [-2, 2] (0: off)"),
     ("logit_bias", lambda p: is_bias(p.logit_bias), "None or {token id >= 0: a number in [-100, 100]}"),
-    ("bad_words", lambda p: are_words(p.bad_words), "a list of texts or of lists of token ids >= 0, none empty"),
+    ("bad_words", lambda p: are_words(p.bad_words), "a list of whole texts or of lists of token ids >= 0, none empty"),
     (
         "allowed_token_ids",
         lambda p: p.allowed_token_ids is None or (are_ids(p.allowed_token_ids) and p.allowed_token_ids != ()),
@@ -320,8 +329,10 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
     ("grammar", lambda p: is_text_or_none(p.grammar), "None or a text"),
     (
         "processor_args",
-        lambda p: isinstance(p.processor_args, tuple) and all(map(is_finite, p.processor_args)),
-        "a tuple of finite numbers",
+        lambda p: (
+            isinstance(p.processor_args, tuple) and all(is_in(x, -MAX_FLOAT, MAX_FLOAT) for x in p.processor_args)
+        ),
+        "a tuple of finite numbers within float32's 3.4e38",
     ),
     ("draft", lambda p: isinstance(p.draft, bool) or is_int_from(0, p.draft), "a bool or int >= 0"),
     ("logprobs", lambda p: is_logprobs(p.logprobs), f"None or 0 to {MAX_LOGPROBS}"),

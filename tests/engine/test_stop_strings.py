@@ -258,7 +258,10 @@ def test_engine_given_stop_token_and_stop_string_stops_at_the_first_one(engine: 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], 5, [5], {"a": 1}, ("a", None)])
 def test_sampling_params_with_impossible_stop_raise(stop: Any) -> None:
-    with pytest.raises(ValueError, match=r"SamplingParams\.stop: expected a text or a list of texts, none empty, got"):
+    with pytest.raises(
+        ValueError,
+        match=r"SamplingParams\.stop: expected a text or a list of texts of whole characters, none empty, got",
+    ):
         SamplingParams(stop=stop)
 
 

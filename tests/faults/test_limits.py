@@ -62,6 +62,21 @@ def test_sampling_params_beyond_a_bound_raises_naming_bound_and_size(field: str,
     assert len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 3.5e38),  # infinite on the device: a masked logit of -inf would become NaN
+        ("processor_args", (1.0, -1e39)),
+        ("stop", "a\ud800"),
+        ("bad_words", ["\udfff"]),
+    ],
+)
+def test_sampling_params_value_that_the_device_or_tokenizer_cannot_hold_raises(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field}: expected .*(float32|whole)"):
+        SamplingParams(**{field: value})
+    SamplingParams(temperature=3.4e38, processor_args=(-3.4e38,), stop="é", bad_words=["\U0001f600"])
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_sampling_params_huge_wrong_value_raises_a_short_error(field: str) -> None:
     messages = [message for message in map(partial(error_of, field), HUGE) if message is not None]

@@ -184,6 +184,8 @@ def test_engine_given_random_requests_serves_them_or_refuses_in_few_words(
             (done,) = engine.generate(prompt, params)
         except ALLOWED as error:
             outcomes[type(error).__name__] += 1
+            if isinstance(error, UnicodeError):
+                faults.append(f"{index}: {error!r} for {sorted(fields)}")
             if len(str(error)) >= LONGEST:
                 faults.append(f"{index}: a message of {len(str(error))} characters: {error!s:.300}")
         except Exception as error:
