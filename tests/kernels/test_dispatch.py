@@ -71,7 +71,9 @@ def test_executables_when_created_log_the_implementation_once(
         with caplog.at_level(logging.INFO, "jspec"):
             caplog.clear()
             Executables(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
-        assert [record.getMessage() for record in caplog.records] == [describe(implementation, jax.devices()[0])]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"kernels: {describe(implementation, jax.devices()[0])}"
+        ]
 
 
 def test_engine_with_auto_implementation_on_cpu_traces_no_pallas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
