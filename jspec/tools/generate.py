@@ -188,20 +188,22 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
 
 
 class SpeedMeter:
-    """Measures the speed of an answer after its first chunk, so that loading and compiling do not count."""
+    """Measures the speed of an answer after its first round, so that loading and compiling do not count."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._before = engine, engine.metrics
-        self._first: tuple[int, float] | None = None  # number of tokens and time in seconds at the first chunk
+        self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of an answer, and record the time of the first one."""
+        """Yield the chunks of an answer, and record the time of the first one that a round produced."""
         for chunk in chunks:
-            self._first = self._first or (self._engine.metrics.num_tokens, time.perf_counter())
+            now = self._engine.metrics
+            if self._first is None and now.num_drafts > self._before.num_drafts:
+                self._first = now.num_tokens, time.perf_counter()
             yield chunk
 
     def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length and, if two chunks came, the speed in tokens/s."""
+        """Return a line with tokens, rounds, mean acceptance length and, after two rounds, the speed in tokens/s."""
         now, before = self._engine.metrics, self._before
         rounds = now.num_drafts - before.num_drafts
         length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)

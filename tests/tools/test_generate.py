@@ -241,3 +241,25 @@ def test_tokenizer_import_without_torch_prints_nothing() -> None:
     ):
         error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr
         assert message in error and bool(message) == bool(error)
+
+
+def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds are compiled between the first chunk and the second one."""
+    engine, clock = demo.engine(drafted=False), [0.0]
+    compiled = engine.core.runner.compile
+
+    def slow(*arguments: Any) -> None:
+        clock[0] += 1000.0
+        compiled(*arguments)
+
+    def now() -> float:
+        clock[0] += 0.5  # seconds that pass between two looks at the clock
+        return clock[0]
+
+    monkeypatch.setattr(engine.core.runner, "compile", slow)
+    monkeypatch.setattr(generate.time, "perf_counter", now)
+    meter = generate.SpeedMeter(engine)
+    for _ in meter.watch(engine.stream("def", max_tokens=12, temperature=0.0, ignore_eos=True)):
+        pass
+    (speed,) = re.findall(r"([\d.]+) tokens/s", meter.line())
+    assert float(speed) > 0.1
