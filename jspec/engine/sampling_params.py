@@ -261,12 +261,9 @@ def are_ids(value: object) -> bool:
 
 def are_texts(value: object) -> bool:
     """Whether the value is a tuple of non-empty texts."""
-    return isinstance(value, tuple) and all(isinstance(text, str) and text != "" and is_whole(text) for text in value)
-
-
-def is_whole(text: str) -> bool:
-    """Whether a text holds no half of a surrogate pair, which no tokenizer can write."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return isinstance(value, tuple) and all(
+        isinstance(text, str) and text != "" and json_schema.half_character(text) is None for text in value
+    )
 
 
 def is_bias(value: object) -> bool:
@@ -281,7 +278,9 @@ def are_words(value: object) -> bool:
     if not isinstance(value, tuple):
         return False
     return all(
-        word.strip() != "" and is_whole(word) if isinstance(word, str) else are_ids(word) and word != ()
+        word.strip() != "" and json_schema.half_character(word) is None
+        if isinstance(word, str)
+        else are_ids(word) and word != ()
         for word in value
     )
 

@@ -75,7 +75,7 @@ def other_order(tokens: Any, *, by_count: bool) -> Any:
 
 
 def without_gaps(history: Any, view: Any, batch: Any) -> Any:
-    """Keep the tokens of the slot's previous request behind the chunk."""
+    """Keep the tokens of the slot's previous request after the chunk."""
     slots = jnp.broadcast_to(view.slots[:, None], batch.tokens.shape)
     places = jnp.where(batch.valid, batch.positions, history.shape[1])
     return history.at[slots, places].set(batch.tokens, mode="drop")
@@ -94,7 +94,7 @@ def never_appended(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
 
 
 def texts_joined(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
-    """Append each text to the corpus without a gap behind it."""
+    """Append each text to the corpus without a gap after it."""
     appended = append_to_corpus(corpus, history, view, batch)
     return jnp.where(jnp.any(appended != corpus), jnp.roll(appended, 1), appended)
 

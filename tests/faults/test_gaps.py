@@ -59,7 +59,7 @@ def engine() -> Engine:
 
 
 def many_waiting() -> None:
-    """Queue 20,000 requests behind the running ones, let them wait for two log lines, and abort them."""
+    """Queue 20,000 requests after the running ones, let them wait for two log lines, and abort them."""
     requests = [engine().submit([1, 2, 3], SamplingParams(max_tokens=1, priority=1, n=1000)) for _ in range(20)]
     try:
         assert len(engine().scheduler.waiting) >= 19_000

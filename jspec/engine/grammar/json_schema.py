@@ -134,6 +134,11 @@ def _int(digits: str) -> int:
     return int(digits) if len(digits) <= MAX_DIGITS else _refuse(f"numbers of at most {MAX_DIGITS} digits", digits)
 
 
+def half_character(text: str) -> str | None:
+    """Return the first half of a surrogate pair in a text, which UTF-8 cannot represent; None: there is none."""
+    return next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None)
+
+
 def check_text(field: str, text: str) -> None:
     """Refuse a text that is too long, or that contains half of a surrogate pair.
 
@@ -143,7 +148,7 @@ def check_text(field: str, text: str) -> None:
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{field}: expected at most {MAX_CHARACTERS} characters, got {len(text)}; make it smaller")
-    wrong = next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None)
+    wrong = half_character(text)
     if wrong is not None:
         raise ValueError(f"{field}: expected whole characters, got half of a surrogate pair, {wrong!r}; leave it out")
 
