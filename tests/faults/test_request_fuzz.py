@@ -135,7 +135,7 @@ def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Comp
     for one in done.samples:
         assert one.error is None or isinstance(one.error, ValueError), one.error
         room = small.MAX_LEN - len(one.prompt_token_ids)
-    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
         assert params.min_tokens <= len(one.token_ids) <= limit or one.error is not None
         assert all(0 <= token < small.VOCAB for token in one.token_ids)
         assert one.metrics.num_tokens == len(one.token_ids) == len(one.from_draft)
