@@ -48,15 +48,16 @@ class Row:
         return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize
 
 
-def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
+def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = None) -> Row:
     """Make a row for a parameter that is one tensor, or several tensors concatenated along axis 0.
 
     Args:
         parameter: name of the parameter.
         sources: shapes of the tensors, by tensor name, in order.
+        dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
     """
     shapes = list(sources.values())
-    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
+    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack, dtype)
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
@@ -101,6 +102,15 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
                 "correct tie_word_embeddings in config.json",
             )
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
+
+
+def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray]) -> Row:
+    """Return a row whose parameter is a function of the values that the given row fills; its shape is the same."""
+
+    def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
+        return function(row.fill(source, own, dtype))
+
+    return replace(row, fill=fill)
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
@@ -155,7 +165,7 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)
     misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
-    whole = {name for row in rows if row.dtype is not None for name in row.sources}
+    whole = {name for row in rows if row.dtype not in (None, *FLOATS) for name in row.sources}
     mistyped = [f"{n} ({tensors[n].dtype})" for n in both if n not in whole and tensors[n].dtype not in SOURCE_FLOATS]
     rounded = [f"{n} ({tensors[n].dtype})" for n in both if n in whole and tensors[n].dtype not in INTEGERS]
     faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen}

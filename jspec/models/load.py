@@ -104,7 +104,7 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         return config, families.family_of(config.family).weights(config, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
-        return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
+        return config if rope_theta is None else config.with_theta(rope_theta)
 
     def from_json(fields: Fields) -> ModelConfig:
         families.family_of(fields.text("family"))  # an unknown family is refused by name
@@ -163,7 +163,9 @@ def read_checkpoint(
         check_scope(quantize, header.kind)
         if check is not None:
             check(header.config, folder)
-        stored = orbax.read_arrays(header, dtype=dtype, placement=placement)
+        params = format_of(header.kind).params(header.config, header.parameters)
+        kept = [name for name, spec in params.items() if spec.dtype is not None]
+        stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)
         warn_not_finite(folder, orbax.not_finite(stored))
         weights = orbax.unflatten(stored)
         weights = weights if quantize is None else quantize_parameters(weights, quantize)
