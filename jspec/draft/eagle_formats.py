@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-import numpy as np
-from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
 from convert.fields import CheckpointError, Fields, require, short
-from convert.huggingface import Row, renamed, side_by_side
+from convert.huggingface import Row, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
+from jspec.draft.head_layers import check_tensors, read_layers, with_count
+from jspec.draft.head_weights import head_weights
 from jspec.models.config import unsupported
-from jspec.models.hf_config import read_rope, read_sizes, refuse
 from jspec.models.load import Format, check_count
-from jspec.models.params import Params, rows
-from jspec.models.weight_map import LAYER as MODEL_LAYER
-from jspec.models.weight_map import layer_tensors
+from jspec.models.params import Params
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -58,24 +53,6 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
-# Options of a head's layers, each with its only supported value.
-LLAMA_LAYER: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-}
-TENSORS = {
-    "embed": "embed_tokens.weight",
-    "input_norm": "input_norm.weight",
-    "fc": "fc.weight",
-    "fc_bias": "fc.bias",
-    "norm": "norm.weight",
-    "head": "lm_head.weight",
-}
-LAYER = {**MODEL_LAYER} | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
-# Supported values of `model_type`, by exporter.
-MODEL_TYPES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
 
 @dataclass(frozen=True)
@@ -153,9 +130,10 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     given = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[Row]]:
-        config = read_head(fields, method, given)
-        check_count("num_hidden_layers", config.num_layers, source.tensors)
         names = {bare_name(name): name for name in source.tensors}
+        check_tensors(names)
+        config = read_head(fields, method, given, names)
+        check_count("num_hidden_layers", config.num_layers, source.tensors)
         return config, renamed(head_weights(config, names), names)
 
     def from_json(fields: Fields) -> HeadConfig:
@@ -170,13 +148,17 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     return Format(from_hf, from_json, params, given.apply)
 
 
-def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | None = None) -> HeadConfig:
+def read_head(
+    config: Mapping[str, Any], method: str, overrides: Overrides | None = None, names: Collection[str] = ()
+) -> HeadConfig:
     """Read the config.json of an EAGLE head.
 
     Args:
         config: parsed config.json.
         method: "eagle3", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
+        names: names of the tensors in the file, without the prefix `model.`, for what the config leaves open: biases
+            and norms of the layers, and the number of layers.
 
     Returns:
         The config. If the file gives no rotary base, the base is 10000, even if the target's base is another.
@@ -189,26 +171,22 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     overrides = overrides or Overrides()
     parts = Parts.of(Fields.of(config))
     _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
-    # Other EAGLE-3 files often give the target's number of layers; their heads have one layer.
-    counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
-    _check_model_type(parts, method)
-    fields = read_sizes(parts.layer, *counted)
-    refuse(parts.layer, LLAMA_LAYER)
+    layer = Fields({**parts.layer, "qkv_bias": parts.flag("qkv_bias")}, parts.layer.place)
+    if method == "eagle3" and parts.source_format != "speculators":
+        layer = with_count(layer, names)
+    is_exact = parts.source_format == "speculators"
+    fields = read_layers(layer, names, theta=overrides.rope_theta, is_exact=is_exact)
     fuses = method == "eagle3" and parts.flag("use_aux_hidden_state", default=True)
     return METHODS[method].of_method(
         **fields,
         draft_vocab_size=parts.integer("draft_vocab_size", "truncated_vocab_size", default=fields["vocab_size"]),
         target_hidden_size=parts.integer("target_hidden_size", default=fields["hidden_size"]),
-        rope=read_rope(parts.layer, theta=overrides.rope_theta),
         feature_layers=_feature_layers(parts, fuses) if overrides.feature_layers is None else overrides.feature_layers,
         source_format=parts.source_format,
-        num_layers=parts.layer.integer("num_hidden_layers") if counted else 1,
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=parts.flag("norm_before_fc"),
         fc_norm=parts.flag("fc_norm"),
         norm_output=_norm_output(parts, overrides.norm_output),
-        qk_norm="head" if parts.layer["model_type"] == "qwen3" else None,
-        qkv_bias=parts.flag("qkv_bias"),
         fc_bias=_fc_bias(parts, method),
         fuse=fuses,
     )
@@ -219,12 +197,6 @@ def _check_options(parts: Parts, supported: Mapping[str, Any]) -> None:
         for got in parts.values(name):
             if got != value or isinstance(got, bool) != isinstance(value, bool):
                 raise unsupported(name, got, "none" if value is None else str(value))
-
-
-def _check_model_type(parts: Parts, method: str) -> None:
-    allowed = MODEL_TYPES.get(parts.source_format, ("llama", "qwen2") if method == "eagle" else ("llama",))
-    if (got := parts.layer.get("model_type")) not in (None, *allowed):
-        raise unsupported("model_type", got, " or ".join(map(repr, allowed)))
 
 
 def _norm_before_residual(parts: Parts, override: bool | None) -> bool:
@@ -278,76 +250,3 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
             f"{short(sorted(found))}; pass feature_layers= with the target state indices",
         )  # fmt: skip
     return next(iter(found), None)
-
-
-def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
-    """Make the rows of the weight map of an EAGLE head, for files of any exporter.
-
-    Args:
-        config: config of the head.
-        names: names of the tensors in the file, without the prefix `model.`. The first layer is named `midlayer` or
-            `layers.0`. `embed_tokens` and `t2d` are optional. `d2t` and `lm_head` are optional if the head drafts from
-            the whole vocabulary.
-    """
-    drafts_all = config.draft_vocab_size == config.vocab_size
-    has_head = "lm_head.weight" in names or not drafts_all
-    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
-    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
-    midlayer = any(name.startswith("midlayer.") for name in names)
-    for index in range(config.num_layers):
-        source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
-        tensors |= layer_tensors(params, f"layers.{index}", source, LAYER)
-    found = rows(params, tensors)
-    if (states := params.get("fc_norm")) is not None:
-        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
-    if (ids := params.get("draft_to_target")) is not None:
-        maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
-        maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
-        fill = partial(_fill_vocabulary, config.vocab_size)
-        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
-    return found
-
-
-def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
-    """Fill `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and check the ids against `t2d`."""
-    tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
-    ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
-    if "t2d" in tables:
-        check_members(ids, tables["t2d"])
-    return ids.astype(dtype)
-
-
-def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
-    """Compute the target id of each draft id, ``id + d2t[id]``; target ids need not be ascending.
-
-    Args:
-        offsets: the tensor `d2t`.
-        vocab: number of tokens of the target's vocabulary.
-
-    Raises:
-        ValueError: two draft ids have the same target id, or a target id is outside the target's vocabulary.
-    """
-    ids = np.arange(len(offsets)) + offsets
-    repeated = len(ids) - len(np.unique(ids))
-    if repeated or ids.min() < 0 or ids.max() >= vocab:
-        raise CheckpointError(
-            "d2t", f"expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
-            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged",
-        )  # fmt: skip
-    return ids
-
-
-def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
-    """Raise ValueError unless the tensor `t2d` marks exactly the target ids of the draft vocabulary.
-
-    Args:
-        ids: target id of each draft id.
-        member: the tensor `t2d`: whether each target id is in the draft vocabulary.
-    """
-    expected = np.flatnonzero(member)
-    if not np.array_equal(np.sort(ids), expected):
-        wrong = np.setxor1d(ids, expected)
-        raise CheckpointError(
-            "t2d", f"expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
-            f"they differ in {wrong[:8].tolist()}; the file is inconsistent",
-        )  # fmt: skip

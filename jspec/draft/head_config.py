@@ -128,12 +128,12 @@ class HeadConfig(DecoderConfig, ABC):
 
     @classmethod
     def of_method(cls, **fields: Any) -> Self:
-        """Build a config from the arguments of `of_sizes` and the flags of all methods.
+        """Build a config from its fields and the flags of all methods.
 
         Raises:
             NotImplementedError: a flag that this method does not have is True.
         """
-        return cls.of_sizes(**fields)
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class EagleConfig(HeadConfig):
         given = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
         _refuse(given, "a head that fuses no states", "norm_before_fc", "fc_norm")
         _refuse(given, "method 'eagle'", "norm_before_residual", "norm_output")
-        return cls.of_sizes(**fields)
+        return cls(**fields)
 
 
 METHODS: dict[str, type[Eagle3Config] | type[EagleConfig]] = {"eagle3": Eagle3Config, "eagle": EagleConfig}

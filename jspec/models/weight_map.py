@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from convert.huggingface import Row, mapped, same
-from jspec.models.config import LayerConfig, ModelConfig
+from jspec.models.config import DecoderConfig, LayerConfig, ModelConfig
 from jspec.models.params import Params, model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
@@ -53,7 +53,7 @@ def model_rows(
     made = [*tied, *rows(params, tensors)]
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
-    return [_rotated_first(row, config) for row in made]
+    return [rotated_first(row, config) for row in made]
 
 
 def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) -> dict[str, list[str]]:
@@ -76,7 +76,7 @@ def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.ones((), values.dtype)
 
 
-def _rotated_first(row: Row, config: ModelConfig) -> Row:
+def rotated_first(row: Row, config: DecoderConfig) -> Row:
     """Reorder the channels of queries and keys of a layer that rotates only a part of a head.
 
     The file rotates channel i of the first r channels with channel i + r / 2. Kernels rotate channel i of a head of d

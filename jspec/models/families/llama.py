@@ -43,8 +43,21 @@ class Llama:
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
         """Read the config.json of a model; `jspec.models.families.Family.config` documents arguments and errors."""
-        given = Fields.of(fields)
-        fields = Fields({**self.defaults, **given}, given.place)
+        fields = self._filled(Fields.of(fields))
+        return ModelConfig(
+            **self.decoder(fields, rope_theta=rope_theta),
+            family=fields.text("model_type"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            max_position=fields.integer("max_position_embeddings", 2048),
+            **self.model(fields),
+        )
+
+    def decoder(self, fields: Fields, *, rope_theta: float | None = None) -> dict[str, Any]:
+        """Read the fields of `DecoderConfig`, for a model or for a draft head whose layers are of this family.
+
+        The arguments and errors are those of `config`.
+        """
+        fields = self._filled(fields)
         refuse(fields, self.fixed)
         sizes = read_sizes(fields, "num_hidden_layers")
         all_layers(fields, FULL)  # checks the number of layers
@@ -57,14 +70,11 @@ class Llama:
             LayerConfig(replace(attention, rope=ropes[kind], window=windows[kind]), mlp, **self.layer(fields))
             for kind in types
         ]
-        return ModelConfig(
-            **sizes,
-            layers=tuple(layers),
-            family=fields.text("model_type"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            max_position=fields.integer("max_position_embeddings", 2048),
-            **self.model(fields),
-        )
+        return {**sizes, "layers": tuple(layers)}
+
+    def _filled(self, fields: Fields) -> Fields:
+        """Return a config.json with the family's values of the keys that it leaves out."""
+        return Fields({**self.defaults, **fields}, fields.place)
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""

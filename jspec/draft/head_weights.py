@@ -1,0 +1,102 @@
+"""Weight maps of EAGLE heads, for files of any exporter: from which tensors each parameter is made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from convert.detect import bare_name
+from convert.fields import CheckpointError
+from convert.huggingface import Row, side_by_side
+from convert.sources import Source
+from jspec.draft.eagle_head import head_params
+from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_layers import tensor_names
+from jspec.models.params import rows
+from jspec.models.weight_map import layer_tensors, rotated_first
+
+TENSORS = {
+    "embed": "embed_tokens.weight",
+    "input_norm": "input_norm.weight",
+    "fc": "fc.weight",
+    "fc_bias": "fc.bias",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+}
+
+
+def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
+    """Make the rows of the weight map of an EAGLE head, for files of any exporter.
+
+    Args:
+        config: config of the head.
+        names: names of the tensors in the file, without the prefix `model.`. The first layer is named `midlayer` or
+            `layers.0`. `embed_tokens` and `t2d` are optional. `d2t` and `lm_head` are optional if the head drafts from
+            the whole vocabulary.
+    """
+    drafts_all = config.draft_vocab_size == config.vocab_size
+    has_head = "lm_head.weight" in names or not drafts_all
+    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
+    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
+    layer = tensor_names(names)
+    midlayer = any(name.startswith("midlayer.") for name in names)
+    for index in range(config.num_layers):
+        source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
+        tensors |= layer_tensors(params, f"layers.{index}", source, layer)
+    found = [rotated_first(row, config) for row in rows(params, tensors)]
+    if (states := params.get("fc_norm")) is not None:
+        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
+    if (ids := params.get("draft_to_target")) is not None:
+        maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
+        maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
+        fill = partial(_fill_vocabulary, config.vocab_size)
+        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+    return found
+
+
+def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+    """Fill `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and check the ids against `t2d`."""
+    tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
+    ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)
+    if "t2d" in tables:
+        check_members(ids, tables["t2d"])
+    return ids.astype(dtype)
+
+
+def draft_to_target(offsets: Int[np.ndarray, "draft_vocab"], vocab: int) -> Int[np.ndarray, "draft_vocab"]:
+    """Compute the target id of each draft id, ``id + d2t[id]``; target ids need not be ascending.
+
+    Args:
+        offsets: the tensor `d2t`.
+        vocab: number of tokens of the target's vocabulary.
+
+    Raises:
+        ValueError: two draft ids have the same target id, or a target id is outside the target's vocabulary.
+    """
+    ids = np.arange(len(offsets)) + offsets
+    repeated = len(ids) - len(np.unique(ids))
+    if repeated or ids.min() < 0 or ids.max() >= vocab:
+        raise CheckpointError(
+            "d2t", f"expected offsets (target id minus draft id) to distinct ids in 0..{vocab - 1}, "
+            f"got {repeated} repeated ids in {ids.min()}..{ids.max()}; the head is damaged",
+        )  # fmt: skip
+    return ids
+
+
+def check_members(ids: Int[np.ndarray, "draft_vocab"], member: Bool[np.ndarray, "vocab"]) -> None:
+    """Raise ValueError unless the tensor `t2d` marks exactly the target ids of the draft vocabulary.
+
+    Args:
+        ids: target id of each draft id.
+        member: the tensor `t2d`: whether each target id is in the draft vocabulary.
+    """
+    expected = np.flatnonzero(member)
+    if not np.array_equal(np.sort(ids), expected):
+        wrong = np.setxor1d(ids, expected)
+        raise CheckpointError(
+            "t2d", f"expected to mark the {len(ids)} target ids that d2t gives, got {len(expected)}; "
+            f"they differ in {wrong[:8].tolist()}; the file is inconsistent",
+        )  # fmt: skip
