@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
+from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 
@@ -138,6 +139,14 @@ class Drafter(abc.ABC):
             f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
         )
 
+    def for_length(self, max_len: int) -> Self:
+        """Return the drafter for texts of up to ``max_len`` tokens, on which some rotary embeddings depend.
+
+        Raises:
+            NotImplementedError: the drafter's rotary embedding cannot reach this length.
+        """
+        return self
+
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the missing draft cache rows of committed tokens and of the root, and return the new state.
 
@@ -217,6 +226,24 @@ def check_window(method: str, draft_window: int | None, tree: Tree) -> int | Non
             f"got {short(draft_window)}"
         )
     return draft_window
+
+
+def check_layer_windows(place: str, config: DecoderConfig, tree: Tree) -> None:
+    """Check that the windows of a decoder's layers are large enough for a tree's nodes to attend to their ancestors.
+
+    Args:
+        place: what has the layers, for the error.
+        config: config of the decoder.
+        tree: shape of the draft tree.
+
+    Raises:
+        ValueError: a window is not larger than the tree's depth.
+    """
+    if (smallest := min(config.windows, default=tree.depth + 1)) <= tree.depth:
+        raise ValueError(
+            f"{place}: sliding_window: expected at least {tree.depth + 1}, the depth of {tree} + 1, got {smallest}; "
+            f"take a tree of depth {smallest - 1} or less"
+        )
 
 
 def check_part(method: str, name: str, part: object, expected: type, call: str) -> None:

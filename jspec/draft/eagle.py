@@ -23,7 +23,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
+from jspec.draft.base import (
+    CHECK_HEAD,
+    CHECK_PROMPT,
+    Drafter,
+    active_slots,
+    check_layer_windows,
+    check_part,
+    check_window,
+)
 from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
@@ -68,7 +76,7 @@ class EagleDrafter(Drafter):
 
     Raises:
         ValueError: the head is of another method, a node of the tree has more children than the draft vocabulary has
-            tokens, or the window is not larger than the tree's depth.
+            tokens, or a window is not larger than the tree's depth.
     """
 
     method: ClassVar[str]
@@ -88,6 +96,11 @@ class EagleDrafter(Drafter):
         self.head = head
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
+        check_layer_windows(f"{name}: a layer of the head", config, tree)
+
+    def for_length(self, max_len: int) -> Self:
+        head = replace(self.head, config=self.head.config.for_length(max_len))
+        return type(self)(head, self.tree, draft_window=self.draft_window)
 
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window)
@@ -101,8 +114,13 @@ class EagleDrafter(Drafter):
 
     def bind(self, target: Model) -> EagleHead:
         _check_pair(type(self).__name__, self.head, target, self.feature_layers(target))
-        head = self.head if self.head.embed is not None else replace(self.head, embed=target.embed)
-        return precompute_first_layer(head if head.head is not None else replace(head, head=target.output_head))
+        head, config = self.head, target.config
+        if head.embed is None:
+            head = replace(head, embed=target.embed)
+        if head.head is None:
+            limits = config.logit_divisor, config.logit_softcap
+            head = replace(head, head=target.output_head, logit_limits=limits)
+        return precompute_first_layer(head)
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size

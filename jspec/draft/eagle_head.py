@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
+from jspec.models.layers import limited
 from jspec.models.params import ParamSpec, layer_params, norm, prefixed
 from pallas_kernels.layers.quantized import (
     Inputs,
@@ -75,6 +76,8 @@ class EagleHead:
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
+    # Divisor and limit of the logits (`jspec.models.layers.limited`): the target's, if the output head is the target's.
+    logit_limits: tuple[float, float | None] = struct.field(pytree_node=False, default=(1.0, None))
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
 
     @classmethod
@@ -292,8 +295,7 @@ def output_logits(
         implementation: kernel implementation (`pallas_kernels.dispatch`).
 
     Returns:
-        The head's output for each token, and the logits [1, batch, tokens, draft_vocab]. The scales of a quantised
-        output head are not applied to these logits.
+        The head's output for each token, and the logits [1, batch, tokens, draft_vocab] as `limited` returns them.
     """
     assert head.head is not None
     is_fed_back, feature_norm = _is_output_normed(head.config), head.layers[0].hidden_norm
@@ -309,4 +311,4 @@ def output_logits(
         feature = normed[1] if len(norms) == 2 else _norm_features(head, hidden)
         parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=implementation)
         projected = reduce_partials(parts, jnp.float32)
-    return HeadOut(hidden, projected), product
+    return HeadOut(hidden, projected), limited(product, *head.logit_limits)

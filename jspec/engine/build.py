@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jspec import verify
 from jspec.core.config import EngineConfig
-from jspec.draft.base import Drafter, NoDraft
+from jspec.draft.base import Drafter, NoDraft, check_layer_windows
 from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.model_runner import ModelRunner, check_deterministic
@@ -88,7 +89,9 @@ def build_core(
     Raises:
         ValueError: options or models do not fit together or into memory.
     """
-    drafter = NoDraft() if drafter is None else drafter
+    drafter = (NoDraft() if drafter is None else drafter).for_length(config.max_len)
+    target = replace(target, config=target.config.for_length(config.max_len))
+    check_layer_windows("target", target.config, drafter.tree)
     if config.draft_window is not None:
         drafter = drafter.with_window(config.draft_window)
     if config.quantize is not None:

@@ -19,7 +19,7 @@ from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
 from jspec.models.config import ModelConfig
-from jspec.models.layers import head_product
+from jspec.models.layers import head_product, limited
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
@@ -89,17 +89,12 @@ class Model:
         return reduce_partials(self.logit_sums(x, implementation, deterministic=deterministic), jnp.float32)
 
     def logit_sums(self, x: Float[Array, "*rows hidden"], implementation: str, *, deterministic: bool) -> PartialSums:
-        """Return the logits as one partial sum [1, *rows, vocab], without the scales of a quantised output head.
+        """Return the logits as one partial sum [1, *rows, vocab].
 
-        A divisor or a limit of the logits needs the scales, so with one of them the scales are applied.
+        The scales of a quantised output head are applied only if the config has a divisor or a limit of the logits.
         """
-        sums, config = head_product(x, self.output_head, implementation, deterministic=deterministic), self.config
-        if config.logit_divisor == 1.0 and config.logit_softcap is None:
-            return sums
-        logits = reduce_partials(sums, jnp.float32) / config.logit_divisor
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        return logits[None]
+        sums = head_product(x, self.output_head, implementation, deterministic=deterministic)
+        return limited(sums, self.config.logit_divisor, self.config.logit_softcap)
 
 
 @struct.dataclass

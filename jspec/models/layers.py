@@ -67,6 +67,22 @@ def logits_of(
     return reduce_partials(head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
 
 
+def limited(sums: PartialSums, divisor: float, softcap: float | None) -> PartialSums:
+    """Divide and limit logits, as Granite and Gemma 2 do.
+
+    A divisor or a limit needs the scales of a quantised output head, so with one of them the scales are applied.
+
+    Args:
+        sums: logits as `head_product` returns them.
+        divisor: divisor of the logits.
+        softcap: limit c of the logits x, which become c * tanh(x / c); None: no limit.
+    """
+    if divisor == 1.0 and softcap is None:
+        return sums
+    logits = reduce_partials(sums, jnp.float32) / divisor
+    return (logits if softcap is None else softcap * jnp.tanh(logits / softcap))[None]
+
+
 def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
     """Return hidden states times output head [1, batch, tokens, vocab]; scales of a quantised head are not applied."""
     if deterministic:
