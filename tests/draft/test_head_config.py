@@ -102,7 +102,8 @@ def test_head_config_of_modelopt_keeps_rope_scaling_and_head_dim():
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     head = read({**modelopt(), "rope_theta": 5e5, "rope_scaling": scaling, "head_dim": 32})
-    assert (head.head_dim, head.rope) == (32, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192))
+    expected = Rope(5e5, "llama3", factor=8.0, original_max_position=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert (head.head_dim, head.rope) == (32, expected)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,14 @@ def test_head_config_of_a_file_with_qkv_bias_has_qkv_bias():
 
 
 def test_head_config_of_a_qwen3_layer_has_qk_norm():
+    """Other exporters than speculators may write the target's `model_type`; there the tensors decide."""
     qwen = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
-    assert read(qwen).qk_norm
-    assert not read(SPECULATORS).qk_norm
-    with pytest.raises(NotImplementedError, match=r"model_type.*qwen3"):
-        read({**HEAD, "model_type": "qwen3"})
+    assert read(qwen).qk_norm == "head"
+    assert read(SPECULATORS).qk_norm is None
+    assert read({**HEAD, "model_type": "qwen3"}).qk_norm is None
+    names = ["midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"]
+    assert read_head({**HEAD, "model_type": "qwen3"}, "eagle3", names=names).qk_norm == "head"
+    assert read_head(HEAD, "eagle3", names=names).qk_norm is None
 
 
 # ---- options of the forward pass

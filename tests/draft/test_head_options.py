@@ -1,0 +1,280 @@
+"""Compare heads whose layers have options beyond Llama's with the formulas, and test which options are refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Eagle, Eagle3, Tree
+from jspec.core.records import TokenBatch
+from jspec.draft import auto
+from jspec.draft.base import check_layer_windows
+from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_layers
+from jspec.draft.head_config import HeadConfig
+from jspec.models.config import Rope
+from jspec.models.kv_cache import PoolShape, create
+from jspec.tools.convert import main
+from pallas_kernels.layers.quantized import reduce_partials
+from tests.reference import head as reference
+from tests.support import folders, tiny
+from tests.support.folders import EAGLE, HEAD, assert_same, random_tensors, without
+
+pytestmark = pytest.mark.once
+
+# Patterns of the tensors of optional parts.
+TENSORS = {"norms": r"[qk]_norm", "qkv_bias": r"[qkv]_proj\.bias", "o_bias": r"o_proj\.bias", "second": r"layers\.1"}
+TOLERANCE = 1e-4  # relative to the largest logit; float32 against float64
+TOKENS = 20  # of the text on which a head is compared
+SIZES = {**without(HEAD, "num_hidden_layers"), "hidden_size": 16, "head_dim": 8}
+SLIDING = {"layer_types": ["sliding_attention"] * 40, "sliding_window": 6, "num_hidden_layers": 40}
+LONGROPE = {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0, 1.0], "long_factor": [3.0, 5.0]}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LONG = {"partial_rotary_factor": 0.5, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16}
+# Name: the config's options, the options that the tensors follow, and those without which a wrong reader would compute.
+CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
+    "norms of q and k": ({"model_type": "qwen3"}, {"norms"}, {"norms": None}),
+    "biases of q, k, v and o": ({"attention_bias": True}, {"qkv_bias", "o_bias"}, {"o_bias": None}),
+    "biases of Qwen 2": ({"model_type": "qwen2"}, {"qkv_bias"}, {"qkv_bias": None}),
+    "yarn": ({"rope_scaling": YARN}, set(), {"rope_scaling": None}),
+    "linear": ({"rope_scaling": LINEAR}, set(), {"rope_scaling": None}),
+    "partial": ({"partial_rotary_factor": 0.5}, {"qkv_bias"}, {"partial_rotary_factor": 1.0}),
+    "longrope, partial": (LONG, {"norms"}, {"rope_scaling": None}),
+    "window": (SLIDING, set(), {"sliding_window": 7}),
+    "gelu": ({"hidden_act": "gelu_pytorch_tanh"}, set(), {"hidden_act": "silu"}),
+    "phi3, fused": ({"model_type": "phi3", "head_dim": 4}, {"fused"}, {"rope_theta": 1e6}),
+    "phi3, names of Llama": ({"model_type": "phi3", "head_dim": 4}, set(), {"rope_theta": 1e6}),
+    "two layers": ({"num_hidden_layers": 40}, {"second"}, {"second": None}),
+    "wider target": ({"target_hidden_size": 24}, set(), {"rope_theta": 1e6}),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    options, parts, _ = CASES[name]
+    config = {**SIZES, **options}
+    if name.startswith(("partial", "longrope")):  # the bias and the norms must be reordered too
+        config |= {"model_type": "qwen2" if "qkv_bias" in parts else "qwen3"}
+    return config
+
+
+def tensors_of(config: dict[str, Any], parts: set[str]) -> dict[str, np.ndarray]:
+    """Return random tensors of an EAGLE-3 head with the given optional parts; weights are scaled by their inputs."""
+    hidden, dim, width = config["hidden_size"], config["head_dim"], config.get("target_hidden_size", 16)
+    inner, sizes = config["intermediate_size"], {"q": 4 * dim, "k": 2 * dim, "v": 2 * dim}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 3 * width), "norm.weight": (hidden,)}
+    shapes |= {f"midlayer.{n}.weight": (hidden,) for n in ("input_layernorm", "hidden_norm")}
+    shapes |= folders.block_shapes("midlayer", config, 2 * hidden) | {"lm_head.weight": (10, hidden)}
+    if "second" in parts:
+        shapes |= {"layers.1.input_layernorm.weight": (hidden,)} | folders.block_shapes("layers.1", config, hidden)
+    if "norms" in parts:
+        shapes |= {f"midlayer.self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+    if "qkv_bias" in parts:
+        shapes |= {f"midlayer.self_attn.{n}_proj.bias": (size,) for n, size in sizes.items()}
+    if "o_bias" in parts:
+        shapes["midlayer.self_attn.o_proj.bias"] = (hidden,)
+    if "fused" in parts:
+        shapes = {n: s for n, s in shapes.items() if not re.search(r"\.(q|k|v|gate|up)_proj", n)}
+        shapes["midlayer.self_attn.qkv_proj.weight"] = (8 * dim, 2 * hidden)
+        shapes["midlayer.mlp.gate_up_proj.weight"] = (2 * inner, hidden)
+    drawn = random_tensors(shapes)
+    scaled = {n: t * 1.5 / np.sqrt(t.shape[-1]) if t.ndim == 2 else np.abs(t) + 0.5 for n, t in drawn.items()}
+    return {n: t.astype(np.float32) for n, t in scaled.items()} | folders.vocabulary(folders.DRAFT_IDS)
+
+
+def material(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return an embedding, the tokens of a text, and the target's concatenated states before each token."""
+    rng = np.random.default_rng(7)
+    return (
+        rng.normal(size=(40, 16)).astype(np.float32),
+        rng.integers(0, 40, TOKENS),
+        rng.normal(size=(TOKENS, width)).astype(np.float32),
+    )
+
+
+def computed(head: EagleHead, embed: np.ndarray, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Compute a head's logits after each token of a text in one pass; EAGLE-1 heads must have an output head."""
+    config = head.config.for_length(64)
+    head = head.replace(embed=jnp.asarray(embed), config=config)
+    pairs = TokenBatch(
+        tokens=jnp.asarray(tokens)[None],
+        positions=jnp.arange(TOKENS)[None],
+        valid=jnp.ones((1, TOKENS), bool),
+        first_row=jnp.full(1, FIRST_ROW),
+        page_table=jnp.arange(8)[None],
+        bits=None,
+        implementation="reference",
+    )
+    cache = create(config.layers, PoolShape(1, 8, 4, 28, "float32", "float32"), "float32")
+    inputs = project_inputs(head, pairs, fuse(head, jnp.asarray(features)[None]))
+    attended, residual, _ = run_layers(head, cache, pairs, *inputs, attends=True)
+    _, product = output_logits(head, attended, residual, "reference")
+    return np.asarray(reduce_partials(product, jnp.float32)[0])
+
+
+def expected(config: dict[str, Any], tensors: dict[str, np.ndarray], *text: np.ndarray) -> np.ndarray:
+    embed, tokens, features = text
+    named = {name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items()}
+    return reference.eagle3(config, named, embed[tokens], features)
+
+
+def load(folder: Path) -> EagleHead:
+    found = auto.load_checkpoint(folder, dtype="float32")
+    return EagleHead.from_weights(found.config, found.weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eagle3_head_with_each_option_has_the_logits_of_the_formulas(tmp_path: Path, name: str) -> None:
+    """The negative control is the formula without the option, or with another window or rotary base."""
+    config, (_, parts, wrong) = config_of(name), CASES[name]
+    tensors = tensors_of(config, parts)
+    text = material(3 * config.get("target_hidden_size", 16))
+    found = computed(load(folders.write(tmp_path, config, tensors)), *text)
+    right = expected(config, tensors, *text)
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    patterns = [TENSORS[part] for part in wrong if part in TENSORS]
+    other = {n: t for n, t in tensors.items() if not any(re.search(pattern, n) for pattern in patterns)}
+    control = expected({**config, **wrong}, other, *text)
+    assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+@pytest.mark.parametrize("name", ["longrope, partial", "window", "phi3, fused", "biases of q, k, v and o"])
+def test_converted_eagle3_head_with_options_has_the_config_and_arrays_of_its_source(tmp_path: Path, name: str) -> None:
+    config = config_of(name)
+    source = folders.write(tmp_path / "source", config, tensors_of(config, CASES[name][1]))
+    assert main([str(source), str(tmp_path / "converted")]) == 0
+    one, other = (auto.load_checkpoint(folder, dtype="float32") for folder in (source, tmp_path / "converted"))
+    assert one.config == other.config
+    assert_same(flat(one.weights), flat(other.weights))
+
+
+def flat(weights: Any, prefix: str = "") -> dict[str, Any]:
+    items = weights.items() if isinstance(weights, dict) else enumerate(weights)
+    found: dict[str, Any] = {}
+    for name, value in items:
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, (dict, list)) else {f"{prefix}{name}": value}
+    return found
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_eagle1_head_of_qwen2_in_the_format_of_vllm_has_the_output_of_the_formulas(
+    tmp_path: Path, biased: bool
+) -> None:
+    """The tensors decide whether the layers have the biases of Qwen 2; the negative control drops or adds them."""
+    inner = {**EAGLE, "model_type": "qwen2"}
+    tensors = {n: t / np.sqrt(t.shape[-1]) * 1.5 if t.ndim == 2 else t for n, t in folders.eagle_tensors().items()}
+    sizes = zip("qkv", (16, 8, 8), strict=True)
+    biases = random_tensors({f"layers.0.self_attn.{n}_proj.bias": (size,) for n, size in sizes})
+    config = {"model_type": "eagle", "model": inner, "eagle_fc_bias": True}
+    head = load(folders.write(tmp_path, config, tensors | biases if biased else tensors))
+    embed, tokens, features = material(16)
+    output = np.eye(16, dtype=np.float32)  # the logits are then the head's output
+    found = computed(head.replace(head=jnp.asarray(output)), embed, tokens, features)
+    both = [reference.eagle1(inner, kept, embed[tokens], features) for kept in (tensors | biases, tensors)]
+    right, control = both if biased else both[::-1]
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+# ---- config and tensors
+
+
+def read(tmp_path: Path, changes: dict[str, Any], parts: set[str], *add: str) -> HeadConfig:
+    config = {**SIZES, **changes}
+    tensors = tensors_of(config, parts) | random_tensors(dict.fromkeys(add, (4, 4)))
+    return auto.plan(folders.write(tmp_path, config, tensors)).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "named"),
+    [
+        ({}, {"norms"}, r"unknown: midlayer\.self_attn\.k_norm\.weight"),
+        ({}, {"qkv_bias"}, r"unknown: midlayer\.self_attn\.k_proj\.bias"),
+        ({"attention_bias": True}, {"qkv_bias"}, r"missing: midlayer\.self_attn\.o_proj\.bias"),
+        ({"qkv_bias": True}, set(), r"missing: midlayer\.self_attn\.k_proj\.bias"),
+        ({"num_hidden_layers": 1}, {"second"}, r"unknown: layers\.1\.input_layernorm\.weight"),
+        ({"layer_types": ["sliding_attention"]}, set(), r"sliding_window: expected an integer, got none"),
+        ({**SLIDING, "sliding_window": 0}, set(), r"sliding_window: expected an integer from 1"),
+        ({"rope_scaling": {**YARN, "factor": -1}}, set(), r"factor: expected a finite number above 0, got -1"),
+        ({"rope_scaling": {"rope_type": "linear"}}, set(), r"missing factor"),
+        ({"partial_rotary_factor": 0.4}, set(), r"expected to rotate an even number of channels, got 3 of 8"),
+        ({**LONG, "rope_scaling": {**LONGROPE, "long_factor": [3.0]}}, set(), r"long_factor: expected 2 numbers"),
+    ],
+    ids=str,
+)
+def test_eagle3_head_whose_config_contradicts_its_tensors_or_is_impossible_raises(
+    tmp_path: Path, changes: dict[str, Any], parts: set[str], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        read(tmp_path, changes, parts)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "phi3"])
+def test_eagle3_head_of_llama_layers_with_the_target_model_type_has_no_norms_or_biases(
+    tmp_path: Path, kind: str
+) -> None:
+    config = read(tmp_path, {"model_type": kind}, set())
+    assert (config.qk_norm, config.qkv_bias, config.num_layers) == (None, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "add", "named"),
+    [
+        (
+            {"model_type": "gemma3_text"},
+            {},
+            "model_type: expected 'llama' or .* of a head, got 'gemma3_text'",
+        ),
+        ({"model_type": "deepseek_v3"}, [], "model_type: expected 'llama' or .*, got 'deepseek_v3'"),
+        ({"hidden_act": "relu"}, [], "hidden_act: expected 'silu' or .*, got 'relu'"),
+        ({"mlp_bias": True}, [], "mlp_bias: expected False, got True"),
+        ({"layer_types": ["chunked_attention"]}, [], "layer_types: expected 'full_attention' or 'sliding_attention'"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, [], "rope type: expected 'default' or .*, got 'ntk'"),
+        ({}, ["midlayer.self_attn.kv_b_proj.weight"], r"kv_b_proj\.weight: expected grouped-query .*MLA"),
+        ({}, ["midlayer.mlp.experts.0.up_proj.weight"], r"experts.*: expected grouped-query .*MoE"),
+    ],
+    ids=str,
+)
+def test_eagle3_head_with_an_unsupported_layer_raises_naming_value_and_support(
+    tmp_path: Path, changes: dict[str, Any], add: list[str], named: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=named):
+        read(tmp_path, changes, set(), *add)
+
+
+# ---- windows and trees
+
+
+def test_eagle3_drafter_with_a_tree_deeper_than_a_window_raises_naming_both(tmp_path: Path) -> None:
+    config = {**SIZES, **SLIDING, "sliding_window": 4}
+    head = load(folders.write(tmp_path, config, tensors_of(config, set())))
+    Eagle3(head, Tree.chain(3))
+    with pytest.raises(ValueError, match=r"expected at least 5, the depth of chain:4 \+ 1, got 4; take a tree"):
+        Eagle3(head, Tree.chain(4))
+    with pytest.raises(ValueError, match=r"draft_window: .*got 3"):
+        Eagle3(head, Tree.chain(3), draft_window=3)
+
+
+def test_layer_window_check_takes_the_smallest_window() -> None:
+    config = tiny.config(16)
+    (layer, _), attention = config.layers, config.layers[0].attention
+    layers = tuple(replace(layer, attention=replace(attention, window=window)) for window in (8, 4))
+    check_layer_windows("target", config, Tree.chain(9))
+    check_layer_windows("target", replace(config, layers=layers), Tree.chain(3))
+    with pytest.raises(ValueError, match=r"target: sliding_window: expected at least 6, .* got 4"):
+        check_layer_windows("target", replace(config, layers=layers), Tree.chain(5))
+
+
+def test_eagle1_drafter_of_a_longrope_head_uses_the_factors_of_the_engine_length(tmp_path: Path) -> None:
+    config = {**EAGLE, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16}
+    drafter = Eagle(load(folders.write(tmp_path, config, folders.eagle_tensors())), Tree.chain(2))
+    long, short = (drafter.for_length(length).head.config.rope.is_long for length in (17, 16))
+    assert (long, short) == (True, False)
+    dynamic = drafter.head.config.resized(rope=Rope(kind="dynamic", original_max_position=16))
+    with pytest.raises(NotImplementedError, match="max_len: expected at most 16 with rotary embeddings"):
+        Eagle(drafter.head.replace(config=dynamic), Tree.chain(2)).for_length(17)
