@@ -46,6 +46,7 @@ from jspec.draft.eagle_head import (
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
+from jspec.draft.head_pair import Size, common_sizes, feature_fault
 from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
@@ -392,27 +393,11 @@ def _pairs(
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
     """Raise ValueError if the head's vocabulary, sizes or feature layers do not match the target."""
     config, own = head.config, target.config
-    wrong = [i for i in feature_layers if not 0 <= i <= own.num_layers + 1]
-    if wrong or len(set(feature_layers)) != len(feature_layers):
-        raise ValueError(
-            f"{name}: feature layers {feature_layers} do not exist or repeat in a target of {own.num_layers} layers; "
-            "pass feature_layers= (the default 2, N//2, N-3 needs at least 7 layers)"
-        )
-    width = len(feature_layers) * own.hidden_size
-    checks = [
-        ("vocabulary", config.vocab_size, own.vocab_size),
-        ("target hidden size", config.target_hidden_size, own.hidden_size),
-    ]
+    if (fault := feature_fault(feature_layers, own.num_layers)) is not None:
+        raise ValueError(f"{name}: {fault}")
+    sizes = common_sizes(config, own, has_embed=head.embed is not None, has_head=head.head is not None)
     if head.fc is not None and config.fuses_states:
-        checks.append(("fc input width", head.fc.shape[1], width))
-    else:
-        checks.append(("hidden size (it takes the target's state as it is)", config.hidden_size, own.hidden_size))
-    if head.head is None:
-        checks.append(("hidden size (it shares the target's output head)", config.hidden_size, own.hidden_size))
-    if head.embed is None:
-        checks.append(("hidden size (it shares the target's embedding)", config.hidden_size, own.hidden_size))
-    for size, got, expected in checks:
-        if got != expected:
-            raise ValueError(
-                f"{name}: {size}: the target needs {expected}, the head has {got}; use a head made for this target"
-            )
+        sizes.append(Size("fc input width", head.fc.shape[1], len(feature_layers) * own.hidden_size))
+    for size in sizes:
+        if not size.is_equal:
+            raise ValueError(f"{name}: {size}; use a head made for this target")

@@ -108,7 +108,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="?", help='folder or hub id to describe, or "demo": the embedded pair')
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help='folder or hub id to describe, or "demo": the embedded pair; of two, a head and its target, also whether '
+        "they fit",
+    )
     parser.add_argument(
         "--check",
         nargs=2,
@@ -129,16 +135,16 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    """Run `jspec info`; the exit status is 1 if a described folder cannot be loaded."""
+    """Run `jspec info`; the exit status is 1 if a described folder cannot be loaded, or two folders do not fit."""
     given = {name: value for name in CHECK_OPTIONS if (value := getattr(arguments, name)) is not None}
-    if (arguments.path is None) == (arguments.check is None):
-        raise ValueError("info: expected a folder or --check HEAD TARGET, one of the two")
+    if (not arguments.paths) == (arguments.check is None) or len(arguments.paths) > 2:
+        raise ValueError("info: expected a folder, HEAD TARGET, or --check HEAD TARGET; give one of the three")
     if arguments.check is None:
         if given:
             raise ValueError(
                 f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
             )
-        return _describe(demo.folders(arguments.path))
+        return _describe(arguments.paths)
     head, target = demo.folder(arguments.check[0], "head"), demo.folder(arguments.check[1], "target")
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")
@@ -147,8 +153,11 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(folders: Sequence[str | Path]) -> int:
-    found = [info.inspect(folder) for folder in folders]
-    print("\n\n".join(text for text, _ in found))
+def _describe(paths: Sequence[str]) -> int:
+    if len(paths) == 2 or paths[0] == demo.NAME:
+        text, is_right = info.inspect_pair(demo.folder(paths[0], "head"), demo.folder(paths[-1], "target"))
+    else:
+        text, is_right = info.inspect(paths[0])
+    print(text)
     print(f"kernels: {dispatch.describe('auto', jax.devices()[0])}")
-    return 0 if all(is_loadable for _, is_loadable in found) else 1
+    return 0 if is_right else 1

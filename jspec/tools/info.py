@@ -12,6 +12,8 @@ from jspec.draft import auto
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
+from jspec.tools import fit
+from jspec.tools.traits import describe_layers
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -35,40 +37,61 @@ def inspect(path: str | Path) -> tuple[str, bool]:
         FileNotFoundError: there is no such folder, and the hub has no such model.
     """
     folder = hub.find(path)
+    text, header = _describe(folder)
+    return text, header is not None
+
+
+def inspect_pair(drafter: str | Path, target: str | Path) -> tuple[str, bool]:
+    """Describe a draft head or draft model, a target, and whether the first fits the second.
+
+    Args:
+        drafter: folder or hub id of the draft head or draft model.
+        target: folder or hub id of the target.
+
+    Returns:
+        A text, and whether both folders can be loaded and fit each other.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the hub has no such model.
+        ValueError: the second folder holds no target.
+    """
+    (head_text, head), (target_text, model) = (_describe(hub.find(path)) for path in (drafter, target))
+    texts = [head_text, target_text]
+    if head is None or model is None:
+        return "\n\n".join(texts), False
+    lines, fits = fit.compare(head, model)
+    return "\n\n".join([*texts, "\n".join(lines)]), fits
+
+
+def _describe(folder: Path) -> tuple[str, Header | None]:
+    """Return the description of a folder, and its header if the folder can be loaded."""
     if orbax.is_checkpoint(folder):
         origin = "converted by jspec"
     else:
         origin = "Hugging Face folder" if (folder / "config.json").is_file() else "no model in this folder"
+    header: Header | None = None
     try:
-        contents, is_loadable = _contents(auto.read_header(folder)), True
+        header = auto.read_header(folder)
+        contents = _contents(header)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        contents, is_loadable = [f"cannot be loaded: {error}"], False
-    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), is_loadable
+        header, contents = None, [f"cannot be loaded: {error}"]
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), header
 
 
 def _contents(found: Header) -> list[str]:
     match found.config:
         case ModelConfig() as model:
-            lines = [*_model(model), *_attention(model)]
+            lines = [*_model(model), *describe_layers(model)]
         case HeadConfig() as head:
-            lines = [*_eagle(found, head), *_attention(head)]
+            lines = [*_eagle(found, head), *describe_layers(head)]
         case MedusaConfig() as heads:
             lines = _medusa(heads)
     return [*lines, _parameters(found)]
 
 
-def _attention(config: ModelConfig | HeadConfig) -> list[str]:
-    heads, rope = f"{config.num_heads} heads, {config.num_kv_heads} key-value heads", config.rope
-    return [
-        f"attention: {heads}, head_dim {config.head_dim}",
-        f"rope: {rope.kind}, theta {rope.theta:g}, factor {rope.factor:g}",
-    ]
-
-
 def _model(config: ModelConfig) -> list[str]:
     return [
-        f"model: {config.family}, {config.num_layers} layers, hidden {config.hidden_size}, "
-        f"intermediate {config.intermediate_size}",
+        f"model: {config.family}, {config.num_layers} layers, hidden {config.hidden_size}",
         f"vocabulary: {config.vocab_size}, {'tied' if config.tie_word_embeddings else 'own'} output head",
     ]
 
@@ -77,7 +100,7 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
     method = "EAGLE-3" if isinstance(config, Eagle3Config) else "EAGLE-1/2"
     return [
         f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
-        f"target hidden {config.target_hidden_size}, intermediate {config.intermediate_size}",
+        f"target hidden {config.target_hidden_size}",
         f"flags beside plain {method}: {_flags(config)}",
         f"features: {_features(config)}",
         f"vocabulary: {_vocabulary(found, config)}",
@@ -89,7 +112,6 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
 def _flags(config: HeadConfig) -> str:
     """List the options in which a head's forward pass differs from its method's default."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
-    plain |= {"qk_norm": False, "qkv_bias": False}
     plain["fc_bias"] = isinstance(config, EagleConfig)  # by default EAGLE-1 heads have this bias
     named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
     layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
@@ -113,7 +135,7 @@ def _vocabulary(found: Header, config: HeadConfig) -> str:
 
 
 def _origin(found: Header, parameter: str) -> str:
-    return "own" if {parameter, f"{parameter}.values"} & set(found.parameters) else "shared with the target"
+    return "own" if fit.owns(found, parameter) else "shared with the target"
 
 
 def _medusa(config: MedusaConfig) -> list[str]:

@@ -184,8 +184,8 @@ def test_command_line_invalid_arguments_print_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("info", "expected a folder or --check HEAD TARGET"),
-        ("info a --check b c", "expected a folder or --check HEAD TARGET"),
+        ("info", "expected a folder, HEAD TARGET, or --check HEAD TARGET"),
+        ("info a --check b c", "expected a folder, HEAD TARGET, or --check HEAD TARGET"),
         ("info a --text b", "expected text with --check"),
     ],
 )

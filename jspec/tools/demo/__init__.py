@@ -46,11 +46,6 @@ def folder(path: str | Path, kind: str) -> str | Path:
     return HEAD if kind == "head" else TARGET
 
 
-def folders(path: str | Path) -> list[str | Path]:
-    """List the folders that a path names: for "demo" both embedded folders, else the path alone."""
-    return [TARGET, HEAD] if str(path) == NAME else [path]
-
-
 def tokenizer(target: str | Path, given: str | None) -> str | None:
     """Return the given name of a tokenizer, or "bytes" if it is None and the target is the embedded one."""
     return "bytes" if given is None and Path(target) == TARGET else given

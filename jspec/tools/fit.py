@@ -1,0 +1,65 @@
+"""Says from the headers of two checkpoints whether a drafter fits a target."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from convert.orbax import Header
+from jspec.draft import auto
+from jspec.draft.head_config import Eagle3Config, HeadConfig
+from jspec.draft.head_pair import Size, common_sizes, feature_fault
+from jspec.draft.medusa import MedusaConfig
+from jspec.models.config import ModelConfig
+
+
+def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
+    """Compare a draft head or a draft model with a target, without reading weights.
+
+    Args:
+        drafter: header of the draft head or draft model.
+        target: header of the target.
+
+    Returns:
+        One line for each thing that must fit, and whether all fit. The line of a mismatch begins with "mismatch" and
+        names both values.
+
+    Raises:
+        ValueError: the second checkpoint is no target.
+    """
+    if not isinstance(target.config, ModelConfig):
+        raise ValueError(f"expected a target as the second folder, got a checkpoint of kind {target.kind!r}; swap them")
+    own = target.config
+    match drafter.config:
+        case HeadConfig() as head:
+            sizes = common_sizes(head, own, has_embed=owns(drafter, "embed"), has_head=owns(drafter, "head"))
+            others = [_features(head, own), *_draft_vocabulary(drafter, head, own)]
+        case MedusaConfig() as heads:
+            sizes, others = [Size("hidden size", heads.hidden_size, own.hidden_size)], []
+            sizes.append(Size("vocabulary", heads.vocab_size, own.vocab_size))
+        case ModelConfig() as model:
+            sizes, others = [Size("vocabulary", model.vocab_size, own.vocab_size)], []
+    lines = [(str(size), size.is_equal) for size in sizes] + others
+    return [f"{'fits' if fits else 'mismatch'}: {text}" for text, fits in lines], all(fits for _, fits in lines)
+
+
+def owns(found: Header, parameter: str) -> bool:
+    """Return whether a checkpoint has a parameter, quantised or not."""
+    return bool({parameter, f"{parameter}.values"} & set(found.parameters))
+
+
+def _features(head: HeadConfig, target: ModelConfig) -> tuple[str, bool]:
+    states = head.states_of(target.num_layers)
+    if (fault := feature_fault(states, target.num_layers)) is not None:
+        return fault, False
+    names = ", ".join(map(str, states))
+    return f"feature layers: states {names} of a target of {target.num_layers} layers", True
+
+
+def _draft_vocabulary(found: Header, head: HeadConfig, target: ModelConfig) -> list[tuple[str, bool]]:
+    if not isinstance(head, Eagle3Config):
+        return []
+    ids = auto.read_draft_to_target(found)
+    largest = int(np.max(ids))
+    fits = largest < target.vocab_size
+    text = f"draft vocabulary: {len(ids)} ids up to {largest}, the target has {target.vocab_size} tokens"
+    return [(text, fits)]

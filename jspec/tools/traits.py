@@ -1,0 +1,83 @@
+"""Describes in words what the layers of a model or of a draft head compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+from jspec.models.config import GQA, DecoderConfig, LayerConfig, ModelConfig, Rope
+
+NORMS = {
+    "pre": "before attention and feed-forward",
+    "post": "after attention and feed-forward",
+    "both": "before and after attention and feed-forward",
+}
+
+
+def describe_layers(config: DecoderConfig) -> list[str]:
+    """Return one line for each part of the layers, which says how many layers have each form if layers differ.
+
+    The norms of heads are left out, because those of their first layer depend on the method.
+    """
+    layers = config.layers
+    lines = [
+        f"attention: {_forms(layers, lambda layer: _attention(layer.attention))}",
+        f"window: {_forms(layers, lambda layer: _window(layer.attention))}",
+        f"rope: {_forms(layers, lambda layer: describe_rope(layer.attention.rope))}",
+        f"feed-forward: {_forms(layers, lambda layer: f'{layer.mlp.width} channels, {layer.mlp.activation}')}",
+    ]
+    if isinstance(config, ModelConfig):
+        lines.append(f"norms: {_forms(layers, lambda layer: NORMS[layer.norms])}")
+    factors = _factors(config)
+    return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
+
+
+def _forms(layers: tuple[LayerConfig, ...], form: Callable[[LayerConfig], Hashable]) -> str:
+    """Describe the form of a part in each layer, with the number of layers if there are several forms."""
+    counts = Counter(map(form, layers))
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    return "; ".join(f"{text} in {count} of {len(layers)} layers" for text, count in counts.items())
+
+
+def _attention(config: GQA) -> str:
+    parts = [f"{config.heads} heads", f"{config.kv_heads} key-value heads", f"head_dim {config.head_dim}"]
+    if config.bias:
+        parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
+    if config.qk_norm:
+        parts.append(f"norms of q and k ({'each head' if config.qk_norm == 'head' else 'all heads together'})")
+    if config.scale is not None:
+        parts.append(f"scores times {config.scale:g}")
+    if config.softcap is not None:
+        parts.append(f"scores limited to {config.softcap:g}")
+    if config.sinks:
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _window(config: GQA) -> str:
+    return "none" if config.window is None else f"{config.window} tokens"
+
+
+def describe_rope(rope: Rope) -> str:
+    """Return the kind of a rotary embedding and the values that differ from a plain one's."""
+    parts = [rope.kind, f"theta {rope.theta:.10g}"]
+    if rope.factor != 1:
+        parts.append(f"factor {rope.factor:g}")
+    if rope.original_max_position:
+        parts.append(f"from {rope.original_max_position} tokens")
+    if rope.fraction != 1:
+        parts.append(f"{rope.fraction:g} of the channels")
+    if rope.temperature:
+        parts.append(f"query temperature {rope.temperature:g}")
+    return ", ".join(parts)
+
+
+def _factors(config: DecoderConfig) -> list[str]:
+    scales = Counter(layer.residual_scale for layer in config.layers)
+    found = [f"residual {scale:g}" for scale in scales if scale != 1]
+    if isinstance(config, ModelConfig):
+        found += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
+        found += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []
+        found += [f"logits limited to {config.logit_softcap:g}"] if config.logit_softcap is not None else []
+    return found

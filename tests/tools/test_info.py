@@ -1,0 +1,190 @@
+"""Test `jspec info`: the traits of targets and heads in words, and whether a head fits a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec.__main__ import main
+from jspec.models.config import GQA, Dense, LayerConfig, Rope
+from jspec.tools import convert
+from jspec.tools.info import describe
+from jspec.tools.traits import describe_layers, describe_rope
+from tests.support import folders, tiny
+from tests.support.folders import EAGLE, HEAD, TARGET, without
+
+pytestmark = pytest.mark.once
+
+PLAIN = "4 heads, 2 key-value heads, head_dim 16"
+TRAITS = {
+    "gemma2": [
+        f"attention: {PLAIN}, scores times 0.204124, scores limited to 20",
+        "window: 16 tokens in 2 of 4 layers; none in 2 of 4 layers",
+        "feed-forward: 48 channels, gelu_tanh",
+        "norms: before and after attention and feed-forward",
+        "factors: embedding 5.65685, logits limited to 15",
+        "vocabulary: 128, tied output head",
+    ],
+    "gemma3_text": [
+        f"attention: {PLAIN}, norms of q and k (each head), scores times 0.25",
+        "window: 16 tokens in 3 of 4 layers; none in 1 of 4 layers",
+        "rope: default, theta 10000 in 3 of 4 layers; linear, theta 1000000, factor 8 in 1 of 4 layers",
+        "factors: embedding 5.65685",
+    ],
+    "granite": [
+        f"attention: {PLAIN}, scores times 0.1",
+        "factors: residual 0.4, embedding 6, logits 1 / 2",
+    ],
+    "llama": [f"attention: {PLAIN}", "rope: llama3, theta 500000, factor 4, from 64 tokens", "window: none"],
+    "mistral": ["window: 24 tokens", "norms: before attention and feed-forward", "vocabulary: 128, own output head"],
+    "olmo3": [
+        f"attention: {PLAIN}, norms of q and k (all heads together)",
+        "rope: default, theta 500000 in 3 of 4 layers; yarn, theta 500000, factor 8, from 64 tokens in 1 of 4 layers",
+        "norms: after attention and feed-forward",
+    ],
+    "phi3": ["window: 24 tokens"],
+    "qwen2": [f"attention: {PLAIN}, biases of q, k and v"],
+    "qwen3": [f"attention: {PLAIN}, norms of q and k (each head)"],
+}
+
+
+@pytest.mark.parametrize("family", TRAITS)
+def test_describe_target_of_each_family_prints_its_traits_and_no_others(golden: Path, family: str) -> None:
+    lines = describe(golden / "families" / family).splitlines()
+    assert not set(TRAITS[family]) - set(lines)
+    has_factors = [any(line.startswith("factors: ") for line in of) for of in (lines, TRAITS[family])]
+    assert has_factors[0] == has_factors[1]
+
+
+def test_describe_head_prints_biases_window_and_partial_rope(tmp_path: Path) -> None:
+    options = {"attention_bias": True, "layer_types": ["sliding_attention"], "sliding_window": 8, "head_dim": 8}
+    config = {**without(HEAD, "num_hidden_layers"), **options, "partial_rotary_factor": 0.5}
+    sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 16}
+    shapes = folders.block_shapes("midlayer", config, 32)
+    shapes |= {f"midlayer.self_attn.{name}.bias": (size,) for name, size in sizes.items()}
+    tensors = folders.head_tensors() | folders.random_tensors(shapes)
+    lines = describe(folders.write(tmp_path, config, tensors)).splitlines()
+    for line in (
+        "attention: 4 heads, 2 key-value heads, head_dim 8, biases of q, k, v and o",
+        "window: 8 tokens",
+        "rope: default, theta 10000, 0.5 of the channels",
+    ):
+        assert line in lines
+
+
+def test_trait_lines_of_sinks_temperature_and_different_layers() -> None:
+    config = tiny.config(16)
+    other = LayerConfig(GQA(4, 2, 4, sinks=True), Dense(8, "gelu"))
+    mixed = type(config)(**{**vars(config), "layers": (config.layers[0], other)})
+    lines = describe_layers(mixed)
+    attention = "4 heads, 2 key-value heads, head_dim 4"
+    assert lines[0] == f"attention: {attention} in 1 of 2 layers; {attention}, sinks in 1 of 2 layers"
+    assert "feed-forward: 32 channels, silu in 1 of 2 layers; 8 channels, gelu in 1 of 2 layers" in lines
+    rope = Rope(1e4, original_max_position=16, temperature=0.1)
+    assert describe_rope(rope) == "default, theta 10000, from 16 tokens, query temperature 0.1"
+
+
+# ---- pairs
+
+
+def pair(folder: Path, head: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Write an EAGLE-3 head and a target that differ from the fitting ones by the given keys."""
+    tensors = folders.head_tensors()
+    own = {**HEAD, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, **head}
+    config = {**TARGET, **target}
+    folders.write(folder / "head", own, tensors)
+    folders.write(folder / "target", config, folders.target_tensors(config))
+    return [str(folder / "head"), str(folder / "target")]
+
+
+def fit_lines(paths: list[str], capsys: pytest.CaptureFixture, status: int) -> list[str]:
+    assert main(["info", *paths]) == status
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("fits: ", "mismatch: "))]
+
+
+def test_info_command_of_a_head_and_its_target_prints_that_each_size_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    paths = pair(tmp_path, {}, {})
+    expected = [
+        "fits: vocabulary: 40",
+        "fits: target hidden size: 16",
+        "fits: hidden size (it shares the target's embedding): 16",
+        "fits: feature layers: states 0, 2, 3 of a target of 3 layers",
+        "fits: draft vocabulary: 10 ids up to 39, the target has 40 tokens",
+    ]
+    assert fit_lines(paths, capsys, 0) == expected
+    for path in paths:
+        assert convert.main([path, f"{path}_converted"]) == 0
+    capsys.readouterr()
+    assert fit_lines([f"{path}_converted" for path in paths], capsys, 0) == expected
+
+
+MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "larger vocabulary": ({}, {"vocab_size": 48}, ["vocabulary: the target needs 48, the head has 40"]),
+    "smaller vocabulary": (
+        {},
+        {"vocab_size": 30},
+        [
+            "vocabulary: the target needs 30, the head has 40",
+            "draft vocabulary: 10 ids up to 39, the target has 30 tokens",
+        ],
+    ),
+    "hidden size": (
+        {},
+        {"hidden_size": 32, "head_dim": 4},
+        [
+            "target hidden size: the target needs 32, the head has 16",
+            "hidden size (it shares the target's embedding): the target needs 32, the head has 16",
+        ],
+    ),
+    "feature layers": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}},
+        {},
+        ["feature layers (0, 2, 5) do not exist or repeat in a target of 3 layers; pass feature_layers= (the default "
+         "2, N//2, N-3 needs at least 7 layers)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_info_command_of_a_head_and_another_target_prints_a_line_with_both_values(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    head, target, expected = MISMATCHES[name]
+    lines = fit_lines(pair(tmp_path, head, target), capsys, 1)
+    assert [line.removeprefix("mismatch: ") for line in lines if line.startswith("mismatch")] == expected
+
+
+def test_info_command_of_medusa_eagle1_and_draft_model_prints_whether_they_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, target = pair(tmp_path, {}, {})
+    folders.write(tmp_path / "eagle", EAGLE, folders.eagle_tensors())
+    heads = folders.write(tmp_path / "medusa", {}, folders.medusa_tensors())
+    other = {**TARGET, "vocab_size": 41}
+    folders.write(tmp_path / "model", other, folders.target_tensors(other))
+    assert "fits: feature layers: states 4 of a target of 3 layers" in fit_lines(
+        [str(tmp_path / "eagle"), target], capsys, 0
+    )
+    assert fit_lines([str(heads), target], capsys, 0) == ["fits: hidden size: 16", "fits: vocabulary: 40"]
+    lines = fit_lines([str(tmp_path / "model"), target], capsys, 1)
+    assert lines == ["mismatch: vocabulary: the target needs 40, the head has 41"]
+
+
+def test_info_command_of_two_heads_or_a_folder_that_cannot_be_loaded_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    head, target = pair(tmp_path, {}, {})
+    assert main(["info", head, head]) == 2
+    assert "expected a target as the second folder, got a checkpoint of kind 'eagle3'; swap" in capsys.readouterr().err
+    config = json.loads((Path(head) / "config.json").read_text())
+    (Path(head) / "config.json").write_text(json.dumps({**config, "model_type": "gemma3_text"}))
+    assert main(["info", head, target]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be loaded: " in out and "fits: " not in out and "model: llama" in out
+    assert main(["info", head, target, target]) == 2
+    assert "expected a folder, HEAD TARGET, or --check" in capsys.readouterr().err
