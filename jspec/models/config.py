@@ -424,6 +424,20 @@ class DecoderConfig:
             raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
         return self.resized(rope=replace(self.rope, theta=theta))
 
+    def for_length(self, max_len: int) -> Self:
+        """Return the config for texts of up to ``max_len`` tokens, which decides how "longrope" rotates.
+
+        Raises:
+            NotImplementedError: the rotary embedding of kind "dynamic" would depend on the length of each text.
+        """
+        rope = self.rope
+        if rope.kind == "dynamic" and max_len > rope.original_max_position:
+            raise unsupported(
+                "max_len", max_len, f"at most {rope.original_max_position} with rotary embeddings of type 'dynamic'"
+            )
+        is_long = rope.kind == "longrope" and max_len > rope.original_max_position
+        return self.resized(rope=replace(rope, is_long=True)) if is_long else self
+
     def to_json(self) -> dict[str, Any]:
         """Return the config as JSON values, which `from_json` reads."""
         return to_json(self)
@@ -477,17 +491,3 @@ class ModelConfig(DecoderConfig):
         positive("config", self, ("max_position", "embed_scale", "logit_divisor"))
         if self.logit_softcap is not None:
             positive("config", self, ("logit_softcap",))
-
-    def for_length(self, max_len: int) -> Self:
-        """Return the config for texts of up to ``max_len`` tokens, which decides how "longrope" rotates.
-
-        Raises:
-            NotImplementedError: the rotary embedding of kind "dynamic" would depend on the length of each text.
-        """
-        rope = self.rope
-        if rope.kind == "dynamic" and max_len > rope.original_max_position:
-            raise unsupported(
-                "max_len", max_len, f"at most {rope.original_max_position} with rotary embeddings of type 'dynamic'"
-            )
-        is_long = rope.kind == "longrope" and max_len > rope.original_max_position
-        return self.resized(rope=replace(rope, is_long=is_long)) if is_long != rope.is_long else self
