@@ -64,7 +64,9 @@ def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
     own = random_models.TARGETS["llama3-8b"].resized(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    cost = roofline.attention(own, batch, rows, context, roofline.Widths(cache=jnp.dtype(kv).itemsize))
+    cost = roofline.attention(
+        own.layers[0].attention, batch, rows, context, roofline.Widths(cache=jnp.dtype(kv).itemsize)
+    )
     calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)
     shape = (batch * columns + 1, kv_heads, page_size, head_dim)
