@@ -220,6 +220,8 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
+    if len(shapes := {case.shape for case in cases}) > 1:
+        raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
     head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
