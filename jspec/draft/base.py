@@ -139,14 +139,6 @@ class Drafter(abc.ABC):
             f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
         )
 
-    def for_length(self, max_len: int) -> Self:
-        """Return the drafter for texts of up to ``max_len`` tokens, on which some rotary embeddings depend.
-
-        Raises:
-            NotImplementedError: the drafter's rotary embedding cannot reach this length.
-        """
-        return self
-
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the missing draft cache rows of committed tokens and of the root, and return the new state.
 

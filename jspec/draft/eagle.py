@@ -99,10 +99,6 @@ class EagleDrafter(Drafter):
         self.draft_window = check_window(name, draft_window, tree)
         check_layer_windows(f"{name}: a layer of the head", config, tree)
 
-    def for_length(self, max_len: int) -> Self:
-        head = replace(self.head, config=self.head.config.for_length(max_len))
-        return type(self)(head, self.tree, draft_window=self.draft_window)
-
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window)
 

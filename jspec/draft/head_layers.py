@@ -24,6 +24,8 @@ from jspec.models.weight_map import LAYER, Names
 class LlamaLayers(Qwen):
     """Llama's layers in a head, which may have windows: by `layer_types`, or else by the keys of Qwen."""
 
+    rotates_parts = True
+
     def layer_types(self, fields: Fields) -> list[str]:
         return read_layer_types(fields, []) if fields.get("layer_types") is not None else super().layer_types(fields)
 

@@ -213,7 +213,7 @@ def _lengths(form: Fields, outer: Fields) -> tuple[int, float]:
 
 def _yarn(theta: float, form: Fields, outer: Fields) -> Rope:
     original, factor = _lengths(form, outer)
-    if "mscale" in form and "mscale_all_dim" in form:
+    if form.get("mscale") and form.get("mscale_all_dim"):
         magnitudes = [yarn_magnitude(factor, form.number(name)) for name in ("mscale", "mscale_all_dim")]
         attention_factor = magnitudes[0] / magnitudes[1]
     else:

@@ -19,7 +19,7 @@ from convert import orbax
 from convert.detect import check_kind
 from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
-from convert.huggingface import Row, warn_not_finite
+from convert.huggingface import Row, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
@@ -30,6 +30,15 @@ from jspec.models.params import Params, model_params
 from jspec.models.quantize import check_scope, quantize_parameters
 
 logger = logging.getLogger(__name__)
+
+# Prefixes of tensor names in folders with an image encoder: those of the language model, and those of other parts.
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")
+IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,10 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
+        fields, names = text_model(fields, source)
         config = families.read_config(fields, rope_theta=rope_theta)
-        check_count("num_hidden_layers", config.num_layers, source.tensors)
-        return config, families.family_of(config.family).weights(config, source.tensors)
+        check_count("num_hidden_layers", config.num_layers, names)
+        return config, renamed(families.family_of(config.family).weights(config, names), names)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.with_theta(rope_theta)
@@ -115,6 +125,33 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         return model_params(config)
 
     return Format(from_hf, from_json, params, override)
+
+
+def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
+    """Find the language model of a folder that also holds an image encoder; other folders are returned unchanged.
+
+    Such a folder describes its language model in `text_config` and puts a prefix before the names of its tensors. The
+    tensors of the image encoder are removed from ``source``.
+
+    Returns:
+        The config of the language model, and the stored name of each tensor by its name without prefix.
+    """
+    if "text_config" not in fields:
+        return fields, {name: name for name in source.tensors}
+    tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
+    text = Fields({**tied, **fields.object("text_config")}, f"{fields.place}: text_config")
+    if images := [name for name in source.tensors if name.startswith(IMAGES)]:
+        logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
+    source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
+    return text, {_without_prefix(name): name for name in source.tensors}
+
+
+def _without_prefix(name: str) -> str:
+    """Return the name that a tensor of a language model has in a folder without an image encoder."""
+    for prefix, bare in PREFIXES.items():
+        if name.startswith(prefix):
+            return bare + name.removeprefix(prefix)
+    return name
 
 
 def check_count(name: str, count: int, tensors: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Eagle, Eagle3, Tree
+from jspec import Eagle, Eagle3, Engine, Tree
 from jspec.core.records import TokenBatch
 from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
@@ -44,8 +44,8 @@ CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "biases of Qwen 2": ({"model_type": "qwen2"}, {"qkv_bias"}, {"qkv_bias": None}),
     "yarn": ({"rope_scaling": YARN}, set(), {"rope_scaling": None}),
     "linear": ({"rope_scaling": LINEAR}, set(), {"rope_scaling": None}),
-    "partial": ({"partial_rotary_factor": 0.5}, {"qkv_bias"}, {"partial_rotary_factor": 1.0}),
-    "longrope, partial": (LONG, {"norms"}, {"rope_scaling": None}),
+    "partial": ({"partial_rotary_factor": 0.5, "qkv_bias": True}, {"qkv_bias"}, {"partial_rotary_factor": 1.0}),
+    "longrope, partial": (LONG, set(), {"rope_scaling": None}),
     "window": (SLIDING, set(), {"sliding_window": 7}),
     "gelu": ({"hidden_act": "gelu_pytorch_tanh"}, set(), {"hidden_act": "silu"}),
     "phi3, fused": ({"model_type": "phi3", "head_dim": 4}, {"fused"}, {"rope_theta": 1e6}),
@@ -56,11 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    options, parts, _ = CASES[name]
-    config = {**SIZES, **options}
-    if name.startswith(("partial", "longrope")):  # the bias and the norms must be reordered too
-        config |= {"model_type": "qwen2" if "qkv_bias" in parts else "qwen3"}
-    return config
+    return {**SIZES, **CASES[name][0]}
 
 
 def tensors_of(config: dict[str, Any], parts: set[str]) -> dict[str, np.ndarray]:
@@ -270,11 +266,16 @@ def test_layer_window_check_takes_the_smallest_window() -> None:
         check_layer_windows("target", replace(config, layers=layers), Tree.chain(5))
 
 
-def test_eagle1_drafter_of_a_longrope_head_uses_the_factors_of_the_engine_length(tmp_path: Path) -> None:
+def test_engine_with_a_longrope_or_dynamic_head_rotates_by_the_engine_length(tmp_path: Path) -> None:
     config = {**EAGLE, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16}
-    drafter = Eagle(load(folders.write(tmp_path, config, folders.eagle_tensors())), Tree.chain(2))
-    long, short = (drafter.for_length(length).head.config.rope.is_long for length in (17, 16))
-    assert (long, short) == (True, False)
-    dynamic = drafter.head.config.resized(rope=Rope(kind="dynamic", original_max_position=16))
+    head = load(folders.write(tmp_path, config, folders.eagle_tensors()))
+    target, options = tiny.model(40), dict(slots=1, buckets=(1,), prefill_buckets=(8,), compile_ahead=False)
+
+    def rotates_long(length: int) -> bool:
+        with Engine(target, drafter=Eagle(head, Tree.chain(2)), max_len=length, **options) as engine:
+            return engine.core.runner.params.draft.config.rope.is_long
+
+    assert (rotates_long(17), rotates_long(16)) == (True, False)
+    dynamic = head.config.resized(rope=Rope(kind="dynamic", original_max_position=16))
     with pytest.raises(NotImplementedError, match="max_len: expected at most 16 with rotary embeddings"):
-        Eagle(drafter.head.replace(config=dynamic), Tree.chain(2)).for_length(17)
+        Engine(target, drafter=Eagle(head.replace(config=dynamic), Tree.chain(2)), max_len=17, **options)

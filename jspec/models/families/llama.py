@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
-from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope
+from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope, unsupported
 from jspec.models.families import register
 from jspec.models.hf_config import (
     FULL,
@@ -33,6 +33,7 @@ class Llama:
         fixed: options that must have this value, if the config.json gives them.
         names: tensor names by parameter of a layer.
         norms_less_one: whether the file stores the weights of norms minus 1.
+        rotates_parts: whether `partial_rotary_factor` may be below 1.
     """
 
     published: ClassVar[str] = "Llama 2, 3, 3.1, 3.2 (text), 3.3"
@@ -40,6 +41,7 @@ class Llama:
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "use_sliding_window": False}
     names: ClassVar[Names] = LAYER
     norms_less_one: ClassVar[bool] = False
+    rotates_parts: ClassVar[bool] = False
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
         """Read the config.json of a model; `jspec.models.families.Family.config` documents arguments and errors."""
@@ -88,7 +90,11 @@ class Llama:
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
         """Return the rotary embedding of each layer type; ``theta`` replaces the base if it is not None."""
-        return read_ropes(fields, theta=theta)
+        ropes = read_ropes(fields, theta=theta)
+        fractions = {rope.fraction for rope in ropes.values()}
+        if fractions != {1.0} and not self.rotates_parts:
+            raise unsupported("partial_rotary_factor", max(fractions), "1.0")
+        return ropes
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""

@@ -17,6 +17,7 @@ class Phi3(Llama):
 
     published: ClassVar = "Phi 3, 3.5 mini, 4, 4 mini"
     fixed: ClassVar = {"mlp_bias": False, "attention_bias": False}
+    rotates_parts: ClassVar = True
     names: ClassVar = {**LAYER, "qkv": ("self_attn.qkv_proj.weight",), "gate_up": ("mlp.gate_up_proj.weight",)}
 
     def layer_types(self, fields: Fields) -> list[str]:
