@@ -214,6 +214,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
     "olmo3 with the default pattern": ("Olmo3", {"sliding_window": 10, "num_hidden_layers": 5}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "seed_oss with the other bias": ("SeedOss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True}),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 

@@ -14,6 +14,9 @@ import pytest
 
 import jspec
 from jspec.core.config import EngineConfig
+from jspec.draft import head_layers
+from jspec.models import families
+from jspec.models.families.llama import Llama
 from jspec.tools import convert
 from jspec.tools.command_line import make_parser
 
@@ -151,6 +154,29 @@ def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
         "bench",
     }
     assert blocks(text, "python")
+
+
+def test_first_readme_lists_the_registered_families_of_targets_and_of_head_layers() -> None:
+    text = text_of(READMES[0])
+    assert f"\n\n{families.table()}\n\n" in text
+    (of_heads,) = re.findall(r"3\.1 with layers of (.*?),? and Medusa", text, re.S)
+    assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
+
+
+def test_table_of_families_has_each_model_type_once_and_no_family_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = families.table()
+    named = re.findall(r"`(\w+)`", before)
+    assert sorted(named) == sorted(["model_type", *families.model_types()])
+
+    class Mine(Llama):
+        published = "Mine"
+
+    monkeypatch.setitem(families.FAMILIES, "mine", Mine())
+    assert families.table() == before
+    Mine.__module__ = f"{families.__name__}.mine"
+    assert families.table() == f"{before}\n| Mine | `mine` |".replace(  # rows are in the order of the files' names
+        "\n| Mistral", "\n| Mine | `mine` |\n| Mistral"
+    ).removesuffix("\n| Mine | `mine` |")
 
 
 @pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])

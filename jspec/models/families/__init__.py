@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
@@ -17,7 +17,13 @@ from jspec.models.config import ModelConfig, unsupported
 
 
 class Family(Protocol):
-    """The interface of a model family, which reads config.json and maps a checkpoint's tensors to parameters."""
+    """The interface of a model family, which reads config.json and maps a checkpoint's tensors to parameters.
+
+    Attributes:
+        published: names of published models, for the list of supported targets.
+    """
+
+    published: ClassVar[str]
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
         """Read the config.json of a model.
@@ -61,6 +67,19 @@ def model_types() -> list[str]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return list(FAMILIES)
+
+
+def table() -> str:
+    """Return a Markdown table of the supported models: for each file of this folder the names of published models."""
+    rows: dict[str, tuple[list[str], list[str]]] = {}
+    for model_type in model_types():
+        family = type(FAMILIES[model_type])
+        if family.__module__.startswith(f"{__name__}."):  # not a family that a user registered
+            types, published = rows.setdefault(family.__module__, ([], []))
+            types.append(f"`{model_type}`")
+            published.append(family.published)
+    lines = [f"| {'; '.join(published)} | {', '.join(types)} |" for _, (types, published) in sorted(rows.items())]
+    return "\n".join(["| target | `model_type` |", "|---|---|", *lines])
 
 
 def family_of(model_type: str) -> Family:
