@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,8 +28,17 @@ SMALL = tiny.model(16, layers=2, seed=7)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 PARAMS = SamplingParams(max_tokens=14, temperature=0)
 CHAIN, DYNAMIC = Tree.chain(3), Tree.topk(7, 3, 2)
+
+
+def with_windows(head: EagleHead) -> EagleHead:
+    """Return a head whose layers have the window themselves."""
+    layers = [replace(layer, attention=replace(layer.attention, window=WINDOW)) for layer in head.config.layers]
+    return head.replace(config=replace(head.config, layers=tuple(layers)))
+
+
 DRAFTERS: dict[str, Drafter] = {
     "EAGLE-3, two layers, dynamic": Eagle3(two_layers(), DYNAMIC, draft_window=WINDOW),
+    "EAGLE-3, two layers with windows of their own": Eagle3(with_windows(two_layers()), DYNAMIC),
     "EAGLE-3, chain": Eagle3(tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), CHAIN),
     "draft model, chain": DraftModel(SMALL, CHAIN, draft_window=WINDOW),
 }
@@ -45,9 +55,9 @@ def run(drafter: Drafter | None, **options: Any) -> Completion:
 
 @cache
 def completed(name: str) -> Completion:
-    """Decode with a named drafter; if the drafter has no draft window, the engine's option sets it."""
+    """Decode with a named drafter; if neither the drafter nor its layers have a window, the engine's option sets it."""
     drafter = DRAFTERS[name]
-    return run(drafter, **({} if drafter.draft_window else {"draft_window": WINDOW}))
+    return run(drafter, **({} if drafter.draft_window or "own" in name else {"draft_window": WINDOW}))
 
 
 @cache

@@ -68,6 +68,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a finite number above 0, got 0"),
     ],
     "qwen3": [
+        ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters: expected an object .* full_attention, got"),
         ({"hidden_act": "relu"}, "hidden_act: expected 'silu' or .*, got 'relu'"),
         ({"head_dim": 15}, "head_dim: expected an even number, got 15"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor .* 4, got 3"),

@@ -179,6 +179,16 @@ def test_table_of_families_has_each_model_type_once_and_no_family_of_a_user(monk
     ).removesuffix("\n| Mine | `mine` |")
 
 
+def test_example_of_a_family_is_the_whole_file_that_it_names() -> None:
+    """The example leaves out docstrings and the import of annotations."""
+    path = REPOSITORY / "jspec" / "models" / "families" / "README.md"
+    (example,), file = blocks(path.read_text(), "python"), path.with_name("seed.py").read_text()
+    assert ast.dump(ast.parse(example)) == ast.dump(
+        ast.parse(re.sub(r'^ *""".*?"""\n|^from __future.*?\n', "", file, flags=re.M))
+    )
+    assert f"{len(file.splitlines())} lines with its docstrings" in path.read_text()
+
+
 @pytest.mark.parametrize("name", ["jspec/engine/nowhere.py", "nowhere.md", "engine/"])
 def test_readme_check_of_missing_paths_finds_each_one(name: str) -> None:
     """Negative control; the path `engine/` exists relative to `jspec/README.md` but not to the first README."""

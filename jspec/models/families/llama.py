@@ -67,6 +67,8 @@ class Llama:
         attention = replace(attention, **self.attention(fields))
         mlp = Dense(sizes.pop("intermediate_size"), read_activation(fields, "hidden_activation", "hidden_act"))
         ropes, types = self.ropes(fields, rope_theta), self.layer_types(fields)
+        if missing := sorted(set(types) - ropes.keys()):
+            raise fields.error("rope_parameters", f"an object for each layer type, also for {', '.join(missing)}")
         windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
         layers = [
             LayerConfig(replace(attention, rope=ropes[kind], window=windows[kind]), mlp, **self.layer(fields))
