@@ -19,8 +19,10 @@ from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, pr
 from jspec.draft.head_config import HeadConfig
 from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape, create
+from jspec.models.quantize import quantize_weights
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import reduce_partials
+from tests.draft.test_head_layers import drafts
 from tests.reference import head as reference
 from tests.support import folders, tiny
 from tests.support.folders import EAGLE, HEAD, assert_same, random_tensors, without
@@ -279,3 +281,36 @@ def test_engine_with_a_longrope_or_dynamic_head_rotates_by_the_engine_length(tmp
     dynamic = head.config.resized(rope=Rope(kind="dynamic", original_max_position=16))
     with pytest.raises(NotImplementedError, match="max_len: expected at most 16 with rotary embeddings"):
         Engine(target, drafter=Eagle(head.replace(config=dynamic), Tree.chain(2)), max_len=17, **options)
+
+
+# ---- the rounds of a drafter
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_head_with_biases_has_nearly_the_logits_of_the_formulas(tmp_path: Path, kind: str) -> None:
+    name = "biases of q, k, v and o"
+    config, tensors, text = config_of(name), tensors_of(config_of(name), CASES[name][1]), material(48)
+    head = quantize_weights(load(folders.write(tmp_path, config, tensors)), kind)
+    right = expected(config, tensors, *text)
+    assert np.abs(computed(head, *text) - right).max() < 0.1 * np.abs(right).max()
+
+
+@pytest.mark.long
+def test_eagle3_with_the_precomputed_first_layer_and_every_option_drafts_unchanged_scores(tmp_path: Path) -> None:
+    """The biases, norms and rotation of the first layer come after the precomputed projection."""
+    options = {"model_type": "qwen3", "attention_bias": True, "vocab_size": 16, "rope_scaling": YARN}
+    config = {**SIZES, **options, "head_dim": 4, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}
+    tensors = tensors_of(config, {"norms", "qkv_bias", "o_bias"})
+    ids = np.arange(10) + np.arange(10) // 5
+    tensors |= {
+        "d2t": ids - np.arange(10),
+        "t2d": np.isin(np.arange(16), ids),
+        "fc.weight": tensors["fc.weight"][:, :32],
+    }
+    head, tree = load(folders.write(tmp_path, config, tensors)), Tree.topk(6, 3, 2)
+    (tokens, scores), (own_tokens, own_scores) = (drafts(head, tree, table=table) for table in (True, False))
+    np.testing.assert_array_equal(tokens, own_tokens)
+    np.testing.assert_allclose(scores, own_scores, atol=1e-4)
+    layer = head.layers[0].replace(qkv_bias=jnp.zeros_like(head.layers[0].qkv_bias))
+    wrong = drafts(head.replace(layers=[layer]), tree, table=True)[1]
+    assert np.abs(wrong - scores).max() > 1e-2
