@@ -183,8 +183,8 @@ def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution
 )
 def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_distribution(target, name: str) -> None:
     accept, tree, size = PADDED[name]
-    engine = make(target, DraftModel(tiny.model(size, seed=2), tree), accept)
-    for control, done in zip(CONTROLS, draw(engine, SAMPLES, *CONTROLS.values()), strict=True):
+    engine, names = make(target, DraftModel(tiny.model(size, seed=2), tree), accept), ("plain", "restricted")
+    for control, done in zip(names, draw(engine, SAMPLES, *(CONTROLS[name] for name in names)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5
 
