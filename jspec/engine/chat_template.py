@@ -65,31 +65,18 @@ class ChatTemplate:
 
         Raises:
             TypeError: a message is not a mapping, or has values that JSON cannot represent.
-            ValueError: the template raises an error, never reads one of the given inputs or variables, or takes too
-                much time, memory or text.
+            ValueError: there is no such template, or it raises an error, never reads one of the variables or inputs
+                that are given and not empty, or takes too much time, memory or text.
         """
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        options = {"add_generation_prompt": begins, "continue_final_message": continue_final_message, **inputs}
+        options["conversations"] = [[{k: v for k, v in dict(one).items() if v is not None} for one in messages]]
+        own = dict(chat_template_kwargs or {})
+        wanted = [*(name for name, value in inputs.items() if value), *own]
         template = self._choose(tokenizer, chat_template, inputs.get("tools"))
-        options = {
-            "conversations": [
-                [{key: value for key, value in dict(message).items() if value is not None} for message in messages]
-            ],
-            "add_generation_prompt": not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **inputs,
-        }
-        variables = {**tokenizer.special_tokens_map, **(chat_template_kwargs or {})}
-        wanted = [*inputs, *(chat_template_kwargs or {})]
-        try:
-            task = json.dumps([template, options, variables, wanted, self._seconds])
-        except RecursionError:
-            raise ValueError("messages: expected values that are not nested so deep") from None
-        except TypeError as error:
-            raise TypeError(
-                f"messages: expected messages, tools and other values that JSON can represent, got an error: {error}"
-            ) from None
-        answer = self._ask(task)
+        answer = self._ask(
+            _to_json([template, options, {**tokenizer.special_tokens_map, **own}, wanted, self._seconds])
+        )
         if "error" in answer:
             raise ValueError(
                 f"{self._name}: the chat template failed: {answer['error']}; mend the template or messages"
@@ -159,6 +146,18 @@ class ChatTemplate:
         )
         weakref.finalize(self, _end, process)
         return process
+
+
+def _to_json(task: list[Any]) -> str:
+    """Return a task in JSON, on one line; the errors are those of `ChatTemplate.render`."""
+    try:
+        return json.dumps(task)
+    except RecursionError:
+        raise ValueError("messages: expected values that are not nested so deep") from None
+    except TypeError as error:
+        raise TypeError(
+            f"messages: expected messages, tools and other values that JSON can represent, got an error: {error}"
+        ) from None
 
 
 def _end(process: subprocess.Popen[str]) -> None:

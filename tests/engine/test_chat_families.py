@@ -223,7 +223,6 @@ UNREAD = {  # conversations with an option that the template never reads
         "calls",
         "two calls",
         "wrong id",
-        "no tools",
         "no thinking",
         "thinking",
         "date",
