@@ -28,9 +28,7 @@ from jspec.engine.chat_input import (
     TEMPLATE_FIELDS,
     ChatFields,
     Conversation,
-    read_conversations,
-    read_template_fields,
-    split_template_fields,
+    format_conversations,
 )
 from jspec.engine.input_processor import InputProcessor
 from jspec.engine.loop import EngineLoop
@@ -341,30 +339,10 @@ class Engine(EngineLoop):
         return self.stream(prompts[0], params, sampling_params=sampling_params, **rest)
 
     def _format(self, messages: Any, fields: Mapping[str, Any]) -> tuple[list[list[int]], dict[str, Any]]:
-        """Format conversations with the tokenizer's chat template.
-
-        Args:
-            messages: conversations in any form that `read_conversations` reads.
-            fields: options of the chat template and others.
-
-        Returns:
-            The token ids of each conversation, and the options that are not the template's.
-        """
+        """Return the token ids of each conversation, and the keyword arguments that are not the chat template's."""
         check_names("chat", fields, (*PARAMETERS, *TEMPLATE_FIELDS), {"Engine": OPTIONS})
-        own, rest = split_template_fields(fields)
-        conversations, options = read_conversations(messages), read_template_fields(own)
-        if self.tokenizer is None:
-            raise ValueError(
-                "chat: expected an engine with a tokenizer, got none; pass tokenizer= or call generate with token ids"
-            )
-        try:
-            return [self.tokenizer.chat(conversation, **options) for conversation in conversations], rest
-        except (TypeError, ValueError, NotImplementedError):
-            raise
-        except Exception as error:  # a template raises errors of the library that runs it
-            raise ValueError(
-                f"messages: expected a conversation that the chat template accepts, got an error: {error!s:.200}"
-            ) from error
+        rest = {name: value for name, value in fields.items() if name not in TEMPLATE_FIELDS}
+        return format_conversations(self.tokenizer, messages, fields), rest
 
     # -- requests
 

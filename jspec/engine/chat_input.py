@@ -10,6 +10,7 @@ from convert.fields import cut
 from jspec.core.shorten import short
 from jspec.engine.caller_input import read_items
 from jspec.engine.sampling_fields import SamplingFields
+from jspec.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -166,7 +167,28 @@ def _schema(tool: Any, name: str) -> dict[str, Any]:
         ) from error
 
 
-def split_template_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the chat template, and all other keyword arguments."""
-    own = {name: value for name, value in fields.items() if name in TEMPLATE_FIELDS}
-    return own, {name: value for name, value in fields.items() if name not in own}
+def format_conversations(tokenizer: Tokenizer | None, messages: Any, fields: Mapping[str, Any]) -> list[list[int]]:
+    """Return the token ids of each conversation, formatted with the tokenizer's chat template.
+
+    Args:
+        tokenizer: tokenizer of the engine; None: it has none, which is an error.
+        messages: one conversation or several, in any form that `read_conversations` reads.
+        fields: a `TemplateFields`; other keys are ignored.
+
+    Raises:
+        TypeError, ValueError: a message or an option is wrong, or there is no tokenizer or no chat template.
+    """
+    conversations = read_conversations(messages)
+    options = read_template_fields({name: fields[name] for name in TEMPLATE_FIELDS if name in fields})
+    if tokenizer is None:
+        raise ValueError(
+            "chat: expected an engine with a tokenizer, got none; pass tokenizer= or call generate with token ids"
+        )
+    try:
+        return [tokenizer.chat(conversation, **options) for conversation in conversations]
+    except (TypeError, ValueError, NotImplementedError):
+        raise
+    except Exception as error:  # a template raises errors of the library that runs it
+        raise ValueError(
+            f"messages: expected a conversation that the chat template accepts, got an error: {error!s:.200}"
+        ) from error
