@@ -14,7 +14,7 @@ from typing import Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
@@ -22,7 +22,7 @@ from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, ch
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
 
@@ -49,7 +49,7 @@ class BoundModel:
         """Replace ids that the draft model lacks by its last id."""
         return tokens if self.size == self.target_size else jnp.minimum(tokens, self.size - 1)
 
-    def common(self, logits: PartialSums) -> PartialSums:
+    def common(self, logits: PartialSums) -> Float[Array, "_ *rows common"] | Scaled:
         """Cut off the logits [..., draft_vocab] of ids that the target lacks."""
         if self.size == self.model.config.vocab_size:
             return logits
