@@ -62,15 +62,22 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
 
 @pytest.mark.parametrize(
     ("drafter", "prefix_cache", "drops"),
-    [(None, False, True), (None, True, True), ("draft model", False, True), ("ngram", False, False)],
+    [
+        (None, False, True),
+        (None, True, True),
+        ("mistral", False, True),
+        ("qwen3", False, False),
+        ("ngram", False, False),
+    ],
 )
 def test_engine_gives_back_pages_behind_the_windows_of_all_layers(
     drafter: str | None, prefix_cache: bool, drops: bool, golden: Path
 ) -> None:
-    """A drafter that looks up tokens of the whole text needs all pages."""
+    """A draft model without windows, and a drafter that looks up tokens of the whole text, need all pages."""
     folder = golden / "families" / "mistral"
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
-    chosen = DraftModel(target, Tree.chain(2)) if drafter == "draft model" else drafter
+    draft_model = tiny.load_target(folder.parent / drafter) if drafter in FAMILIES else None
+    chosen = drafter if draft_model is None else DraftModel(draft_model, Tree.chain(2))
     own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=prefix_cache)
     with Engine(target, drafter=chosen, **own) as engine:
         pool, used = engine.core.scheduler.pages, []
