@@ -12,7 +12,8 @@ from convert.fields import MAX_SIZE, is_int, read_json, short
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
 TORCH_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # downloaded if the repository has no safetensors files
-SUBFOLDERS = ["*/*"]  # not downloaded: subfolders hold the weights in other formats
+# Not downloaded: subfolders hold the weights in other formats. Chat templates in them are downloaded.
+SUBFOLDERS = [f"*/{pattern}" for pattern in [*HUB_FILES, *TORCH_FILES] if pattern != "*.jinja"]
 
 
 def find(path: str | os.PathLike[str], *, tokenizer: bool = False) -> Path:

@@ -46,6 +46,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -136,9 +137,10 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def companions(folder: Path) -> list[Path]:
-    """List the tokenizer and config files of a model's folder, which the converter copies."""
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+def companions(folder: Path) -> dict[str, Path]:
+    """List the tokenizer and config files of a model's folder, which the converter copies, by their relative paths."""
+    found = (file for name in COMPANIONS for file in sorted(folder.glob(name)))
+    return {str(file.relative_to(folder)): file for file in found if file.is_file()}
 
 
 def save(
@@ -147,7 +149,7 @@ def save(
     config: WritesJson,
     batches: Iterable[dict[str, np.ndarray]],
     *,
-    files: Iterable[Path] = (),
+    files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
     compress: bool = False,
 ) -> None:
@@ -158,7 +160,7 @@ def save(
         kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
         config: config record, which is stored in the manifest.
         batches: batches of parameters by name; one batch is held in memory.
-        files: files to copy into the folder (tokenizer files).
+        files: files to copy into the folder (tokenizer files), by their paths in it.
         overwrite: whether an existing converted checkpoint may be replaced.
         compress: whether to compress the weights, for weights that are mostly zeros. Compression takes time, and memory
             for a second copy of each batch.
@@ -172,8 +174,9 @@ def save(
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_weights(work / WEIGHTS, batches, compress)
-        for file in files:
-            shutil.copyfile(file, work / file.name)
+        for name, file in (files or {}).items():
+            (work / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, work / name)
         about = {"version": VERSION, "kind": kind, "config": config.to_json()}
         manifest = about | {"file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

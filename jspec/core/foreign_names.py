@@ -16,6 +16,7 @@ NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
 CHAIN = "the tree of the drafter, such as tree=jspec.Tree.chain(4)"
 TOPK = "the tree of the drafter, such as tree=jspec.Tree.topk(nodes=60, depth=8, k=10)"
+TEMPLATE = 'chat_template_kwargs= of Engine.chat, such as chat_template_kwargs={"enable_thinking": False}'
 GRAMMARS = "json_schema=, regex= or grammar="
 PROMPTS = "the prompts as the first argument"
 
@@ -107,6 +108,12 @@ FOREIGN_NAMES: dict[str, str] = {
     "sampling_seed": "seed=",
     "use_tqdm": "progress=",
     "streamer": "Engine.stream",
+    "enable_thinking": TEMPLATE,
+    "thinking": TEMPLATE,
+    "reasoning_effort": TEMPLATE,
+    "template_kwargs": TEMPLATE,
+    "tool_choice": "tools= of Engine.chat alone, because a template gets all of them",
+    "functions": "tools= of Engine.chat",
     "prompt": PROMPTS,
     "inputs": PROMPTS,
     "input_ids": PROMPTS,

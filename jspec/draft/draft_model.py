@@ -1,4 +1,9 @@
-"""Drafting with a smaller model that has the target's vocabulary (speculative decoding, arXiv:2211.17192)."""
+"""Drafting with a smaller model that has the target's vocabulary (speculative decoding, arXiv:2211.17192).
+
+The models of one family may have different numbers of padding rows after the ids of their common tokenizer. The model
+then drafts only ids that both models have, and reads its last row for an id of the text that it lacks. This changes
+which tokens are drafted, and not what the engine emits.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
@@ -17,7 +22,38 @@ from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, ch
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
+
+MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
+
+
+@struct.dataclass
+class BoundModel:
+    """The weights of a draft model, with the size of the target's vocabulary."""
+
+    model: Model
+    target_size: int = struct.field(pytree_node=False)  # number of tokens of the target's vocabulary
+
+    @property
+    def size(self) -> int:
+        """The number of ids that draft model and target both have."""
+        return min(self.model.config.vocab_size, self.target_size)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The ids that can be drafted."""
+        ids = None if self.size == self.target_size else jnp.arange(self.size, dtype=jnp.int32)
+        return Vocabulary(ids, self.target_size)
+
+    def known(self, tokens: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Replace ids that the draft model lacks by its last id."""
+        return tokens if self.size == self.target_size else jnp.minimum(tokens, self.size - 1)
+
+    def common(self, logits: PartialSums) -> Float[Array, "_ *rows common"] | Scaled:
+        """Cut off the logits [..., draft_vocab] of ids that the target lacks."""
+        if self.size == self.model.config.vocab_size:
+            return logits
+        return reduce_partials(logits, jnp.float32)[None, ..., : self.size]
 
 
 @struct.dataclass
@@ -36,10 +72,10 @@ class DraftModelState:
 
 @final
 class DraftModel(Drafter):
-    """Drafts with a smaller model that has the target's vocabulary.
+    """Drafts with a smaller model that has the target's vocabulary, apart from padding.
 
     Args:
-        model: the draft model.
+        model: the draft model; its vocabulary may differ from the target's by up to `MAX_PADDING` rows.
         tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the model attends to; None: all.
 
@@ -53,11 +89,7 @@ class DraftModel(Drafter):
     def __init__(self, model: Model, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
         tree = tree_of("DraftModel", tree)
         check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
-        if tree.branching > model.config.vocab_size:
-            raise ValueError(
-                f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has "
-                f"{model.config.vocab_size} tokens; take a narrower tree"
-            )
+        _check_width(tree, model.config.vocab_size)
         self.model = model
         self.tree = tree
         self.draft_window = check_window("DraftModel", draft_window, tree)
@@ -94,31 +126,32 @@ class DraftModel(Drafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Model:
+    def bind(self, target: Model) -> BoundModel:
         own, wanted = self.model.config.vocab_size, target.config.vocab_size
-        if own != wanted:
+        if abs(own - wanted) > MAX_PADDING:
             raise ValueError(
-                f"DraftModel: expected the target's vocabulary of {wanted} tokens, got {own}; "
-                "use a draft model of the target's tokenizer and vocab_size (sizes may also differ by padding alone: "
-                "then pad or cut the draft model's embedding and output head)"
+                f"DraftModel: expected the target's vocabulary of {wanted} tokens, or one that differs by at most "
+                f"{MAX_PADDING} rows of padding, got {own}; use a draft model of the target's family and tokenizer"
             )
-        return self.model
+        _check_width(self.tree, min(own, wanted))
+        return BoundModel(self.model, wanted)
 
-    def init(self, params: Model, pool: PoolShape) -> DraftModelState:
+    def init(self, params: BoundModel, pool: PoolShape) -> DraftModelState:
         return DraftModelState(
-            cache=create(params.config.layers, pool, pool.draft_dtype),
+            cache=create(params.model.config.layers, pool, pool.draft_dtype),
             previous=jnp.full(pool.slots, -1, jnp.int32),
             rows=jnp.zeros((pool.slots, self.tree.nodes), jnp.int32),
         )
 
     def prefill(
-        self, params: Model, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: BoundModel, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
     ) -> DraftModelState:
-        batch = replace(batch, window=self.draft_window, deterministic=False)
-        _, cache = forward(params, state.cache, batch, with_logits=False)
+        tokens = params.known(batch.tokens)
+        batch = replace(batch, tokens=tokens, window=self.draft_window, deterministic=False)
+        _, cache = forward(params.model, state.cache, batch, with_logits=False)
         return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
 
-    def draft(self, params: Model, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
+    def draft(self, params: BoundModel, state: DraftModelState, view: SlotView) -> tuple[Draft, DraftModelState]:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("root"):
             out, cache = _run_root(params, state.cache, view, previous, window=self.draft_window)
@@ -128,14 +161,14 @@ class DraftModel(Drafter):
         def run_level(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
             return _run_level(params, cache, view, level, self.draft_window)
 
-        vocabulary = Vocabulary(None, params.config.vocab_size)
-        expanded, cache = expand_tree(self.tree, view, vocabulary, out.product, cache, run_level)
+        logits = params.common(out.product)
+        expanded, cache = expand_tree(self.tree, view, params.vocabulary, logits, cache, run_level)
         rows = state.rows.at[view.slots, : self.tree.nodes].set(expanded.rows, mode="drop")
         return expanded.draft, replace(state, cache=cache, rows=rows)
 
     def commit(
         self,
-        params: Model,
+        params: BoundModel,
         state: DraftModelState,
         view: SlotView,
         draft: Draft,
@@ -150,15 +183,24 @@ class DraftModel(Drafter):
         slots = active_slots(view, state.previous.shape[0])
         return replace(state, cache=cache, previous=state.previous.at[slots].set(previous, mode="drop"))
 
-    def write_pending_rows(self, params: Model, state: DraftModelState, view: SlotView) -> DraftModelState:
+    def write_pending_rows(self, params: BoundModel, state: DraftModelState, view: SlotView) -> DraftModelState:
         previous = state.previous.at[view.slots].get(mode="fill", fill_value=0)
         window = self.draft_window
         _, cache = _run_root(params, state.cache, view, previous, window=window, with_logits=False)
         return replace(state, cache=cache)
 
 
+def _check_width(tree: Tree, size: int) -> None:
+    """Raise ValueError if a node of the tree has more children than there are ids to draft."""
+    if tree.branching > size:
+        raise ValueError(
+            f"DraftModel: {tree} needs {tree.branching} children of a node, the vocabulary has {size} tokens; "
+            "take a narrower tree"
+        )
+
+
 def _run_root(
-    params: Model,
+    params: BoundModel,
     cache: KVCache,
     view: SlotView,
     previous: Int[Array, "batch"],
@@ -181,7 +223,7 @@ def _run_root(
     """
     first_row = jnp.maximum(view.lengths - 1, 0)
     is_missing = previous >= 0
-    tokens = jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1)
+    tokens = params.known(jnp.stack([jnp.where(is_missing, previous, 0), view.root], axis=1))
     batch = TokenBatch(
         tokens=tokens,
         positions=first_row[:, None] + jnp.arange(2),
@@ -193,13 +235,13 @@ def _run_root(
         window=window,
     )
     newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
-    return forward(params, cache, batch, logit_rows=newest, with_logits=with_logits)
+    return forward(params.model, cache, batch, logit_rows=newest, with_logits=with_logits)
 
 
 def _run_level(
-    params: Model, cache: KVCache, view: SlotView, level: Level, window: int | None
+    params: BoundModel, cache: KVCache, view: SlotView, level: Level, window: int | None
 ) -> tuple[PartialSums, KVCache]:
     """Run the model on all nodes of a tree level; return the logits after each node and the new cache."""
-    out, cache = forward(params, cache, level.batch(view, view.lengths + level.depth, window))
+    out, cache = forward(params.model, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None
-    return out.product, cache
+    return params.common(out.product), cache

@@ -19,12 +19,16 @@ from jspec.engine import streams
 from jspec.engine.build import build_core, engine_config, model_options
 from jspec.engine.caller_input import (
     PARAMETERS,
-    Conversation,
     Params,
     Prompt,
     Prompts,
-    read_conversations,
     read_ids,
+)
+from jspec.engine.chat_input import (
+    TEMPLATE_FIELDS,
+    ChatFields,
+    Conversation,
+    format_conversations,
 )
 from jspec.engine.input_processor import InputProcessor
 from jspec.engine.loop import EngineLoop
@@ -282,56 +286,63 @@ class Engine(EngineLoop):
         self,
         messages: Conversation | Iterable[Conversation],
         params: Params | Iterable[Params] | None = None,
-        **options: Any,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        progress: bool = False,
+        **fields: Unpack[ChatFields],
     ) -> list[Completion]:
         """Format conversations with the chat template and complete them.
 
         Args:
             messages: one conversation, a list of messages ``{"role": ..., "content": ...}``; or a list of
                 conversations.
-            params, options: arguments of `generate`.
+            params, sampling_params, trace, progress: arguments of `generate`.
+            fields: options of the chat template (`jspec.engine.chat_input.TemplateFields`): ``tools``, ``documents``,
+                ``chat_template``, ``add_generation_prompt``, ``continue_final_message``, ``chat_template_kwargs``; and
+                fields of `SamplingParams`, instead of ``params``.
 
         Returns:
             One completion per conversation, in their order.
 
         Raises:
-            TypeError, ValueError: a message is wrong, or there is no tokenizer or no chat template.
+            TypeError, ValueError: a message or an option is wrong, or there is no tokenizer or no chat template.
         """
-        return self.generate(self._format(messages), params, **options)
+        prompts, rest = self._format(messages, fields)
+        return self.generate(prompts, params, sampling_params=sampling_params, trace=trace, progress=progress, **rest)
 
     async def achat(
         self,
         messages: Conversation | Iterable[Conversation],
         params: Params | Iterable[Params] | None = None,
-        **options: Any,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        **fields: Unpack[ChatFields],
     ) -> list[Completion]:
         """Complete conversations as `chat` does, for use in asyncio tasks; cancelling the task aborts the requests."""
-        return await self.agenerate(self._format(messages), params, **options)
+        prompts, rest = self._format(messages, fields)
+        return await self.agenerate(prompts, params, sampling_params=sampling_params, trace=trace, **rest)
 
     def chat_stream(
-        self, messages: Conversation, params: Params | None = None, **fields: Unpack[SamplingFields]
+        self,
+        messages: Conversation,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        **fields: Unpack[ChatFields],
     ) -> Iterator[Chunk]:
-        """Format one conversation with the chat template; yield the chunks of its completion, as `stream` does."""
-        prompts = self._format(messages)
+        """Format one conversation as `chat` does; yield the chunks of its completion, as `stream` does."""
+        prompts, rest = self._format(messages, fields)
         if len(prompts) != 1:
             raise ValueError(f"messages: expected one conversation, got {len(prompts)}; call chat_stream for each")
-        return self.stream(prompts[0], params, **fields)
+        return self.stream(prompts[0], params, sampling_params=sampling_params, **rest)
 
-    def _format(self, messages: Any) -> list[list[int]]:
-        """Return the token ids of conversations, formatted with the tokenizer's chat template."""
-        conversations = read_conversations(messages)
-        if self.tokenizer is None:
-            raise ValueError(
-                "chat: expected an engine with a tokenizer, got none; pass tokenizer= or call generate with token ids"
-            )
-        try:
-            return [self.tokenizer.chat(conversation) for conversation in conversations]
-        except (TypeError, ValueError, NotImplementedError):
-            raise
-        except Exception as error:  # a template raises errors of the library that runs it
-            raise ValueError(
-                f"messages: expected a conversation that the chat template accepts, got an error: {error!s:.200}"
-            ) from error
+    def _format(self, messages: Any, fields: Mapping[str, Any]) -> tuple[list[list[int]], dict[str, Any]]:
+        """Return the token ids of each conversation, and the keyword arguments that are not the chat template's."""
+        check_names("chat", fields, (*PARAMETERS, *TEMPLATE_FIELDS), {"Engine": OPTIONS})
+        rest = {name: value for name, value in fields.items() if name not in TEMPLATE_FIELDS}
+        return format_conversations(self.tokenizer, messages, fields), rest
 
     # -- requests
 
@@ -395,4 +406,4 @@ class Engine(EngineLoop):
 
 
 def _check_fields(keywords: Mapping[str, Any] | None) -> None:
-    check_names("generate", keywords or {}, PARAMETERS, {"Engine": OPTIONS})
+    check_names("generate", keywords or {}, PARAMETERS, {"Engine": OPTIONS, "Engine.chat": TEMPLATE_FIELDS})

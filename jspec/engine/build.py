@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft, check_layer_windows
+from jspec.draft.draft_model import BoundModel
 from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.model_runner import ModelRunner, check_deterministic
@@ -116,13 +118,19 @@ def build_core(
         processor_args=config.processor_args,
     )
     draft = _for_length(drafter.bind(target), config.max_len)
+    if isinstance(draft, BoundModel):
+        check_layer_windows("draft model", draft.model.config, drafter.tree)
     runner = ModelRunner(program, Params(target=target, draft=draft), config, depths)
-    scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), _scheduler_limits(config, drafter))
+    rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
+    limits = replace(_scheduler_limits(config, drafter), window=rows_read)
+    scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)
     return EngineCore(runner, scheduler, _policy(config, drafter, depths))
 
 
 def _for_length(params: Any, max_len: int) -> Any:
     """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
+    if isinstance(params, BoundModel):
+        return replace(params, model=_for_length(params.model, max_len))
     if not isinstance(own := getattr(params, "config", None), DecoderConfig):
         return params
     wanted = own.for_length(max_len)
@@ -130,6 +138,32 @@ def _for_length(params: Any, max_len: int) -> Any:
         return params
     logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, own.rope.original_max_position)
     return params.replace(config=wanted)
+
+
+def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:
+    """Return how many of the newest cache rows the steps of an engine read at most; None: all rows.
+
+    A logits processor may read the whole text, whose pages are the cache's: with one, all rows count as read.
+
+    A drafter may compute the rows of the last accepted tokens one round late, so a round's tokens are added.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        draft: parameters that the drafter was bound to.
+    """
+    windows = [_window(target.config)]
+    own = draft.model.config if isinstance(draft, BoundModel) else getattr(draft, "config", None)
+    if isinstance(own, DecoderConfig):
+        windows.append(_window(own) if drafter.draft_window is None else drafter.draft_window)
+    if drafter.reads_text or None in windows:
+        return None
+    return max(window for window in windows if window is not None) + drafter.tree.depth + 1
+
+
+def _window(config: DecoderConfig) -> int | None:
+    """Return the largest window of a decoder's layers; None if a layer attends to all tokens."""
+    return max(config.windows) if len(config.windows) == config.num_layers else None
 
 
 def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits:

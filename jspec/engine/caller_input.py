@@ -1,4 +1,4 @@
-"""Reads the prompts, parameters and conversations that callers give, in all accepted forms."""
+"""Reads the prompts and parameters that callers give, in all accepted forms."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class IdArray(Protocol):
     def tolist(self) -> Any: ...
 
 
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 Prompt = str | Sequence[int] | IdArray | Mapping[str, Any]
 Prompts = Prompt | Iterable[Any]  # items are `Prompt`; no narrower type fits a list of texts and ids
 Params = SamplingParams | Mapping[str, Any]
@@ -49,7 +47,7 @@ def read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
     Raises:
         TypeError, ValueError: a value has a wrong type; the error names the prompt by its index.
     """
-    values = _items(prompts)
+    values = read_items(prompts)
     if values is None or (values and _is_number(values[0])):
         return [read_prompt(prompts if values is None else values, "prompt")]
     name = "prompt" if len(values) == 1 else "prompts[{}]"
@@ -73,13 +71,13 @@ def read_prompt(prompt: Any, name: str = "prompt") -> str | tuple[int, ...]:
             raise TypeError(f"{name}: expected a text in prompt or ids in prompt_token_ids, got {short(prompt)}")
     if isinstance(prompt, str):
         return prompt
-    values = _items(prompt)
+    values = read_items(prompt)
     if values is None:
         raise TypeError(f"{name}: expected {A_PROMPT}, got {short(prompt)}{_remedy(prompt)}")
     return tuple(_token_id(value, prompt, name) for value in values)
 
 
-def _items(value: Any) -> list[Any] | None:
+def read_items(value: Any) -> list[Any] | None:
     """Return the items of an iterable or of an array with axes; None for texts, bytes, dicts, sets and other values."""
     if isinstance(value, (str, bytes, bytearray, memoryview, Mapping, AbstractSet)) or _is_number(value):
         return None
@@ -127,7 +125,7 @@ def read_ids(name: str, ids: Any) -> tuple[int, ...]:
     Raises:
         TypeError: ``ids`` is something else.
     """
-    values = _items(ids)
+    values = read_items(ids)
     if values is None:
         raise TypeError(f"{name}: expected a list of int token ids, got {short(ids)}")
     return tuple(_token_id(value, ids, name) for value in values)
@@ -158,7 +156,7 @@ def read_params(
     value = given[0] if given else SamplingParams()
     if isinstance(value, (SamplingParams, Mapping)):
         return [_one_params(value)] * count
-    values = _items(value)
+    values = read_items(value)
     if values is None:
         raise TypeError(f"params: expected SamplingParams, a dict of its fields or a list of these, got {short(value)}")
     if len(values) != count:
@@ -174,42 +172,3 @@ def _one_params(value: Any) -> SamplingParams:
         check_names("SamplingParams", value, PARAMETERS)
         return SamplingParams(**value)
     raise TypeError(f"params: expected SamplingParams or a dict of its fields, got {short(value)}")
-
-
-def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Check one conversation or several, and return them as a list of conversations.
-
-    Args:
-        messages: a conversation or a list of conversations. A conversation is a list of messages, and each message is a
-            dict with the texts "role" and "content".
-
-    Raises:
-        TypeError, ValueError: a value has a wrong type, or a conversation is empty; the error names the index of the
-            wrong message.
-    """
-    several = _message_list(messages, "messages")
-    if isinstance(several[0], Mapping):
-        return [_conversation(several, "messages")]
-    return [_conversation(_message_list(one, f"messages[{i}]"), f"messages[{i}]") for i, one in enumerate(several)]
-
-
-def _message_list(messages: Any, name: str) -> list[Any]:
-    values = _items(messages)
-    if values is None:
-        hint = '[{"role": "user", "content": text}]' if isinstance(messages, str) else "the message in a list"
-        raise TypeError(
-            f'{name}: expected a list of messages {{"role": ..., "content": ...}}, got {short(messages)}; give {hint}'
-        )
-    if not values:
-        raise ValueError(f"{name}: expected at least one message, got none")
-    return values
-
-
-def _conversation(messages: Sequence[Any], name: str) -> list[dict[str, Any]]:
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f'{name}[{index}]: expected a dict {{"role": ..., "content": ...}}, got {short(message)}')
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise TypeError(f"{name}[{index}]: expected a text under {key!r}, got {short(message)}")
-    return [dict(message) for message in messages]

@@ -41,29 +41,63 @@ class ChatTemplate:
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | str = False,
+        add_generation_prompt: bool | None = None,
+        **inputs: Any,
+    ) -> str:
         """Return the text of a conversation up to the assistant's next answer.
 
         Args:
             tokenizer: a tokenizer of transformers, which has the template and the special tokens.
             messages: mappings with "role" and "content"; values that are None are left out.
+            chat_template: name of one of the tokenizer's templates, or a template; None: the tokenizer's choice.
+            chat_template_kwargs: further variables of the template.
+            continue_final_message: whether the last message goes on; a text is the key under which it goes on.
+            add_generation_prompt: whether the assistant's next message begins; None: unless the last one goes on.
+            inputs: the template's "tools" and "documents".
 
         Raises:
             TypeError: a message is not a mapping, or has values that JSON cannot represent.
-            ValueError: the template raises an error, or takes too much time, memory or text.
+            ValueError: there is no such template, or it raises an error, never reads one of the variables or inputs
+                that are given and not empty, or takes too much time, memory or text.
         """
-        chat = [{key: value for key, value in dict(message).items() if value is not None} for message in messages]
-        template, special = tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)
-        try:
-            task = json.dumps([chat, template, special, self._seconds])
-        except RecursionError:
-            raise ValueError("messages: expected values that are not nested so deep") from None
-        answer = self._ask(task)
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        options = {"add_generation_prompt": begins, "continue_final_message": continue_final_message, **inputs}
+        options["conversations"] = [[{k: v for k, v in dict(one).items() if v is not None} for one in messages]]
+        own = dict(chat_template_kwargs or {})
+        wanted = [*(name for name, value in inputs.items() if value), *own]
+        template = self._choose(tokenizer, chat_template, inputs.get("tools"))
+        answer = self._ask(
+            _to_json([template, options, {**tokenizer.special_tokens_map, **own}, wanted, self._seconds])
+        )
         if "error" in answer:
             raise ValueError(
                 f"{self._name}: the chat template failed: {answer['error']}; mend the template or messages"
             )
+        if "unread" in answer:
+            raise ValueError(
+                f"{answer['unread']}: expected one of the variables that the chat template reads "
+                f"({answer['read'] or 'none'}), got one that it never reads; leave it out or correct its name"
+            )
         return answer["text"]
+
+    def _choose(self, tokenizer: Any, name: str | None, tools: Any) -> str:
+        """Return the template of this name, or ``name`` itself if it is a template, or the tokenizer's choice."""
+        own = tokenizer.chat_template
+        if name is not None and "{" not in name and not (isinstance(own, dict) and name in own):
+            names = ", ".join(sorted(own)) if isinstance(own, dict) else "none, it has a single template"
+            raise ValueError(
+                f"chat_template: expected a template or the name of one of the tokenizer's templates ({names}), "
+                f"got {name[:SHOWN]!r}; leave it out for the tokenizer's choice"
+            )
+        return tokenizer.get_chat_template(name, tools)
 
     def _ask(self, task: str) -> dict[str, str]:
         if self._owner != os.getpid():  # in a forked child, the process and the lock are the parent's
@@ -114,6 +148,18 @@ class ChatTemplate:
         return process
 
 
+def _to_json(task: list[Any]) -> str:
+    """Return a task in JSON, on one line; the errors are those of `ChatTemplate.render`."""
+    try:
+        return json.dumps(task)
+    except RecursionError:
+        raise ValueError("messages: expected values that are not nested so deep") from None
+    except TypeError as error:
+        raise TypeError(
+            f"messages: expected messages, tools and other values that JSON can represent, got an error: {error}"
+        ) from None
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
@@ -127,11 +173,12 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
     """Read tasks as lines of JSON and write an answer to each, until the tasks end.
 
     Args:
-        tasks: lines with [messages, template, special tokens, seconds of CPU time].
-        answers: receives lines with {"text": ...} or {"error": ...}.
+        tasks: lines with [template, arguments of transformers' function, further variables, variables that the template
+            must read, seconds of CPU time].
+        answers: receives lines with {"text": ...}, {"error": ...} or {"unread": ..., "read": ...}.
         memory: limit of the process's memory in bytes.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     with contextlib.suppress(ImportError, ValueError, OSError):  # a system without this limit
         import resource
@@ -139,21 +186,39 @@ def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in tasks:
-        chat, template, special, seconds = json.loads(line)
+        template, options, variables, wanted, seconds = json.loads(line)
         if hasattr(signal, "ITIMER_PROF"):
             signal.setitimer(signal.ITIMER_PROF, seconds)  # this signal ends the process
         try:
-            (text,), _ = render_jinja_template(
-                conversations=[chat], chat_template=template, add_generation_prompt=True, **special
-            )
-            most = len(line) + ADDED
-            answer = {"text": text} if len(text) <= most else {"error": f"expected {most} characters, got {len(text)}"}
+            answer = _unread(chat_template_utils, template, wanted)
+            if not answer:
+                options["chat_template"] = template
+                (text,), _ = chat_template_utils.render_jinja_template(**options, **variables)
+                most = len(line) + ADDED
+                fits = len(text) <= most
+                answer = {"text": text} if fits else {"error": f"expected {most} characters, got {len(text)}"}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:SHOWN]}
         if hasattr(signal, "ITIMER_PROF"):
             signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
+
+
+def _unread(utils: Any, template: str, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the first wanted variable that a template never reads, and all that it reads; {} if it reads all wanted.
+
+    Args:
+        utils: the module of transformers that knows the syntax of chat templates.
+    """
+    if not wanted:
+        return {}
+    from jinja2 import meta
+
+    syntax = utils._compile_jinja_template(template).environment
+    read = meta.find_undeclared_variables(syntax.parse(template)) - syntax.globals.keys() - {"messages"}
+    missing = [name for name in wanted if name not in read]
+    return {"unread": missing[0][:SHOWN], "read": ", ".join(sorted(read))[:SHOWN]} if missing else {}
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class PagePool:
         self.pages = pages
         self._free = list(range(pages - 1, 0, -1))
         self._owned: dict[int, list[int]] = {}
+        self._dropped: dict[int, int] = {}  # number of pages that an owner dropped, by owner
         self._num_owners = [0] * pages
         self._digest_of: dict[int, Digest] = {}
         self._page_of: dict[Digest, int] = {}
@@ -123,20 +124,34 @@ class PagePool:
         while len(owned) > self.needed(rows):
             self._give_back(owned.pop())
 
+    def drop(self, owner: int, rows: int) -> None:
+        """Give back the pages that hold only some of an owner's first ``rows`` cache rows; page 0 takes their place.
+
+        Args:
+            owner: id of the request.
+            rows: number of rows at the beginning that no later step reads.
+        """
+        owned = self._owned[owner]
+        for index in range(self._dropped.get(owner, 0), rows // self.page_size):
+            self._give_back(owned[index])
+            owned[index] = 0
+            self._dropped[owner] = index + 1
+
     def pages_of(self, owner: int) -> list[int]:
+        """Return an owner's pages in order of their rows; 0 stands for a page that was dropped."""
         return self._owned[owner]
 
     def cache(self, owner: int, digests: Sequence[Digest], first: int = 0) -> None:
         """Put consecutive pages of an owner into the prefix cache.
 
-        A digest that is in the cache already keeps its page there.
+        A digest that is in the cache already keeps its page there. Dropped pages are skipped.
 
         Args:
             digests: digest of each page to cache, in order.
             first: index of the first page to cache among the owner's pages.
         """
         for page, digest in zip(self._owned[owner][first:], digests, strict=False):
-            if digest not in self._page_of and page not in self._digest_of:
+            if page and digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
 
@@ -145,7 +160,8 @@ class PagePool:
 
         The last pages are evicted before the first ones, because more requests can share the first ones.
         """
-        for page in reversed(self._owned.pop(owner, [])):
+        dropped = self._dropped.pop(owner, 0)
+        for page in reversed(self._owned.pop(owner, [])[dropped:]):
             self._give_back(page)
 
     def clear(self) -> None:
@@ -157,7 +173,9 @@ class PagePool:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that its number of owners was counted correctly."""
-        owned = Counter(page for pages in self._owned.values() for page in pages)
+        owned = Counter(page for pages in self._owned.values() for page in pages if page)
+        dropped = {owner: pages.count(0) for owner, pages in self._owned.items() if 0 in pages}
+        assert dropped == self._dropped, "dropped pages were miscounted"
         assert sorted([*self._free, *self._idle, *owned]) == list(range(1, self.pages)), (
             "pages were lost or allocated twice"
         )

@@ -79,6 +79,7 @@ class SchedulerLimits:
             table changes rarely. They are taken back when pages run out.
         prefill_budget: largest number of prompt tokens to prefill between two rounds while any request can decode;
             None: the largest prefill bucket.
+        window: number of a request's newest cache rows that a step reads; older pages are given back. None: all rows.
     """
 
     slots: int
@@ -90,6 +91,7 @@ class SchedulerLimits:
     prefix_cache: bool = False
     pages_ahead: int = 8
     prefill_budget: int | None = None
+    window: int | None = None
 
 
 class Scheduler:
@@ -263,6 +265,7 @@ class Scheduler:
         """Plan the next chunk of a request's prefill."""
         state, bucket = request.state, self._prefill_bucket(request)
         start = state.num_prefilled
+        self._drop_hidden(request, start)
         count = min(state.prefill_len - start, bucket)
         self._tokens_since_round += bucket
         state.num_prefilled += count
@@ -288,6 +291,7 @@ class Scheduler:
             state = request.state
             if state.slot is None or not request.is_prefilled or not self._may_emit(request):
                 continue  # without a slot the request was preempted in this loop
+            self._drop_hidden(request, request.rows_committed)
             if self._reserve_or_preempt(request):
                 state.steps_in_flight += 1
                 state.rounds_in_flight += self.limits.rounds
@@ -299,6 +303,22 @@ class Scheduler:
         new_pages = [page for request in ready for page in self._page_table_updates(request)]
         bucket = next(size for size in self.limits.buckets if size >= len(ready))
         return RoundPlan(ready, bucket, new_pages)
+
+    def _drop_hidden(self, request: Request, committed: int) -> None:
+        """Give back a request's pages that neither a step in flight nor a later one reads.
+
+        Pages that will be put into the prefix cache are kept until then.
+
+        Args:
+            request: a running request.
+            committed: lower bound of the request's committed rows in all these steps.
+        """
+        if self.limits.window is None:
+            return
+        rows = committed - self.limits.window
+        if self.limits.prefix_cache:
+            rows = min(rows, request.state.num_shared_pages * self.pages.page_size)
+        self.pages.drop(request.id, max(rows, 0))
 
     def _page_table_updates(self, request: Request) -> list[tuple[int, int, int]]:
         """Return (slot, column, page) of a request's pages that the device's page table lacks; mark them as synced."""

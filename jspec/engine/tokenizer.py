@@ -49,14 +49,15 @@ class Tokenizer(Protocol):
         """Convert token ids to text; special tokens are left out."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Format a conversation with the chat template; return its token ids up to the assistant's next answer.
 
         Args:
             messages: mappings with "role" and "content".
+            options: those of `jspec.engine.chat_input.TemplateFields` that the caller gave; tools are JSON schemas.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or the template fails or does not read an option.
         """
         ...
 
@@ -83,7 +84,7 @@ class ByteTokenizer:
         invalid = 0xFF  # no UTF-8 text contains this byte
         return bytes(token if token < 256 else invalid for token in ids).decode("utf-8", errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         raise ValueError("the byte tokenizer has no chat template: write the prompt as text and use generate")
 
     def token_bytes(self) -> list[bytes | None]:
@@ -140,13 +141,13 @@ class HFTokenizer:
         # Removing blanks before punctuation would change text that was streamed already.
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if not self._tokenizer.chat_template and "{" not in options.get("chat_template", ""):
             raise ValueError(
                 f"{self._folder}: the tokenizer has no chat template (expected chat_template in "
                 "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
             )
-        text = self._chat_template.render(self._tokenizer, messages)
+        text = self._chat_template.render(self._tokenizer, messages, **options)
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def token_bytes(self) -> list[bytes | None]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from convert.orbax import Header
 from jspec.draft import auto
+from jspec.draft.draft_model import MAX_PADDING
 from jspec.draft.head_config import Eagle3Config, HeadConfig
 from jspec.draft.head_pair import Size, common_sizes, feature_fault
 from jspec.draft.medusa import MedusaConfig
@@ -37,7 +38,7 @@ def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
             sizes, others = [Size("hidden size", heads.hidden_size, own.hidden_size)], []
             sizes.append(Size("vocabulary", heads.vocab_size, own.vocab_size))
         case ModelConfig() as model:
-            sizes, others = [Size("vocabulary", model.vocab_size, own.vocab_size)], []
+            sizes, others = [], [_padded_vocabulary(model, own)]
     lines = [(str(size), size.is_equal) for size in sizes] + others
     return [f"{'fits' if fits else 'mismatch'}: {text}" for text, fits in lines], all(fits for _, fits in lines)
 
@@ -45,6 +46,11 @@ def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
 def owns(found: Header, parameter: str) -> bool:
     """Return whether a checkpoint has a parameter, quantised or not."""
     return bool({parameter, f"{parameter}.values"} & set(found.parameters))
+
+
+def _padded_vocabulary(model: ModelConfig, target: ModelConfig) -> tuple[str, bool]:
+    fits = abs(model.vocab_size - target.vocab_size) <= MAX_PADDING
+    return f"vocabulary: the target has {target.vocab_size} tokens, the draft model {model.vocab_size}", fits
 
 
 def _features(head: HeadConfig, target: ModelConfig) -> tuple[str, bool]:

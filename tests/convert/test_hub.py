@@ -70,6 +70,23 @@ def test_find_checkpoint_hub_id_downloads_only_one_format_of_the_weights(tmp_pat
     assert sorted(file.name for file in tmp_path.iterdir()) == fetched
 
 
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_find_checkpoint_hub_id_downloads_no_subfolder_except_its_chat_templates(tmp_path, monkeypatch, tokenizer):
+    templates = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    others = ["onnx/config.json", "original/tokenizer.model", "model/model.safetensors", "a/b/pytorch_model.bin"]
+    fetched = []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        (tmp_path / "model.safetensors").touch()
+        wanted = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        fetched.extend(huggingface_hub.utils.filter_repo_objects(["config.json", *templates, *others], **wanted))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub.find("owner/name", tokenizer=tokenizer)
+    assert fetched == ["config.json", *templates]
+
+
 @pytest.mark.parametrize(("path", "pinned"), [("owner/name", {}), ("owner/name@v1.0", {"revision": "v1.0"})])
 def test_find_checkpoint_hub_id_with_a_revision_downloads_that_revision(tmp_path, monkeypatch, path, pinned):
     (tmp_path / "model.safetensors").touch()

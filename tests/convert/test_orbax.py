@@ -171,11 +171,15 @@ def test_load_checkpoint_default_dtype_is_float32_on_cpu(target):
 def test_convert_command_copies_tokenizer_and_generation_config(target, tmp_path):
     source, out = tokenizer_folders.write(target, "many_words"), tmp_path / "out"
     transformers.GenerationConfig(eos_token_id=[2, 3]).save_pretrained(source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "chat_template.jinja").write_text("{{ 1 }}")
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     assert main([str(source), str(out)]) == 0
     text = "Once upon a time there was a dog. "
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert before(text).input_ids == after(text).input_ids
+    assert after.chat_template == before.chat_template == {"default": "{{ 1 }}", "tool_use": "{{ tools }}"}
     assert hub.eos_ids(out) == hub.eos_ids(source) == (2, 3)
 
 

@@ -150,6 +150,35 @@ def test_chat_of_one_or_several_conversations_returns_one_completion_each(chatti
         chatting.chat_stream([conversation("a")] * 2)
 
 
+def test_chat_in_all_forms_passes_the_options_of_the_template_to_the_tokenizer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "tools": [{"type": "function"}],
+        "documents": [{"text": "d"}],
+        "chat_template": "{{ x }}",
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    seen = []
+
+    def chat(messages: Any, **given: Any) -> list[int]:
+        seen.append(given)
+        return list(b"abc")
+
+    monkeypatch.setattr(engine.tokenizer, "chat", chat, raising=False)
+    wanted = ids(engine.generate(["abc"], GREEDY))
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    assert ids(engine.chat(conversation("a"), GREEDY, **options)) == wanted
+    assert ids(engine.chat([conversation("a")], **options, **fields)) == wanted
+    assert ids(asyncio.run(engine.achat(conversation("a"), sampling_params=GREEDY, **options))) == wanted
+    chunks = engine.chat_stream(conversation("a"), sampling_params=GREEDY, **options)
+    assert [[token for chunk in chunks for token in chunk.token_ids]] == wanted
+    assert seen == [options] * 4
+    engine.chat(conversation("a"), GREEDY, tools=None, continue_final_message=True)
+    assert seen[-1] == {"continue_final_message": True}, "None counts as not given"
+
+
 def test_chat_with_a_template_that_raises_gives_a_value_error_with_its_message(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

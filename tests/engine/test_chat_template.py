@@ -45,11 +45,11 @@ HOSTILE = {
 class Templated:
     """The part of a transformers tokenizer that a chat template needs."""
 
-    template: str
+    chat_template: str
     special_tokens_map: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>"})
 
-    def get_chat_template(self) -> str:
-        return self.template
+    def get_chat_template(self, name: str | None, tools: object) -> str:
+        return self.chat_template
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,14 @@ def test_hostile_chat_template_raises_value_error_and_the_next_one_renders(rende
     assert renderer.render(Templated("{{ messages | length }}"), MESSAGES) == "2"
 
 
+def test_hostile_chat_template_with_variables_is_limited_too(renderer: ChatTemplate) -> None:
+    nested = "{% if a %}" * 3000 + "{% endif %}" * 3000
+    for template, kind in ((nested, "RecursionError"), ("{% if %}", "TemplateSyntaxError")):
+        with pytest.raises(ValueError, match=f"folder: the chat template failed: .*{kind}"):
+            renderer.render(Templated(template), MESSAGES, chat_template_kwargs={"a": 1})
+    assert renderer.render(Templated("{{ a }}"), MESSAGES, chat_template_kwargs={"a": 1}) == "1"
+
+
 def test_chat_template_that_loops_long_lets_other_threads_run(renderer: ChatTemplate) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="seconds of CPU"):
@@ -92,8 +100,10 @@ def test_chat_template_with_messages_that_json_cannot_represent_raises(renderer:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"expected messages, tools and other values that JSON can represent.*object"):
         renderer.render(Templated(PLAIN), [{"role": object()}])
+    with pytest.raises(TypeError, match=r"values that JSON can represent.*set"):
+        renderer.render(Templated("{{ tools }}"), MESSAGES, tools=[{"a": {1}}])
     with pytest.raises(ValueError, match="nested"):
         renderer.render(Templated(PLAIN), [{"role": nested}])
 

@@ -14,6 +14,7 @@ from scipy import stats
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
+from jspec.draft import draft_model
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
@@ -148,7 +149,17 @@ CASES = {
     "rejection tree": ("rejection", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
-QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and residual
+PADDED = {  # accept rule, tree and number of tokens of the draft model
+    "rejection, smaller": ("rejection", PAIRS, VOCAB - 1),
+    "rejection, larger": ("rejection", Tree.chain(3), VOCAB + 2),
+    "coupled, smaller": ("coupled", Tree.chain(3), VOCAB - 1),
+    "coupled, larger": ("coupled", PAIRS, VOCAB + 2),
+    "block, smaller": ("block", Tree.chain(3), VOCAB - 1),
+    "block, larger": ("block", Tree.chain(3), VOCAB + 2),
+    "multi_candidate, smaller": ("multi_candidate", PAIRS, VOCAB - 1),
+    "multi_candidate, larger": ("multi_candidate", PAIRS, VOCAB + 2),
+}
+QUICK = ("rejection chain", "rejection, smaller")  # with separate noise for draft, acceptance and residual
 
 
 @pytest.mark.slow
@@ -164,6 +175,36 @@ def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution
         assert abs(deviation(done, expected_probs(control))) < 5
         if control in ("penalised", "banned"):
             assert deviation(done, expected_probs(control, counted=1)) > 20, "negative control: later tokens ignored"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PADDED]
+)
+def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_distribution(target, name: str) -> None:
+    accept, tree, size = PADDED[name]
+    engine, names = make(target, DraftModel(tiny.model(size, seed=2), tree), accept), ("plain", "restricted")
+    for control, done in zip(names, draw(engine, SAMPLES, *(CONTROLS[name] for name in names)), strict=True):
+        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+        assert abs(deviation(done, expected_probs(control))) < 5
+
+
+@pytest.mark.slow
+def test_distribution_with_draft_probabilities_that_leave_room_for_padding_differs(
+    target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the draft probabilities of the common ids add up to 0.6, the rest is padding's."""
+    original = draft_model.expand_tree
+
+    def with_padding(*args: Any) -> Any:
+        expanded, state = original(*args)
+        return expanded.replace(draft=expanded.draft.replace(probs=0.6 * expanded.draft.probs)), state
+
+    monkeypatch.setattr(draft_model, "expand_tree", with_padding)
+    (done,) = draw(
+        make(target, DraftModel(tiny.model(VOCAB + 2, seed=2), Tree.chain(3)), "rejection"), SAMPLES, CONTROLS["plain"]
+    )
+    assert deviation(done, expected_probs("plain")) > 20
 
 
 @pytest.mark.slow

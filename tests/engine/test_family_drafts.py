@@ -102,8 +102,11 @@ def test_engine_with_a_window_one_token_too_small_emits_other_tokens(golden: Pat
 
 
 def test_engine_with_a_tree_deeper_than_the_smallest_window_raises_naming_both(golden: Path) -> None:
+    plain, *_ = recorded(golden, "llama")
     target, *_ = recorded(golden, "gemma3_text")
     with pytest.raises(
         ValueError, match=r"target: sliding_window: expected at least 17, the depth of chain:16 .*got 16"
     ):
         greedy(target, NGram(Tree.chain(16)), [])
+    with pytest.raises(ValueError, match=r"draft model: sliding_window: expected at least 17, .* chain:16 .*, got 16"):
+        greedy(plain, DraftModel(target, Tree.chain(16)), [])

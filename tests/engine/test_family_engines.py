@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Engine, Model, SamplingParams
+from jspec import DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.tools.convert import main
 from jspec.tools.testing import last_logits
 from tests.support import tiny
@@ -58,3 +58,34 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
     assert again.config == ours.config
     norm = Model.from_pretrained(tmp_path / "out", dtype="bfloat16").layers[0].attn_norm
     assert norm is not None and norm.dtype == (jnp.float32 if family == "gemma3_text" else jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "prefix_cache", "drops"),
+    [
+        (None, False, True),
+        (None, True, True),
+        ("mistral", False, True),
+        ("qwen3", False, False),
+        ("ngram", False, False),
+    ],
+)
+def test_engine_gives_back_pages_behind_the_windows_of_all_layers(
+    drafter: str | None, prefix_cache: bool, drops: bool, golden: Path
+) -> None:
+    """A draft model without windows, and a drafter that looks up tokens of the whole text, need all pages."""
+    folder = golden / "families" / "mistral"
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    draft_model = tiny.load_target(folder.parent / drafter) if drafter in FAMILIES else None
+    chosen = drafter if draft_model is None else DraftModel(draft_model, Tree.chain(2))
+    own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=prefix_cache)
+    with Engine(target, drafter=chosen, **own) as engine:
+        pool, used = engine.core.scheduler.pages, []
+        found: list[int] = []
+        for chunk in engine.stream(data["prompt2"].tolist(), SamplingParams(max_tokens=64, temperature=0)):
+            used.append(pool.num_used)
+            found += chunk.token_ids
+        assert found == data["greedy2"].tolist()
+        of_prompt = pool.needed(len(data["prompt2"]))  # the window is a third of it
+        assert (max(used[2:-1]) < of_prompt) == drops
+        pool.check()

@@ -66,6 +66,8 @@ class Pages(RuleBasedStateMachine):
     def keep(self, data: st.DataObject, text: list[int]) -> None:
         """Record that an owner's cache rows hold this text; check that its shared pages hold these tokens."""
         owner, size = data.draw(st.sampled_from(sorted(self.owned))), self.pool.page_size
+        if 0 in self.owned[owner]:
+            return
         known = [self.kept[page] for page in self.owned[owner] if page in self.kept]
         text = [*(known[-1] if known else ()), *text]
         first = data.draw(st.integers(0, len(known)))
@@ -75,6 +77,18 @@ class Pages(RuleBasedStateMachine):
             is_full = len(beginning) == (column + 1) * size
             if is_full and column >= first and page not in self.kept and beginning not in self.kept.values():
                 self.kept[page] = beginning
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), rows=st.integers(0, 24))
+    def drop(self, data: st.DataObject, rows: int) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.owned)))
+        least = self.owned[owner].count(0)
+        count = max(min(rows // self.pool.page_size, len(self.owned[owner])), least)
+        gone = [page for page in self.owned[owner][:count] if page]
+        self.pool.drop(owner, count * self.pool.page_size)
+        self.owned[owner] = [0] * count + self.owned[owner][count:]
+        held = {page for pages in self.owned.values() for page in pages}
+        self.idle += [page for page in gone if page in self.kept and page not in held]
 
     @rule(owner=st.integers(0, 4))
     def release(self, owner: int) -> None:
@@ -110,7 +124,7 @@ class Pages(RuleBasedStateMachine):
         return found
 
     def free(self) -> int:
-        held = {page for pages in self.owned.values() for page in pages}
+        held = {page for pages in self.owned.values() for page in pages if page}
         return self.pool.pages - 1 - len(held)
 
     @invariant()
@@ -118,7 +132,7 @@ class Pages(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
-        holders = Counter(page for pages in self.owned.values() for page in pages)
+        holders = Counter(page for pages in self.owned.values() for page in pages if page)
         assert all(0 < page < self.pool.pages for page in holders)
         assert all(page in self.kept for page, count in holders.items() if count > 1)
         assert [self.pool._num_owners[page] for page in sorted(holders)] == [holders[page] for page in sorted(holders)]
@@ -215,3 +229,15 @@ def test_page_pool_check_with_lost_doubled_or_miscounted_pages_fails() -> None:
 def test_page_pool_of_impossible_sizes_raises(pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match=f"pages >= 2 and page_size >= 1, got {pages} and {page_size}"):
         PagePool(pages, page_size)
+
+
+def test_page_pool_with_dropped_pages_does_not_cache_them() -> None:
+    pool, text = PagePool(9, 2), [1, 2, 3, 4, 5, 6]
+    pages = pool.reserve(0, 6)
+    pool.drop(0, 3)
+    assert pool.pages_of(0) == [0, *pages[1:]] and pool.num_used == 2
+    pool.cache(0, page_digests(text, 2))
+    assert pool.match(page_digests(text, 2)[1:]) == pages[1:] and pool.match(page_digests(text, 2)) == []
+    pool.release(0)
+    pool.check()
+    assert pool.num_used == 0

@@ -39,9 +39,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         ahead=st.integers(0, 2),
         budget=st.sampled_from([1, 4, 7, 8, 20]),
+        window=st.sampled_from([None, 1, 5, 9]),
     )
     def start(
-        self, slots: int, pages: int, page: int, rounds: int, prefix_cache: bool, ahead: int, budget: int
+        self,
+        slots: int,
+        pages: int,
+        page: int,
+        rounds: int,
+        prefix_cache: bool,
+        ahead: int,
+        budget: int,
+        window: int | None,
     ) -> None:
         self.slots, self.rounds, self.budget = slots, rounds, budget
         self.scheduler = make_scheduler(
@@ -52,7 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             pages_ahead=ahead,
             prefill_budget=budget,
+            window=window,
         )
+        self.window = window
         self.table: dict[int, dict[int, int]] = {}  # the device's page table: the page of each slot and column
         self.since_round = 0  # number of prompt tokens in chunks since the last round
         self.live: list[Request] = []
@@ -102,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
         self.since_round += plan.bucket
         assert plan.is_last == (plan.count == left)
-        self.check_rows(r, text[: plan.start] if plan.is_written else text)
+        self.check_rows(r, text[: plan.start] if plan.is_written else text, plan.start)
         if plan.is_written:
             self.write(r, plan.start, text[plan.start :][: plan.count])
         if not plan.is_last:
@@ -134,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(out) == r.max_new_tokens:
             return []
         committed = [*r.prompt_token_ids, *out[:-1]]
-        self.check_rows(r, committed)
+        self.check_rows(r, committed, len(committed))
         self.write(r, len(committed), [out[-1]] + [-1] * (SCRATCH - 1))
         new = [self.count % 2] * min(tokens, r.max_new_tokens - len(out))
         self.write(r, len(committed), [out[-1], *new][: len(new)])
@@ -156,8 +167,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert held == 1, "a page that others hold is written"
             self.rows[place] = token
 
-    def check_rows(self, r: Request, text: list[int]) -> None:
-        assert [self.rows[self.place(r, row)] for row in range(len(text))] == text
+    def check_rows(self, r: Request, text: list[int], end: int) -> None:
+        """Check the rows that hold this text, from the first one that a token after row ``end`` reads."""
+        first = 0 if self.window is None else max(end - self.window, 0)
+        assert [self.rows[self.place(r, row)] for row in range(first, len(text))] == text[first:]
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -190,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(used)) == len(used) <= self.slots
         assert all(slot is not None and 0 <= slot < self.slots for slot in used)
         assert set(pool._owned) == {r.id for r in running}
-        assert pool.num_used == len({page for r in running for page in pool.pages_of(r.id)})
+        assert pool.num_used == len({page for r in running for page in pool.pages_of(r.id) if page})
 
     @invariant()
     def requests_are_in_order(self) -> None:
@@ -243,6 +256,12 @@ def reclaims_too_much(self: Scheduler) -> None:
         self.pages.shrink(request.id, request.rows_committed)
 
 
+def drops_too_much(self: Scheduler, request: Request, committed: int) -> None:
+    """Give back a page too many behind the window."""
+    if self.limits.window is not None:
+        self.pages.drop(request.id, max(committed + self.pages.page_size - self.limits.window, 0))
+
+
 def updates_once(self: Scheduler, request: Request) -> list[tuple[int, int, int]]:
     """Omit a page that replaces a freed one from the updates."""
     state = request.state
@@ -263,6 +282,7 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_rows_to_reserve", reserves_too_little),
         ("_reclaim_unused", reclaims_too_much),
         ("_page_table_updates", updates_once),
+        ("_drop_hidden", drops_too_much),
         ("_is_in_budget", lambda *_: True),
     ],
 )

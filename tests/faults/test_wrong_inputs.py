@@ -18,6 +18,7 @@ import jspec
 from jspec import DraftModel, Eagle3, Engine, EngineConfig, Medusa, NGram, SamplingParams, Suffix, Tree
 from jspec.core.foreign_names import FOREIGN_NAMES, check_names
 from jspec.draft.named import make_drafter
+from jspec.engine.chat_input import TEMPLATE_FIELDS
 from jspec.step.executables import Executables
 from tests.support import brittle, small
 from tests.support.odd_values import odd_value
@@ -85,10 +86,36 @@ CHATS: list[tuple[Call, str]] = [
     (lambda e: e.chat(USER), "messages: expected a list of messages|give the message in a list"),
     (lambda e: e.chat([]), "messages: expected at least one message, got none"),
     (lambda e: e.chat([USER, 5]), "messages[1]: expected a dict|got 5"),
-    (lambda e: e.chat([{"role": "user"}]), "messages[0]: expected a text under 'content', got {'role': 'user'}"),
+    (
+        lambda e: e.chat([{"role": "user"}]),
+        "messages[0]: expected a text under 'content' or a list|got {'role': 'user'}",
+    ),
     (lambda e: e.chat([{"text": "x"}]), "messages[0]: expected a text under 'role', got {'text': 'x'}"),
     (lambda e: e.chat([[USER], [USER, {"role": 1}]]), "messages[1][1]: expected a text under 'role', got {'role': 1}"),
     (lambda e: e.chat([[USER], "x"]), "messages[1]: expected a list of messages|got 'x'"),
+    (lambda e: e.chat([{**USER, "content": ["x"]}]), 'content[0]: expected {"type": "text", "text": ...}, got \'x\''),
+    (lambda e: e.chat([{**USER, "content": [{"type": "image"}]}]), "models of texts alone are supported"),
+    (lambda e: e.chat([USER], tools={"a": 1}), "tools: expected a list, got {'a': 1}; give one of the tools in a list"),
+    (lambda e: e.chat([USER], tools=["x"]), "tools[0]: expected a JSON schema as a dict, or a Python function|got 'x'"),
+    (lambda e: e.chat([USER], tools=[lambda a: a]), "tools[0]: expected a function with annotated arguments|docstring"),
+    (lambda e: e.chat([USER], documents=["x"]), "documents[0]: expected a dict such as|got 'x'"),
+    (lambda e: e.chat([USER], chat_template=5), "chat_template: expected a text, got 5"),
+    (lambda e: e.chat([USER], add_generation_prompt=1), "add_generation_prompt: expected a bool, got 1"),
+    (lambda e: e.chat([USER], continue_final_message=1), "continue_final_message: expected a bool or the key of"),
+    (
+        lambda e: e.chat([USER], continue_final_message=True, add_generation_prompt=True),
+        "continue_final_message: expected False with add_generation_prompt=True, got True",
+    ),
+    (lambda e: e.chat([USER], chat_template_kwargs=["x"]), "chat_template_kwargs: expected a dict of the template's"),
+    (
+        lambda e: e.chat([USER], chat_template_kwargs={"tools": []}),
+        "template's own variables, got 'tools'; pass tools=",
+    ),
+    (lambda e: e.chat([USER], chat_template_kwargs={5: 1}), "template's own variables, got 5"),
+    (lambda e: e.chat([USER], enable_thinking=False), "chat: expected chat_template_kwargs= of Engine.chat, such as"),
+    (lambda e: e.chat([USER], tool=[]), "chat: expected tools=|got tool="),
+    (lambda e: e.chat([USER], slots=3), "chat: expected this argument in Engine, not here, got slots="),
+    (lambda e: e.generate([1], tools=[]), "generate: expected this argument in Engine.chat, not here, got tools="),
     (lambda e: e.chat_stream([[USER], [USER]]), "the byte tokenizer has no chat template"),
 ]
 OBJECTS: list[tuple[Call, str]] = [
@@ -225,6 +252,7 @@ def public_names() -> set[str]:
         "tokenizer",
         "trace",
         "tree",
+        *TEMPLATE_FIELDS,
     }
 
 

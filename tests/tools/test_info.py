@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jspec.__main__ import main
+from jspec.draft.draft_model import MAX_PADDING
 from jspec.models.config import GQA, Dense, LayerConfig, Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
@@ -165,14 +166,17 @@ def test_info_command_of_medusa_eagle1_and_draft_model_prints_whether_they_fit(
     _, target = pair(tmp_path, {}, {})
     folders.write(tmp_path / "eagle", EAGLE, folders.eagle_tensors())
     heads = folders.write(tmp_path / "medusa", {}, folders.medusa_tensors())
-    other = {**TARGET, "vocab_size": 41}
-    folders.write(tmp_path / "model", other, folders.target_tensors(other))
+    for name, size in (("model", 41), ("other", 40 + MAX_PADDING + 1)):
+        config = {**TARGET, "vocab_size": size}
+        folders.write(tmp_path / name, config, folders.target_tensors(config))
     assert "fits: feature layers: states 4 of a target of 3 layers" in fit_lines(
         [str(tmp_path / "eagle"), target], capsys, 0
     )
     assert fit_lines([str(heads), target], capsys, 0) == ["fits: hidden size: 16", "fits: vocabulary: 40"]
-    lines = fit_lines([str(tmp_path / "model"), target], capsys, 1)
-    assert lines == ["mismatch: vocabulary: the target needs 40, the head has 41"]
+    lines = fit_lines([str(tmp_path / "model"), target], capsys, 0)
+    assert lines == ["fits: vocabulary: the target has 40 tokens, the draft model 41"]
+    lines = fit_lines([str(tmp_path / "other"), target], capsys, 1)
+    assert lines == ["mismatch: vocabulary: the target has 40 tokens, the draft model 553"]
 
 
 def test_info_command_of_two_heads_or_a_folder_that_cannot_be_loaded_says_so(
