@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 
 from jspec.draft.eagle_formats import read_head
-from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope
 from jspec.models.families import read_config
@@ -25,7 +24,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 READERS = [read_config, partial(read_head, method="eagle3"), partial(read_head, method="eagle")]
-SCALED = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+SCALED = Rope(500000.0, "llama3", factor=8.0, original_max_position=8192)
 
 
 def test_model_config_without_optional_fields_has_llama_defaults():
@@ -76,16 +75,12 @@ def test_model_config_of_a_file_saved_by_transformers_has_the_saved_sizes(tmp_pa
     ("change", "named"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk"),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     ],
 )
 @pytest.mark.parametrize("read", READERS)
@@ -140,60 +135,35 @@ def test_config_written_as_json_and_read_back_is_equal(config):
     assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-# Folders that were converted before layers had records of their own contain these manifests.
-FLAT = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
-    "norm_eps": 1e-5,
-    "rope": {
-        "theta": 5e5, "kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position": 8192,
-    },
-}  # fmt: skip
-FLAT_MODEL = {**FLAT, "family": "llama", "num_layers": 3, "tie_word_embeddings": False, "max_position": 2048}
-FLAT_HEAD = {
-    **FLAT, "draft_vocab_size": 10, "target_hidden_size": 16, "feature_layers": [2, 4, 5], "source_format": "official",
-    "method": "eagle3", "num_layers": 1, "norm_before_residual": False, "norm_before_fc": False, "fc_norm": True,
-    "norm_output": True, "qk_norm": True, "qkv_bias": False, "fc_bias": False, "fuse": True,
-}  # fmt: skip
-FLAT_EAGLE = {
-    **FLAT_HEAD, "draft_vocab_size": 40, "feature_layers": None, "method": "eagle", "fc_norm": False,
-    "norm_output": False, "qk_norm": False, "fc_bias": True,
-}  # fmt: skip
-
-
-def test_config_read_from_a_flat_manifest_has_layer_records() -> None:
-    rope = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    layer = LayerConfig(GQA(4, 2, 4, rope=rope), Dense(24))
-    model = ModelConfig.from_json(FLAT_MODEL)
-    assert (model.layers, model.num_layers, model.rope) == ((layer,) * 3, 3, rope)
-    assert model.to_json() == FLAT_MODEL
-    head = HeadConfig.from_json(FLAT_HEAD)
-    assert isinstance(head, Eagle3Config)
-    assert (head.layers[0].attention.qk_norm, head.fc_norm, head.norm_output, head.fuse) == (True, True, True, True)
-    assert (head.feature_layers, head.draft_vocab_size) == ((2, 4, 5), 10)
-    eagle = HeadConfig.from_json(FLAT_EAGLE)
-    assert isinstance(eagle, EagleConfig)
-    assert eagle.layers == (layer,) and eagle.fc_bias
+LAYER = LayerConfig(GQA(4, 2, 4), Dense(24))
 
 
 @pytest.mark.parametrize(
     ("layer", "named"),
     [
-        (LayerConfig(GQA(4, 2, 4, window=8), Dense(24)), "sliding_window"),
-        (LayerConfig(GQA(4, 2, 4), Dense(24, activation="gelu")), "hidden_act"),
-        (LayerConfig(GQA(4, 2, 4), Dense(24), norms="sandwich"), "norms"),
+        (replace(LAYER, mlp=Dense(24, activation="relu")), "hidden_act"),  # type: ignore[arg-type]
+        (replace(LAYER, norms="sandwich"), "norms"),
+        (replace(LAYER, attention=GQA(4, 2, 4, qk_norm="some")), "qk_norm"),
     ],
 )
 def test_model_config_with_unsupported_layer_option_raises_naming_the_option(layer, named):
-    config = ModelConfig.from_json(FLAT_MODEL)
+    config = read_config(TARGET)
     with pytest.raises(NotImplementedError, match=f"^{named}: expected"):
         replace(config, layers=(*config.layers, layer))
 
 
-def test_model_config_with_different_layers_is_hashable_but_not_written_as_json():
-    config = ModelConfig.from_json(FLAT_MODEL)
+def test_model_config_with_different_layers_is_hashable_and_written_as_json_once_a_kind():
+    config = read_config(TARGET)
     wide = replace(config.layers[0], mlp=Dense(32))
-    mixed = replace(config, layers=(*config.layers, wide))
-    assert hash(mixed) != hash(config) and mixed.num_layers == 4
-    with pytest.raises(NotImplementedError, match="layers: expected layers that are all alike"):
-        mixed.to_json()
+    mixed = replace(config, layers=(*config.layers, wide, config.layers[0]))
+    assert hash(mixed) != hash(config) and mixed.num_layers == 5
+    written = mixed.to_json()
+    assert len(written["layers"]["kinds"]) == 2 and written["layers"]["order"] == [0, 0, 0, 1, 0]
+    assert ModelConfig.from_json(written) == mixed
+
+
+def test_config_without_the_records_of_layers_raises_naming_the_key():
+    """Folders that were converted before layers had records of their own lack them."""
+    for config in (read_config(TARGET), read_head(HEAD, "eagle3")):
+        with pytest.raises(ValueError, match="missing layers"):
+            type(config).from_json(without(config.to_json(), "layers"))
