@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast, get_args
 from convert.fields import CheckpointError, Fields, listed, require, short
 from pallas_kernels.layers.quantize_rows import Activation
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 NORMS = ("pre", "post", "both")
 QK_NORMS = (None, "head", "all")
@@ -111,7 +111,8 @@ class Rope:
     Attributes:
         theta: rotary base.
         kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
-            the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753).
+            the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753);
+            "none": no rotation.
         fraction: part of a head's channels that is rotated; the others keep their values at every position.
         factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic").
         original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
@@ -149,7 +150,7 @@ class Rope:
         positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
         if self.fraction > 1:
             raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
-        if self.kind not in ("default", "linear") or self.temperature:
+        if self.kind not in ("default", "linear", "none") or self.temperature:
             positive("rope", self, ("original_max_position",))
         if self.kind == "llama3":
             positive("rope", self, ("low_freq_factor",))

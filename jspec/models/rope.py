@@ -63,6 +63,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:
     rotated = rope.rotated(head_dim)
     speeds = 1.0 / rope.theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     match rope.kind:
+        case "none":
+            speeds = np.zeros_like(speeds)
         case "linear":
             speeds = speeds / rope.factor
         case "llama3":

@@ -61,6 +61,8 @@ def _window(config: GQA) -> str:
 
 def describe_rope(rope: Rope) -> str:
     """Return the kind of a rotary embedding and the values that differ from a plain one's."""
+    if rope.kind == "none":
+        return "none"
     parts = [rope.kind, f"theta {rope.theta:.10g}"]
     if rope.factor != 1:
         parts.append(f"factor {rope.factor:g}")

@@ -215,6 +215,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
     "olmo3 with the default pattern": ("Olmo3", {"sliding_window": 10, "num_hidden_layers": 5}),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3 with windows and other layers": ("SmolLM3", {
+        "use_sliding_window": True, "sliding_window": 10, "no_rope_layers": [0, 1, 1, 0], "num_hidden_layers": 4,
+        "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+    }),
     "seed_oss with the other bias": ("SeedOss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True}),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip

@@ -148,6 +148,17 @@ def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
             read()
 
 
+def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:
+    fields = {**TARGET, "model_type": "smollm3", "num_hidden_layers": 5}
+    layers = families.read_config(fields).layers
+    assert [layer.attention.rope.kind for layer in layers] == ["default"] * 3 + ["none", "default"]
+    assert layers[0].attention.rope.theta == 2e6
+    with pytest.raises(CheckpointError, match=r"no_rope_layers: expected 5 numbers, .* got \[1, 0\]"):
+        families.read_config({**fields, "no_rope_layers": [1, 0]})
+    with pytest.raises(NotImplementedError, match=r"rope_theta: expected none, because layers have different"):
+        families.read_config(fields).with_theta(1e4)
+
+
 def test_dynamic_rope_beyond_the_trained_length_is_refused_and_longrope_follows_the_length() -> None:
     made = families.read_config({**TARGET, "max_position_embeddings": 64})
     dynamic = made.resized(rope=Rope(kind="dynamic", factor=2.0, original_max_position=64))

@@ -84,6 +84,7 @@ def test_trait_lines_of_sinks_temperature_and_different_layers() -> None:
     attention = "4 heads, 2 key-value heads, head_dim 4"
     assert lines[0] == f"attention: {attention} in 1 of 2 layers; {attention}, sinks in 1 of 2 layers"
     assert "feed-forward: 32 channels, silu in 1 of 2 layers; 8 channels, gelu in 1 of 2 layers" in lines
+    assert describe_rope(Rope(kind="none")) == "none"
     rope = Rope(1e4, original_max_position=16, temperature=0.1)
     assert describe_rope(rope) == "default, theta 10000, from 16 tokens, query temperature 0.1"
 
