@@ -29,6 +29,8 @@ from pallas_kernels.layers.quantized import (
     Weight,
     factors,
     has_dynamic_activations,
+    has_group_scales,
+    matmul_grouped,
     matmul_unscaled,
     split_scales,
 )
@@ -194,12 +196,15 @@ def split_matmul(
         is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
-        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows.
+        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
+            unless the weight has group scales (`grouped_matmul`).
             The Hopper kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
+    if has_group_scales(weight):
+        return matmul_grouped(x, weight, parts=parts, is_gated=is_gated, implementation=implementation)
     if parts == 1:
         return matmul_unscaled(x, weight, is_gated=is_gated, implementation=implementation)
     f = factors(x, weight, is_gated=is_gated, implementation=implementation)
