@@ -27,7 +27,9 @@ from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.params import Params, model_params
-from jspec.models.quantize import check_scope, quantize_parameters
+from jspec.models.quantize import check_scope, check_stored, quantize_parameters
+from jspec.models.quantized_config import CONFIG, read_scheme
+from jspec.models.quantized_rows import quantized_rows
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +101,15 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
-        config = families.read_config(fields, rope_theta=rope_theta)
+        scheme = read_scheme(fields, source.folder)
+        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
+        config = families.read_config(plain, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
-        return config, families.family_of(config.family).weights(config, source.tensors)
+        rows = families.family_of(config.family).weights(config, source.tensors)
+        if scheme is None:
+            return config, rows
+        logger.info("%s: %s", source.folder, scheme)
+        return config, quantized_rows(rows, scheme, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
@@ -161,6 +169,7 @@ def read_checkpoint(
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
+        check_stored(orbax.unflatten(header.parameters), quantize)
         if check is not None:
             check(header.config, folder)
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement)
@@ -170,6 +179,7 @@ def read_checkpoint(
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    check_stored(orbax.unflatten(parameters_of(plan)), quantize)
     if check is not None:
         check(plan.config, folder)
     arrays: dict[str, Any] = {}
@@ -183,7 +193,9 @@ def read_checkpoint(
             arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
             progress.update(len(batch))
             del batch, placed
-    return Checkpoint(plan.kind, plan.config, orbax.unflatten(arrays), folder)
+    weights = orbax.unflatten(arrays)
+    weights = weights if quantize is None else quantize_parameters(weights, quantize)  # those that the files quantise
+    return Checkpoint(plan.kind, plan.config, weights, folder)
 
 
 def read_header(path: str | Path, format_of: FormatOf) -> Header:
@@ -199,8 +211,12 @@ def read_header(path: str | Path, format_of: FormatOf) -> Header:
     if orbax.is_checkpoint(folder):
         return _read_manifest(folder, format_of, None)
     plan = read_plan(folder, format_of)
-    parameters = {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
-    return Header(plan.kind, plan.config, parameters, folder)
+    return Header(plan.kind, plan.config, parameters_of(plan), folder)
+
+
+def parameters_of(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each parameter of a plan, by name."""
+    return {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
 
 
 def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = None) -> Plan:
@@ -255,7 +271,7 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if f"{name}.values" in stored:
-            wanted |= {f"{name}.values": spec.shape, f"{name}.scale": spec.shape[:1]}
+            wanted |= {f"{name}.values": spec.shape, f"{name}.scale": _scale_shape(spec.shape, stored, name)}
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}
@@ -269,3 +285,12 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     if any(faults.values()):
         found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
         raise CheckpointError("", f"the weights are not those of the config ({found}); convert the model again")
+
+
+def _scale_shape(weight: Shape, stored: Mapping[str, jax.ShapeDtypeStruct], name: str) -> Shape:
+    """Return the shape of a quantised weight's scales: one per row, or as stored if these are scales of groups."""
+    scale = stored.get(f"{name}.scale")
+    if len(weight) == 2 and scale is not None and len(scale.shape) == 2:
+        groups = scale.shape[1]
+        return weight[:1] if groups < 1 or weight[1] % groups else (weight[0], groups)
+    return weight[:1]
