@@ -27,8 +27,9 @@ INTEGERS = ("int64", "int32", "bool")  # dtypes that a file may have for vocabul
 DTYPES: dict[str | None, tuple[tuple[str, ...], str]] = {
     None: (SOURCE_FLOATS, "floating point"),
     "float32": (SOURCE_FLOATS, "floating point"),
+    FLOAT8: ((FLOAT8,), FLOAT8),
+    "int32": (INTEGERS, "integers"),
 }
-DTYPES |= {FLOAT8: ((FLOAT8,), FLOAT8), "int32": (INTEGERS, "integers")}
 IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config determines their values
 
 
