@@ -302,7 +302,7 @@ def output_logits(
     hidden, *normed = mlp_part(head.layers[-1], attended, residual, norms, **options)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
-        product = matmul_unscaled(normed[0], head.head, jnp.float32)
+        product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)
     if head.precomputed is not None:
         feature = normed[1] if len(norms) == 2 else _norm_features(head, hidden)
         parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=implementation)

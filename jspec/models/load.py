@@ -68,13 +68,19 @@ def load(
 ) -> Checkpoint:
     """Load a target or a draft model.
 
+    Float8 checkpoints of compressed-tensors, of ModelOpt and in the format of DeepSeek-V3 and Qwen3 keep their bytes
+    and their scales (`jspec.models.quantized_rows`). They load as kind "fp8" on every device: weights are float8, and
+    activations are not rounded, whatever the config says of activations. Thus the results are those of the stored
+    weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do with
+    such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
+
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
         dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
-            None: as stored.
+            None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic" only.
         placement: sharding of each parameter, by name; None: the default device.
         check: function of the config and the folder that is called before weights are read, and may raise an error.
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from convert.fields import CheckpointError, Fields, is_int, named, read_json, require
+from convert.fields import CheckpointError, Fields, named, read_json, require
 from jspec.models.config import unsupported
 
 CONFIG = "quantization_config"  # key of config.json
@@ -138,12 +137,15 @@ def _group_of(config: Fields) -> tuple[str, tuple[int, int] | None, str | None]:
 def _read_group(group: Fields) -> tuple[str, tuple[int, int] | None, str | None]:
     _refuse_others(group, "targets", "weights", "input_activations", "format")
     _expect(group, "format", "float-quantized")
+    require(group, ("weights",))
     weights, inputs = group.object("weights"), group.object("input_activations")
     known = ("num_bits", "type", "strategy", "symmetric", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     for part in (weights, inputs):
         _refuse_others(part, *known, "dynamic", "block_structure", *(["group_size"] if part is inputs else []))
         _expect(part, "type", "float")
-        if part and part.integer("num_bits") != 8:
+        if part is not inputs or inputs:
+            require(part, ("num_bits",))
+        if part.integer("num_bits", 8) != 8:
             raise unsupported(f"{part.place}: num_bits", part["num_bits"], "8")
         if not part.flag("symmetric", True):
             raise unsupported(f"{part.place}: symmetric", False, "True")
@@ -171,12 +173,13 @@ def _expect(fields: Fields, name: str, *values: str) -> None:
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int] | None:
-    value: Any = fields.get(name)
-    if value is None:
+    """Read the rows and columns of a block; return None if there are none."""
+    if fields.get(name) is None:
         return None
-    if not isinstance(value, list) or len(value) != 2 or not all(is_int(size) and size > 0 for size in value):
-        raise fields.error(name, "two sizes above 0, of rows and of columns")
-    return value[0], value[1]
+    match fields.integers(name):
+        case [rows, columns] if rows and columns:
+            return rows, columns
+    raise fields.error(name, "two sizes above 0, of rows and of columns")
 
 
 def _modules(fields: Fields, *keys: str) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale
 (`pallas_kernels.layers.quantized`). Families need to know nothing of this: they map tensors to parameters as if the
 checkpoint were not quantised.
 
-The files' other scales are not used. `input_scale` would round activations, which stay unrounded with kind "fp8" and
-get scales of their own with "fp8_dynamic"; the scales of keys and values belong to a cache of one byte per value, which
-has scales of its own too.
+The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
+stay unrounded with kind "fp8" and get a scale for each row with "fp8_dynamic". The scales of keys and values are for a
+float8 cache; the cache has the model's dtype unless `kv_dtype` says otherwise, and a float8 cache has no scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from jspec.models.quantized_config import CONFIG, Scheme
 WEIGHT = ".weight"
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
 SCALES = ("weight_scale_inv", "weight_scale")
-UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # ends of names of scales of others
+# Ends of the names of scales of activations, keys and values.
+UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 def quantized_rows(rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor]) -> list[Row]:
@@ -107,7 +108,7 @@ def _scale_shape(scheme: Scheme, weight: Shape, found: Tensor | None) -> Shape:
     out, inner = weight
     if scheme.block is not None:
         rows, columns = scheme.block
-        return math.ceil(out / rows), math.ceil(inner / columns)
+        return -(-out // rows), -(-inner // columns)
     spellings: list[Shape] = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
     return found.shape if found is not None and found.shape in spellings else spellings[0]
 
@@ -138,7 +139,8 @@ def _fill_scales(
         if block is None:
             part[:] = scale.reshape(-1)
         else:
-            rows, columns = block[0], block[1] * part.shape[1] // inner
-            part[:] = np.repeat(np.repeat(scale, rows, 0)[:out], columns, 1)[:, : part.shape[1]]
+            groups = part.shape[1]
+            rows, columns = min(block[0], out), min(block[1] * groups // inner, groups)
+            part[:] = np.repeat(np.repeat(scale, rows, 0)[:out], columns, 1)[:, :groups]
         first += out
     return filled

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from convert.fields import CheckpointError
-from jspec import Engine, Model, SamplingParams
+from jspec import DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.draft.auto import read_header
 from jspec.models import families
 from jspec.models.quantize import quantized_as
@@ -159,7 +160,35 @@ def test_float8_checkpoint_saved_by_torch_equals_one_of_safetensors(tmp_path: Pa
     assert np.array_equal(*(logits(Model.from_pretrained(path), IDS) for path in (folder, other)))
 
 
-# ---- other kinds, conversion, determinism
+@pytest.mark.parametrize("block", [(1, 1), (7, 5), (2**31 - 1, 2**31 - 1)])
+def test_blocks_of_any_size_widen_to_the_weights_that_they_stand_for(
+    block: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block may be larger than the weight, and as small as a value."""
+    monkeypatch.setattr(made, "BLOCK", block)
+    stored, wide = made.quantised(BLOCKS)
+    model = Model.from_pretrained(made.write(tmp_path, BLOCKS, stored, weight_block_size=list(block)))
+    expected = folders.expected_target(wide, CONFIG["num_hidden_layers"])
+    for part in ("qkv", "o", "gate_up", "down"):
+        np.testing.assert_array_equal(widened(getattr(model.layers[0], part)), expected[f"layers.0.{part}"])
+
+
+# ---- engines, other kinds, conversion, determinism
+
+
+def test_engine_with_block_scales_emits_the_tokens_of_plain_decoding_and_plans_their_memory(tmp_path: Path) -> None:
+    """The draft model has the target's weights, so nearly all of its tokens are accepted."""
+    model = Model.from_pretrained(made.write(tmp_path, BLOCKS, made.quantised(BLOCKS)[0]))
+    options = dict(slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,), prefix_cache=False, controls=False)
+    params, runs = SamplingParams(max_tokens=24, temperature=1.0, seed=5), []
+    for drafter in (None, DraftModel(model, Tree.chain(3))):
+        with Engine(model, drafter=drafter, **options) as engine:
+            stored = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+            assert engine.core.runner.memory_plan.target_weights == stored
+            runs.append(engine.generate(IDS, params)[0])
+    plain, drafted = runs
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.mean_acceptance_length > 3
 
 
 def test_quantize_over_a_float8_checkpoint_switches_activations_or_raises(tmp_path: Path) -> None:

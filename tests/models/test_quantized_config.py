@@ -92,7 +92,10 @@ WRONG = [
     (changed(ROWS, [*WEIGHTS, "strategy"], "block"), "block_structure: expected two sizes for the strategy 'block'"),
     (changed(ROWS, ["ignore"], ["re:["]), r"expected a regular expression after 're:', got 're:\['"),
     (changed(ROWS, ["ignore"], "lm_head"), "ignore: expected a list of texts"),
+    (changed(BLOCKS, ["weight_block_size"], [10**30, 1]), "weight_block_size: expected a list of integers"),
     (changed(ROWS, ["format"], None), "missing format"),
+    (changed(ROWS, WEIGHTS, None), "missing weights"),
+    (changed(ROWS, WEIGHTS, {"strategy": "channel"}), "missing num_bits"),
     ({"quant_method": "modelopt"}, "missing quant_algo"),
 ]
 
