@@ -187,6 +187,22 @@ class Fields(Mapping[str, Any]):
         expected = "a list of integers from 0"
         return self._given(name, [], expected, lambda v: _all(v, lambda x: is_int(x) and 0 <= x <= MAX_SIZE))
 
+    def numbers(self, name: str) -> list[float]:
+        """Read a list of finite numbers above 0; return [] if there is none."""
+        found: list[float] = self._given(
+            name, [], "a list of numbers", lambda v: _all(v, lambda x: is_int(x) or isinstance(x, float))
+        )
+        if not all(0 < value <= sys.float_info.max for value in found):
+            raise self.error(name, "a list of finite numbers above 0")
+        return [float(value) for value in found]
+
+    def objects(self, name: str) -> list[Fields]:
+        """Read a list of nested objects; return [] if there is none."""
+        found: list[Any] = self._given(
+            name, [], "a list of objects", lambda v: _all(v, lambda x: isinstance(x, (dict, Fields)))
+        )
+        return [Fields.of(value) for value in found]
+
     def object(self, name: str) -> Fields:
         """Read a nested object; return an empty one if there is none."""
         value: Any = self._given(name, {}, "an object", lambda v: isinstance(v, (dict, Fields)))

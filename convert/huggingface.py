@@ -25,8 +25,7 @@ SOURCE_FLOATS = (*FLOATS, "float64")  # dtypes that a file may have for weights
 INTEGERS = ("int64", "int32", "bool")  # dtypes that a file may have for vocabulary maps
 # For each dtype that a row may give its parameter: the dtypes that the tensors may have, and their name in errors.
 DTYPES: dict[str | None, tuple[tuple[str, ...], str]] = {
-    None: (SOURCE_FLOATS, "floating point"),
-    "float32": (SOURCE_FLOATS, "floating point"),
+    **dict.fromkeys((None, *FLOATS), (SOURCE_FLOATS, "floating point")),
     FLOAT8: ((FLOAT8,), FLOAT8),
     "int32": (INTEGERS, "integers"),
 }
@@ -55,15 +54,16 @@ class Row:
         return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize
 
 
-def stacked(parameter: str, sources: Mapping[str, Shape]) -> Row:
+def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = None) -> Row:
     """Make a row for a parameter that is one tensor, or several tensors concatenated along axis 0.
 
     Args:
         parameter: name of the parameter.
         sources: shapes of the tensors, by tensor name, in order.
+        dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
     """
     shapes = list(sources.values())
-    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack)
+    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack, dtype)
 
 
 def is_stacked(row: Row) -> bool:
@@ -113,6 +113,15 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
                 "correct tie_word_embeddings in config.json",
             )
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
+
+
+def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray]) -> Row:
+    """Return a row whose parameter is a function of the values that the given row fills; its shape is the same."""
+
+    def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
+        return function(row.fill(source, own, dtype))
+
+    return replace(row, fill=fill)
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:

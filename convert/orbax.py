@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -306,6 +306,7 @@ def read_arrays(
     dtype: str | None = None,
     placement: Placement | None = None,
     names: Iterable[str] | None = None,
+    kept: Collection[str] = (),
 ) -> dict[str, jax.Array]:
     """Reads parameters of a converted folder onto the devices; returns them by name.
 
@@ -314,6 +315,7 @@ def read_arrays(
         dtype: dtype of floating-point parameters that are not quantised; None: as stored.
         placement: sharding of each parameter, by name; None: the default device.
         names: names of the parameters to read; None: all.
+        kept: names of floating-point parameters that keep the stored dtype.
 
     Raises:
         CheckpointError: the arrays are damaged, or a value is too large for float16.
@@ -323,7 +325,7 @@ def read_arrays(
     wanted = {}
     for name in names:
         leaf = header.parameters[name]
-        is_kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED
+        is_kept = dtype is None or leaf.dtype.kind in "biu" or name.rpartition(".")[2] in QUANTIZED or name in kept
         sharding = sharding_of(name, leaf.shape, placement)
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self, final
+from typing import Any, ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -275,8 +275,8 @@ def write_pending_rows(
     q = jnp.take_along_axis(q, last[..., None, None], axis=1)
     residual = jnp.take_along_axis(residual, last[..., None], axis=1)
     root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
-    quantize_output = has_dynamic_activations(params.layers[-1].o)
-    attended = attend(q, cache.k[-1], cache.v[-1], root, start=FIRST_ROW, quantize_output=quantize_output)
+    options: dict[str, Any] = {"start": FIRST_ROW, "quantize_output": has_dynamic_activations(params.layers[-1].o)}
+    attended = attend(q, cache.k[-1], cache.v[-1], root, params.config.layers[-1].attention, **options)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 

@@ -22,10 +22,11 @@ from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
 from jspec.models.config import unsupported
-from jspec.models.families import llama
-from jspec.models.families.llama import layer_tensors, read_rope, read_sizes
+from jspec.models.hf_config import read_rope, read_sizes, refuse
 from jspec.models.load import Format, check_count
 from jspec.models.params import Params, rows
+from jspec.models.weight_map import LAYER as MODEL_LAYER
+from jspec.models.weight_map import layer_tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
@@ -57,6 +58,13 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+# Options of a head's layers, each with its only supported value.
+LLAMA_LAYER: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
 TENSORS = {
     "embed": "embed_tokens.weight",
     "input_norm": "input_norm.weight",
@@ -65,7 +73,7 @@ TENSORS = {
     "norm": "norm.weight",
     "head": "lm_head.weight",
 }
-LAYER = llama.LAYER | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
+LAYER = {**MODEL_LAYER} | {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
 # Supported values of `model_type`, by exporter.
 MODEL_TYPES = {"speculators": ("llama", "qwen3"), "vllm": ("llama", "qwen2")}
 
@@ -185,6 +193,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
     counted = ("num_hidden_layers",) if method == "eagle" or parts.source_format == "speculators" else ()
     _check_model_type(parts, method)
     fields = read_sizes(parts.layer, *counted)
+    refuse(parts.layer, LLAMA_LAYER)
     fuses = method == "eagle3" and parts.flag("use_aux_hidden_state", default=True)
     return METHODS[method].of_method(
         **fields,
@@ -198,7 +207,7 @@ def read_head(config: Mapping[str, Any], method: str, overrides: Overrides | Non
         norm_before_fc=parts.flag("norm_before_fc"),
         fc_norm=parts.flag("fc_norm"),
         norm_output=_norm_output(parts, overrides.norm_output),
-        qk_norm=parts.layer["model_type"] == "qwen3",
+        qk_norm="head" if parts.layer["model_type"] == "qwen3" else None,
         qkv_bias=parts.flag("qkv_bias"),
         fc_bias=_fc_bias(parts, method),
         fuse=fuses,

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Int
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
-from jspec.models.layers import rms_norm
 from jspec.models.params import ParamSpec, layer_params, norm, prefixed
 from pallas_kernels.layers.quantized import (
     Inputs,
@@ -35,6 +34,7 @@ from pallas_kernels.layers.quantized import (
     matmul_unscaled,
     reduce_partials,
 )
+from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
 FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
@@ -86,7 +86,9 @@ class EagleHead:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.layers[0].mlp_norm.dtype
+        norm = self.layers[0].mlp_norm
+        assert norm is not None
+        return norm.dtype
 
 
 def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool = True) -> dict[str, ParamSpec]:
@@ -270,7 +272,7 @@ def run_layers(
         if not is_last:
             next_layer = head.layers[index + 1]
             norms: list[Norm] = [] if next_layer.input_norm is None else [(next_layer.input_norm, next_layer.qkv)]
-            residual, x = mlp_part(layer, out, residual, norms, eps=eps, implementation=pairs.implementation)
+            residual, x = mlp_part(layer, config, out, residual, norms, eps=eps, implementation=pairs.implementation)
             qkv = split_matmul(x, next_layer.qkv, implementation=pairs.implementation)
     return out, residual, KVCache(k=k_pools, v=v_pools)
 
@@ -299,7 +301,7 @@ def output_logits(
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
     options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
-    hidden, *normed = mlp_part(head.layers[-1], attended, residual, norms, **options)
+    hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
         product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from convert.fields import CheckpointError, Fields
-from jspec.models.config import DecoderConfig, positive, stored_arguments, unsupported
+from jspec.models.config import DecoderConfig, from_json, positive, unsupported
 
 # Options of the forward pass that only EAGLE-3 heads have.
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")
@@ -121,9 +121,8 @@ class HeadConfig(DecoderConfig, ABC):
         method = fields.text("method")
         if method not in METHODS:
             raise fields.error("method", f"one of {', '.join(METHODS)}")
-        flags = {name: fields.flag(name) for name in EAGLE3_FLAGS if method == "eagle" and name in fields}
-        rest = {name: value for name, value in fields.items() if name != "method" and name not in flags}
-        config = METHODS[method].of_method(**stored_arguments(METHODS[method], Fields(rest, fields.place)), **flags)
+        rest = {name: value for name, value in fields.items() if name != "method"}
+        config = from_json(METHODS[method], Fields(rest, fields.place))
         assert isinstance(config, cls)
         return config
 
@@ -238,6 +237,5 @@ class Overrides:
             raise ValueError(
                 f"feature_layers: expected {config.num_features} target states, got {layers}; pass that many"
             )
-        if "rope_theta" in changes:
-            changes["rope"] = dataclasses.replace(config.rope, theta=changes.pop("rope_theta"))
-        return config.resized(**changes)
+        theta = changes.pop("rope_theta", None)
+        return (config if theta is None else config.with_theta(theta)).resized(**changes)

@@ -27,7 +27,7 @@ from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load
-from jspec.models.config import positive, stored_arguments
+from jspec.models.config import from_json, positive
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.layers import logits_of
@@ -57,7 +57,7 @@ class MedusaConfig:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Build a config from the JSON values that `to_json` returned."""
-        return cls(**stored_arguments(cls, Fields.of(fields)))
+        return from_json(cls, Fields.of(fields))
 
 
 @struct.dataclass

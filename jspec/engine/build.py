@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
 from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
-from jspec.models.config import ModelConfig
+from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.program import Params, Program
+
+logger = logging.getLogger(__name__)
 
 
 def engine_config(options: Mapping[str, Any], target: ModelConfig) -> EngineConfig:
@@ -91,6 +94,7 @@ def build_core(
     drafter = NoDraft() if drafter is None else drafter
     if config.draft_window is not None:
         drafter = drafter.with_window(config.draft_window)
+    target = _for_length(target, config.max_len)
     if config.quantize is not None:
         target = quantize_weights(target, config.quantize)
     if config.deterministic:
@@ -110,9 +114,21 @@ def build_core(
         processor=logits_processor,
         processor_args=config.processor_args,
     )
-    runner = ModelRunner(program, Params(target=target, draft=drafter.bind(target)), config, depths)
+    draft = _for_length(drafter.bind(target), config.max_len)
+    runner = ModelRunner(program, Params(target=target, draft=draft), config, depths)
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), _scheduler_limits(config, drafter))
     return EngineCore(runner, scheduler, _policy(config, drafter, depths))
+
+
+def _for_length(params: Any, max_len: int) -> Any:
+    """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
+    if not isinstance(own := getattr(params, "config", None), DecoderConfig):
+        return params
+    wanted = own.for_length(max_len)
+    if wanted == own:
+        return params
+    logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, own.rope.original_max_position)
+    return params.replace(config=wanted)
 
 
 def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits:

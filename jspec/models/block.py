@@ -20,15 +20,21 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.attention import project, project_and_attend
-from jspec.models.config import LayerConfig
-from jspec.models.layers import mlp, rms_norm
+from jspec.models.config import GQA, LayerConfig
+from jspec.models.layers import mlp
+from jspec.models.rope import tables
+from pallas_kernels.attention.rope_append import HeadTransform
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations, reduce_partials
-from pallas_kernels.layers.residual_norm import add_rms_norm
+from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
+from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
+
+
+optional = partial(struct.field, default=None, kw_only=True)  # declares a weight that not every layer has
 
 
 @struct.dataclass
@@ -41,12 +47,17 @@ class LayerWeights:
 
     qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
     o: Weight  # output projection of the attention [hidden, heads * head_dim]
-    mlp_norm: Float[Array, "hidden"]  # norm before the feed-forward
     gate_up: Weight  # fused gate and up projections [2 * intermediate, hidden]
     down: Weight  # down projection [hidden, intermediate]
-    qkv_bias: Float[Array, "qkv"] | None = struct.field(default=None, kw_only=True)  # bias of qkv; None: no bias
-    q_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)  # norm of a query head, or None
-    k_norm: Float[Array, "head_dim"] | None = struct.field(default=None, kw_only=True)  # norm of a key head, or None
+    # Further weights; None: the layer has no such weight. The norms' size is head_dim, or that of all heads.
+    mlp_norm: Float[Array, "hidden"] | None = optional()  # norm before the feed-forward
+    attn_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the attention's output
+    mlp_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the feed-forward's output
+    qkv_bias: Float[Array, "qkv"] | None = optional()  # bias of qkv
+    o_bias: Float[Array, "hidden"] | None = optional()  # bias of o
+    q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
+    k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
+    sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
 
 
 def product(batch: TokenBatch) -> Any:
@@ -86,16 +97,22 @@ def attention_part(
     Returns:
         The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
-    qkv = _bias_and_norm_heads(qkv, layer, config, dtype, eps)
+    attention = config.attention
+    fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
+    cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
+    if attention.qk_norm == "all":
+        qkv, transform = _norm_all_heads(qkv, layer, attention, dtype, eps, **fixed), HeadTransform(cos_sin)
+    else:
+        transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     if not attends:
-        return project(qkv, *pools, batch, config.attention, dtype)
-    quantize_output = has_dynamic_activations(layer.o)
-    options: dict[str, Any] = {"start": start, "quantize_output": quantize_output}
-    return project_and_attend(qkv, *pools, batch, config.attention, dtype, **options)
+        return project(qkv, *pools, batch, transform, attention, dtype)
+    options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
+    return project_and_attend(qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options)
 
 
 def mlp_part(
     layer: LayerWeights,
+    config: LayerConfig,
     attended: Inputs,
     residual: Array,
     norms: Sequence[Norm],
@@ -108,6 +125,7 @@ def mlp_part(
 
     Args:
         layer: weights of the layer.
+        config: config of the layer.
         attended: attended values, as `attention_part` returns them.
         residual: residual stream before the layer's attention [batch, tokens, hidden].
         norms: one norm for each operation that reads the layer's output.
@@ -121,32 +139,43 @@ def mlp_part(
     """
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     multiply = deterministic_matmul if deterministic else split_matmul
-    add_norm = partial(add_rms_norm, eps=eps, **fixed)
+    add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **fixed)
     delta = multiply(attended, layer.o, implementation=implementation)
-    residual, normed = add_norm(residual, delta, layer.mlp_norm, quantize_output=has_dynamic_activations(layer.gate_up))
-    delta = mlp(normed, layer.gate_up, layer.down, **fixed)
-    if not norms:
-        residual = residual + reduce_partials(delta, residual.dtype)
-        return residual, residual
-    quantize_output = all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
-    return add_norm(residual, delta, *(norm for norm, _ in norms), quantize_output=quantize_output)
+    if layer.o_bias is not None:
+        delta = (reduce_partials(delta, jnp.float32) + layer.o_bias).astype(residual.dtype)[None]
+    own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
+    quantize_output = bool(own_norms) and has_dynamic_activations(layer.gate_up)
+    options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
+    residual, *normed = add_norm(residual, delta, *own_norms, **options)
+    x = normed[0] if normed else residual
+    delta = mlp(x, layer.gate_up, layer.down, activation=config.mlp.activation, **fixed)
+    quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
+    options = {"post_norm": layer.mlp_post_norm, "quantize_output": quantize_output}
+    residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)
+    return residual, *(normed or [residual])
 
 
-def _bias_and_norm_heads(
-    parts: PartialSums, layer: LayerWeights, config: LayerConfig, dtype: jnp.dtype, eps: float
+def _norm_all_heads(
+    parts: PartialSums,
+    layer: LayerWeights,
+    config: GQA,
+    dtype: jnp.dtype,
+    eps: float,
+    *,
+    deterministic: bool,
+    implementation: str,
 ) -> PartialSums:
-    """Add the bias to the fused QKV projection, and norm every query and key head, if the layer's config says so."""
-    attention = config.attention
-    if not attention.bias and not attention.qk_norm:
-        return parts
-    qkv = reduce_partials(parts, dtype)
-    if attention.bias:
-        assert layer.qkv_bias is not None
-        qkv = qkv + layer.qkv_bias
-    if attention.qk_norm:
-        assert layer.q_norm is not None and layer.k_norm is not None
-        heads = qkv.reshape(*qkv.shape[:-1], -1, attention.head_dim)
-        q, k, v = jnp.split(heads, [attention.heads, attention.heads + attention.kv_heads], axis=-2)
-        q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        qkv = jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
-    return qkv[None]
+    """Norm all query heads together and all key heads together (OLMo 2, arXiv:2501.00656), after adding the bias."""
+    assert layer.q_norm is not None and layer.k_norm is not None
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+
+    def norm_rows(qkv: Array) -> Array:
+        q, k, v = jnp.split(qkv, [config.q_size, config.q_size + config.kv_size], axis=-1)
+        return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=-1)
+
+    qkv = reduce_partials(parts, jnp.float32)
+    qkv = (qkv if layer.qkv_bias is None else qkv + layer.qkv_bias).astype(dtype)
+    if not deterministic:
+        return norm_rows(qkv)[None]
+    rows = in_row_blocks_off_gpu(norm_rows, qkv.reshape(-1, qkv.shape[-1]), implementation=implementation)
+    return rows.reshape(qkv.shape)[None]

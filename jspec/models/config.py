@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar, cast, get_args
 
 from convert.fields import CheckpointError, Fields, listed, require, short
+from pallas_kernels.layers.quantize_rows import Activation
 
-ROPE_KINDS = ("default", "llama3")
-ACTIVATIONS = ("silu",)
-NORMS = ("pre",)
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+NORMS = ("pre", "post", "both")
+QK_NORMS = (None, "head", "all")
 MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
+
+R = TypeVar("R")
 
 
 def positive(where: str, record: Any, names: Iterable[str]) -> None:
@@ -44,71 +47,141 @@ def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: expected {expected}, got {short(got)}; this checkpoint is not supported yet")
 
 
-def stored_arguments(record: type, fields: Fields) -> dict[str, Any]:
-    """Read the arguments of a config record from the JSON values of a manifest, and check their names and types.
-
-    Args:
-        record: dataclass; its class method `of_sizes` takes the arguments if it has one.
-        fields: JSON values by argument name.
+def from_json(record: type[R], fields: Fields) -> R:
+    """Make a config record from the JSON values that `to_json` returned, and check their names and types.
 
     Raises:
         CheckpointError: a required value is missing, a name is unknown, or a value has another type.
     """
-    kinds: dict[str, tuple[Any, Any]] = {
-        field.name: (field.type, field.default) for field in dataclasses.fields(record)
-    }
-    if issubclass(record, DecoderConfig):
-        parameters = inspect.signature(record.of_sizes).parameters.values()
-        kinds |= {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-        del kinds["layers"]
-    missing = (dataclasses.MISSING, inspect.Parameter.empty)
-    require(fields, [name for name, (kind, default) in kinds.items() if default in missing and "None" not in kind])
-    if unknown := sorted(fields.keys() - kinds.keys()):
-        raise CheckpointError(fields.place, f"expected {', '.join(kinds)}, got {listed(unknown)}; convert again")
-    return {name: READERS[kinds[name][0]](fields, name) for name in fields}
+    known = {field.name: field for field in dataclasses.fields(cast(Any, record))}
+    required = [field for field in known.values() if field.default is dataclasses.MISSING]
+    require(fields, [field.name for field in required if "None" not in str(field.type)])
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise CheckpointError(fields.place, f"expected {', '.join(known)}, got {listed(unknown)}; convert again")
+    return record(**{name: READERS[str(known[name].type)](fields, name) for name in fields})
 
 
-READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of an argument: reader of its JSON value
+def to_json(record: Any) -> dict[str, Any]:
+    """Return the fields of a config record as JSON values; fields with their default value are left out."""
+    found = {field: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {field.name: _json(value) for field, value in found.items() if value != field.default}
+
+
+def _json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_json(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], LayerConfig):
+        kinds = list(dict.fromkeys(value))
+        return {"kinds": [to_json(kind) for kind in kinds], "order": [kinds.index(layer) for layer in value]}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_layers(fields: Fields, name: str) -> tuple[LayerConfig, ...]:
+    """Read the layers of a decoder: its distinct layer configs, and the index of each layer's config."""
+    layers = fields.object(name)
+    kinds = [from_json(LayerConfig, kind) for kind in layers.objects("kinds")]
+    order = layers.integers("order")
+    if len(order) > MAX_LAYERS or not all(0 <= index < len(kinds) for index in order):
+        raise layers.error("order", f"at most {MAX_LAYERS} indices below {len(kinds)}, the number of kinds")
+    return tuple(kinds[index] for index in order)
+
+
+READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: reader of its JSON value
     "int": lambda fields, name: fields.integer(name, least=0),
+    "int | None": lambda fields, name: None if fields[name] is None else fields.integer(name, least=0),
     "float": Fields.number,
+    "float | None": lambda fields, name: None if fields[name] is None else fields.number(name),
     "bool": Fields.flag,
     "str": Fields.text,
-    "Rope": lambda fields, name: Rope(**stored_arguments(Rope, fields.object(name))),
+    "Activation": Fields.text,
+    "str | None": lambda fields, name: None if fields[name] is None else fields.text(name),
+    "Rope": lambda fields, name: from_json(Rope, fields.object(name)),
+    "GQA": lambda fields, name: from_json(GQA, fields.object(name)),
+    "Dense": lambda fields, name: from_json(Dense, fields.object(name)),
+    "tuple[LayerConfig, ...]": _read_layers,
     "tuple[int, ...] | None": lambda fields, name: tuple(fields.integers(name)) or None,
+    "tuple[float, ...]": lambda fields, name: tuple(fields.numbers(name)),
 }
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding; kind "llama3" scales its frequencies as Llama 3.1 does.
+    """A rotary position embedding (arXiv:2104.09864); `jspec.models.rope` computes its tables.
 
     Attributes:
         theta: rotary base.
-        kind: "default" or "llama3"; only "llama3" uses the fields below.
-        factor: divisor of low frequencies.
-        low_freq_factor, high_freq_factor: limits of the interpolated frequencies, in rotations per
+        kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
+            the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753).
+        fraction: part of a head's channels that is rotated; the others keep their values at every position.
+        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic").
+        original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
+        low_freq_factor, high_freq_factor: "llama3": limits of the interpolated frequencies, in rotations per
             ``original_max_position``.
-        original_max_position: context length before the scaling, in tokens.
+        beta_fast, beta_slow: "yarn": limits of the interpolated frequencies, in the same unit.
+        truncate: "yarn": round these limits to whole channels.
+        attention_factor: factor of cosines and sines.
+        short_factors, long_factors: "longrope": divisor of each frequency, for texts of up to
+            ``original_max_position`` tokens and for longer texts [rotated channels / 2].
+        is_long: "longrope": use ``long_factors``.
+        temperature: factor b of 1 + b * ln(1 + position // original_max_position), which multiplies rotated queries
+            (Llama 4, Ministral 3); 0: none.
     """
 
     theta: float = 10000.0
     kind: str = "default"
+    fraction: float = 1.0
     factor: float = 1.0
+    original_max_position: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise unsupported("rope type", self.kind, " or ".join(map(repr, ROPE_KINDS)))
-        positive("rope", self, ("theta", "factor"))
+        positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
+        if self.fraction > 1:
+            raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
+        if self.kind not in ("default", "linear") or self.temperature:
+            positive("rope", self, ("original_max_position",))
         if self.kind == "llama3":
-            positive("rope", self, ("low_freq_factor", "original_max_position"))
+            positive("rope", self, ("low_freq_factor",))
             if self.high_freq_factor <= self.low_freq_factor:
                 raise CheckpointError(
                     "rope", f"expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
                     f"{self.low_freq_factor}; correct config.json",
                 )  # fmt: skip
+        if self.kind == "yarn":
+            positive("rope", self, ("beta_fast", "beta_slow"))
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of a head's channels that are rotated."""
+        return int(head_dim * self.fraction)
+
+    def check(self, head_dim: int) -> None:
+        """Check the values that depend on the head's number of channels.
+
+        Raises:
+            ValueError: the number of rotated channels is odd, or "longrope" has another number of factors.
+        """
+        rotated = self.rotated(head_dim)
+        if rotated % 2 or not rotated:
+            raise CheckpointError(
+                "partial_rotary_factor",
+                f"expected to rotate an even number of channels, got {rotated} of {head_dim}; correct config.json",
+            )
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if self.kind == "longrope" and (len(factors) != rotated // 2 or not min(factors) > 0):
+                raise CheckpointError(
+                    name, f"expected {rotated // 2} numbers above 0, got {short(list(factors))}; correct config.json"
+                )
 
 
 @dataclass(frozen=True)
@@ -120,18 +193,27 @@ class GQA:
         kv_heads: number of key heads, which is also the number of value heads.
         head_dim: number of channels of a head.
         bias: whether the query, key and value projections have a bias.
-        qk_norm: whether every query and key head is normed before its rotation.
-        window: number of newest tokens that a query attends to; None: all.
+        output_bias: whether the output projection has a bias.
+        qk_norm: norm of queries and keys before the rotation: "head": of each head; "all": of all heads together; None:
+            none.
+        window: number of newest tokens that a query attends to, its own included; None: all.
         rope: rotary position embedding.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
+        sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     bias: bool = False
-    qk_norm: bool = False
+    output_bias: bool = False
+    qk_norm: str | None = None
     window: int | None = None
     rope: Rope = Rope()
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -151,7 +233,8 @@ class GQA:
             NotImplementedError: an option is not supported.
         """
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        _positive("config", named)
+        limits = {"sliding_window": self.window, "attention scale": self.scale, "attn_logit_softcapping": self.softcap}
+        _positive("config", named | {name: limit for name, limit in limits.items() if limit is not None})
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 "num_key_value_heads",
@@ -159,8 +242,9 @@ class GQA:
             )
         if self.head_dim % 2:
             raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
-        if self.window is not None:
-            raise unsupported("sliding_window", self.window, "none")
+        if self.qk_norm not in QK_NORMS:
+            raise unsupported("qk_norm", self.qk_norm, " or ".join(map(repr, QK_NORMS)))
+        self.rope.check(self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -169,11 +253,11 @@ class Dense:
 
     Attributes:
         width: number of intermediate channels.
-        activation: name of the gate's activation function.
+        activation: the gate's activation function: "silu", "gelu_tanh" (the approximation of GELU by tanh) or "gelu".
     """
 
     width: int
-    activation: str = "silu"
+    activation: Activation = "silu"
 
     def check(self) -> None:
         """Check the width and the activation.
@@ -194,12 +278,16 @@ class LayerConfig:
     Attributes:
         attention: config of the attention.
         mlp: config of the feed-forward.
-        norms: placement of the norms; "pre": before the attention and before the feed-forward.
+        norms: placement of the norms: "pre": before the attention and before the feed-forward; "post": after both;
+            "both": before and after both.
+        residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
+            stream.
     """
 
     attention: GQA
     mlp: Dense
     norms: str = "pre"
+    residual_scale: float = 1.0
 
     def check(self) -> None:
         """Check the sizes and options of the layer.
@@ -210,8 +298,19 @@ class LayerConfig:
         """
         self.attention.check()
         self.mlp.check()
+        _positive("config", {"residual_multiplier": self.residual_scale})
         if self.norms not in NORMS:
             raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
+
+    @property
+    def has_pre_norms(self) -> bool:
+        """Whether attention and feed-forward have norms before them."""
+        return self.norms != "post"
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether attention and feed-forward have norms after them."""
+        return self.norms != "pre"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +351,7 @@ class DecoderConfig:
         return self.layers[0].attention.head_dim
 
     @property
-    def qk_norm(self) -> bool:
+    def qk_norm(self) -> str | None:
         return self.layers[0].attention.qk_norm
 
     @property
@@ -267,6 +366,11 @@ class DecoderConfig:
     def intermediate_size(self) -> int:
         return self.layers[0].mlp.width
 
+    @property
+    def windows(self) -> list[int]:
+        """The sizes of the sliding windows, in tokens; empty if every layer attends to all tokens."""
+        return [layer.attention.window for layer in self.layers if layer.attention.window is not None]
+
     @classmethod
     def of_sizes(
         cls,
@@ -278,10 +382,10 @@ class DecoderConfig:
         intermediate_size: int,
         rope: Rope,
         qkv_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: str | None = None,
         **others: Any,
     ) -> Self:
-        """Make the config of a decoder whose layers are all alike.
+        """Make the config of a decoder whose layers are all alike, as those of Llama.
 
         Args:
             num_layers: number of layers.
@@ -289,49 +393,75 @@ class DecoderConfig:
             intermediate_size: width of each layer's `Dense`.
             others: all fields of the record except ``layers``.
         """
-        if num_layers > MAX_LAYERS:
-            raise CheckpointError(
-                "config", f"expected num_layers <= {MAX_LAYERS}, got {num_layers}; correct config.json"
-            )
+        check_num_layers(num_layers)
         attention = GQA(num_heads, num_kv_heads, head_dim, bias=qkv_bias, qk_norm=qk_norm, rope=rope)
         return cls(layers=(LayerConfig(attention, Dense(intermediate_size)),) * num_layers, **others)
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the arguments of `of_sizes` that make this config.
+    def resized(self, **changes: Any) -> Self:
+        """Return a copy of the config with the given arguments of `of_sizes` replaced in every layer.
 
         Raises:
-            NotImplementedError: the layers of the config differ.
+            NotImplementedError: another number of layers is asked for, and the layers differ.
         """
-        if len(set(self.layers)) > 1:
-            raise unsupported("layers", "layers that differ", "layers that are all alike")
-        layer = self.layers[0]
-        attention, flags = layer.attention, {"qkv_bias": layer.attention.bias, "qk_norm": layer.attention.qk_norm}
-        names = [field.name for field in dataclasses.fields(self) if field.name != "layers"]
-        sizes = {
-            **{name: getattr(self, name) for name in names},
-            "num_layers": self.num_layers,
-            "num_heads": attention.heads,
-            "num_kv_heads": attention.kv_heads,
-            "head_dim": attention.head_dim,
-            "intermediate_size": layer.mlp.width,
-            "rope": attention.rope,
-            **{name: value for name, value in flags.items() if value},
-        }
-        assert type(self).of_sizes(**sizes) == self, "a field of `LayerConfig` is missing in `of_sizes` or `sizes`"
-        return sizes
+        count = changes.pop("num_layers", self.num_layers)
+        if count != self.num_layers and len(set(self.layers)) > 1:
+            raise unsupported("num_layers", count, f"{self.num_layers}, because the layers differ")
+        attention = {own: changes.pop(name) for name, own in ATTENTION.items() if name in changes}
+        mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
+        layers = [
+            replace(layer, attention=replace(layer.attention, **attention), mlp=replace(layer.mlp, **mlp))
+            for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
+        ]
+        return replace(self, layers=tuple(layers), **changes)
 
-    def resized(self, **changes: Any) -> Self:
-        """Return a copy of the config with the given arguments of `of_sizes` replaced."""
-        return type(self).of_sizes(**{**self.sizes(), **changes})
+    def with_theta(self, theta: float) -> Self:
+        """Return a copy of the config with another rotary base.
+
+        Raises:
+            NotImplementedError: layers have different rotary embeddings.
+        """
+        if len({layer.attention.rope for layer in self.layers}) > 1:
+            raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
+        return self.resized(rope=replace(self.rope, theta=theta))
+
+    def for_length(self, max_len: int) -> Self:
+        """Return the config for texts of up to ``max_len`` tokens, which decides how "longrope" rotates.
+
+        Raises:
+            NotImplementedError: the rotary embedding of kind "dynamic" would depend on the length of each text.
+        """
+        rope = self.rope
+        if rope.kind == "dynamic" and max_len > rope.original_max_position:
+            raise unsupported(
+                "max_len", max_len, f"at most {rope.original_max_position} with rotary embeddings of type 'dynamic'"
+            )
+        is_long = rope.kind == "longrope" and max_len > rope.original_max_position
+        return self.resized(rope=replace(rope, is_long=True)) if is_long else self
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arguments of `of_sizes` as JSON values, which `from_json` reads."""
-        return self.sizes() | {"rope": dataclasses.asdict(self.rope)}
+        """Return the config as JSON values, which `from_json` reads."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Make a config from the JSON values that `to_json` returned."""
-        return cls.of_sizes(**stored_arguments(cls, Fields.of(fields)))
+        return from_json(cls, Fields.of(fields))
+
+
+ATTENTION = {  # arguments of `of_sizes` that are fields of `GQA`, under the fields' names
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "rope": "rope",
+    "qkv_bias": "bias",
+    "qk_norm": "qk_norm",
+}
+
+
+def check_num_layers(count: int) -> None:
+    """Raise CheckpointError if a model has more than `MAX_LAYERS` layers."""
+    if count > MAX_LAYERS:
+        raise CheckpointError("config", f"expected num_layers <= {MAX_LAYERS}, got {count}; correct config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,12 +472,22 @@ class ModelConfig(DecoderConfig):
         family: name of the model family in `jspec.models.families`, the `model_type` of config.json.
         tie_word_embeddings: whether the embedding is also the output head.
         max_position: longest sequence that the model was trained for, in tokens.
+        embed_scale: factor of the embedding, rounded to the model's dtype.
+        logit_divisor: divisor of the logits.
+        logit_softcap: limit c of the logits x, which become c * tanh(x / c); None: no limit.
+        norms_in_float32: whether norms multiply by their weight in float32 and round afterwards (Gemma).
     """
 
     family: str
     tie_word_embeddings: bool
     max_position: int
+    embed_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
+    norms_in_float32: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("config", self, ("max_position",))
+        positive("config", self, ("max_position", "embed_scale", "logit_divisor"))
+        if self.logit_softcap is not None:
+            positive("config", self, ("logit_softcap",))

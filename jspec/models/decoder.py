@@ -17,19 +17,19 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
-from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, product
+from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
 from jspec.models.config import ModelConfig
-from jspec.models.layers import head_product, rms_norm
+from jspec.models.layers import head_product
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
-from pallas_kernels.layers.residual_norm import add_rms_norm
+from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 
 
 @struct.dataclass
 class Layer(LayerWeights):
     """The weights of one layer of a target or a draft model."""
 
-    attn_norm: Float[Array, "hidden"] = struct.field(kw_only=True)  # norm before the attention
+    attn_norm: Float[Array, "hidden"] | None = optional()  # norm before the attention; None: the layer has none
 
 
 @struct.dataclass
@@ -70,6 +70,36 @@ class Model:
     @property
     def output_head(self) -> Weight:
         return self.embed if self.head is None else self.head
+
+    def embedded(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
+        """Return the embedding of tokens, multiplied by the config's factor."""
+        x, scale = self.embed[tokens], self.config.embed_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+    def logits_of(
+        self, x: Float[Array, "*rows hidden"], implementation: str = "auto", *, deterministic: bool = False
+    ) -> Float[Array, "*rows vocab"]:
+        """Return the logits of normed hidden states in float32.
+
+        Args:
+            x: hidden states after the final norm.
+            implementation: kernel implementation (`pallas_kernels.dispatch`).
+            deterministic: use a product whose result does not depend on the number of rows.
+        """
+        return reduce_partials(self.logit_sums(x, implementation, deterministic=deterministic), jnp.float32)
+
+    def logit_sums(self, x: Float[Array, "*rows hidden"], implementation: str, *, deterministic: bool) -> PartialSums:
+        """Return the logits as one partial sum [1, *rows, vocab], without the scales of a quantised output head.
+
+        A divisor or a limit of the logits needs the scales, so with one of them the scales are applied.
+        """
+        sums, config = head_product(x, self.output_head, implementation, deterministic=deterministic), self.config
+        if config.logit_divisor == 1.0 and config.logit_softcap is None:
+            return sums
+        logits = reduce_partials(sums, jnp.float32) / config.logit_divisor
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        return logits[None]
 
 
 @struct.dataclass
@@ -116,20 +146,23 @@ def forward(
         batch = batch.pad(kernel_padding(sequences, tokens, model.layers[0].gate_up, model.embed.dtype))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
-    x = model.embed[batch.tokens]
-    if batch.deterministic:
-        x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), model.layers[0].attn_norm, eps=eps, **fixed)
-    else:
-        normed = rms_norm(x, model.layers[0].attn_norm, eps)
+    x = normed = model.embedded(batch.tokens)
+    first_norm = model.layers[0].attn_norm
+    if first_norm is not None and batch.deterministic:
+        x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **fixed)
+    elif first_norm is not None:
+        normed = rms_norm(x, first_norm, eps)
     states, k_pools, v_pools = [x], [], []
-    next_norms: list[Norm] = [(layer.attn_norm, layer.qkv) for layer in model.layers[1:]]
-    next_norms.append((model.norm, None))
-    layers = zip(model.layers, model.config.layers, next_norms, cache.k, cache.v, strict=True)
-    for index, (layer, config, next_norm, *pools) in enumerate(layers):
+    norms: list[list[Norm]] = [
+        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv)] for layer in model.layers[1:]
+    ]
+    norms.append([(model.norm, None)])
+    layers = zip(model.layers, model.config.layers, norms, cache.k, cache.v, strict=True)
+    for index, (layer, config, next_norms, *pools) in enumerate(layers):
         with jax.named_scope(f"layer{index}"):
             qkv = product(batch)(normed, layer.qkv)
             attended, k_pool, v_pool = attention_part(layer, config, qkv, (pools[0], pools[1]), batch, x.dtype, eps=eps)
-            x, normed = mlp_part(layer, attended, x, [next_norm], eps=eps, **fixed)
+            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, **fixed)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)
@@ -141,5 +174,5 @@ def forward(
             normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
-            head_sums = head_product(normed, model.output_head, **fixed)
+            head_sums = model.logit_sums(normed, **fixed)
     return TargetOut(product=head_sums, features=features), KVCache(k=k_pools, v=v_pools)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
+from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
@@ -20,23 +20,23 @@ from pallas_kernels.layers.quantized import (
 from pallas_kernels.layers.split_matmul import split_matmul
 
 
-def rms_norm(
-    x: Float[Array, "... hidden"], weight: Float[Array, "*states hidden"], eps: float
-) -> Float[Array, "... hidden"]:
-    """Apply a root-mean-square norm (arXiv:1910.07467) in float32, then multiply by the weight in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight
-
-
-def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, deterministic: bool = False) -> PartialSums:
-    """Apply a SiLU-gated feed-forward (arXiv:2002.05202).
+def mlp(
+    x: Inputs,
+    gate_up: Weight,
+    down: Weight,
+    implementation: str,
+    *,
+    activation: Activation = "silu",
+    deterministic: bool = False,
+) -> PartialSums:
+    """Apply a gated feed-forward (arXiv:2002.05202).
 
     Args:
         x: normed input [batch, tokens, hidden].
         gate_up: fused gate and up projections [2 * intermediate, hidden].
         down: down projection [hidden, intermediate].
         implementation: kernel implementation (`pallas_kernels.dispatch`).
+        activation: the gate's activation function, as in `jspec.models.config.Dense`.
         deterministic: use products whose result does not depend on the batch size.
 
     Returns:
@@ -44,11 +44,13 @@ def mlp(x: Inputs, gate_up: Weight, down: Weight, implementation: str, *, determ
     """
     if deterministic:
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
-        return deterministic_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
-    if has_dynamic_activations(down) and tiles_for(x, gate_up) is None:  # the kernel that quantises computes silu too
+        return deterministic_matmul(gate_and_up, down, gate=activation, implementation=implementation)
+    # The kernel that quantises computes the activation too.
+    if has_dynamic_activations(down) and tiles_for(x, gate_up, activation) is None:
         gate_and_up = matmul(x, gate_up, implementation=implementation)
-        return split_matmul(gate_and_up, down, is_gated=True, implementation=implementation)
-    return split_matmul(gated_matmul(x, gate_up, implementation=implementation), down, implementation=implementation)
+        return split_matmul(gate_and_up, down, gate=activation, implementation=implementation)
+    inner = gated_matmul(x, gate_up, activation=activation, implementation=implementation)
+    return split_matmul(inner, down, implementation=implementation)
 
 
 def logits_of(

@@ -19,7 +19,7 @@ from convert import orbax
 from convert.detect import check_kind
 from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
-from convert.huggingface import Row, warn_not_finite
+from convert.huggingface import Row, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
@@ -32,6 +32,15 @@ from jspec.models.quantized_config import CONFIG, read_scheme
 from jspec.models.quantized_rows import quantized_rows
 
 logger = logging.getLogger(__name__)
+
+# Prefixes of tensor names in folders with an image encoder: those of the language model, and those of other parts.
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")
+IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 
 @dataclass(frozen=True)
@@ -109,16 +118,17 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
         scheme = read_scheme(fields, source.folder)
         plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
-        config = families.read_config(plain, rope_theta=rope_theta)
-        check_count("num_hidden_layers", config.num_layers, source.tensors)
-        rows = families.family_of(config.family).weights(config, source.tensors)
+        fields, names = text_model(plain, source)
+        config = families.read_config(fields, rope_theta=rope_theta)
+        check_count("num_hidden_layers", config.num_layers, names)
+        rows = renamed(families.family_of(config.family).weights(config, names), names)
         if scheme is None:
             return config, rows
         logger.info("%s: %s", source.folder, scheme)
         return config, quantized_rows(rows, scheme, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
-        return config if rope_theta is None else config.resized(rope=replace(config.rope, theta=rope_theta))
+        return config if rope_theta is None else config.with_theta(rope_theta)
 
     def from_json(fields: Fields) -> ModelConfig:
         families.family_of(fields.text("family"))  # an unknown family is refused by name
@@ -129,6 +139,33 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         return model_params(config)
 
     return Format(from_hf, from_json, params, override)
+
+
+def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
+    """Find the language model of a folder that also holds an image encoder; other folders are returned unchanged.
+
+    Such a folder describes its language model in `text_config` and puts a prefix before the names of its tensors. The
+    tensors of the image encoder are removed from ``source``.
+
+    Returns:
+        The config of the language model, and the stored name of each tensor by its name without prefix.
+    """
+    if "text_config" not in fields:
+        return fields, {name: name for name in source.tensors}
+    tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
+    text = Fields({**tied, **fields.object("text_config")}, f"{fields.place}: text_config")
+    if images := [name for name in source.tensors if name.startswith(IMAGES)]:
+        logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
+    source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
+    return text, {_without_prefix(name): name for name in source.tensors}
+
+
+def _without_prefix(name: str) -> str:
+    """Return the name that a tensor of a language model has in a folder without an image encoder."""
+    for prefix, bare in PREFIXES.items():
+        if name.startswith(prefix):
+            return bare + name.removeprefix(prefix)
+    return name
 
 
 def check_count(name: str, count: int, tensors: Collection[str]) -> None:
@@ -178,7 +215,9 @@ def read_checkpoint(
         check_stored(orbax.unflatten(header.parameters), quantize)
         if check is not None:
             check(header.config, folder)
-        stored = orbax.read_arrays(header, dtype=dtype, placement=placement)
+        params = format_of(header.kind).params(header.config, header.parameters)
+        kept = [name for name, spec in params.items() if spec.dtype is not None]
+        stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)
         warn_not_finite(folder, orbax.not_finite(stored))
         weights = orbax.unflatten(stored)
         weights = weights if quantize is None else quantize_parameters(weights, quantize)

@@ -53,31 +53,42 @@ class ParamSpec:
 Params = Mapping[str, ParamSpec]  # parameter name -> declaration
 
 
-def norm(size: int, axis: str = "hidden") -> ParamSpec:
+def norm(size: int, axis: str = "hidden", dtype: str | None = None) -> ParamSpec:
     """Declare the weight of a norm over ``size`` channels."""
-    return ParamSpec((size,), (axis,), init="ones")
+    return ParamSpec((size,), (axis,), init="ones", dtype=dtype)
 
 
-def layer_params(layer: LayerConfig, hidden: int, inputs: int) -> dict[str, ParamSpec]:
+def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str | None = None) -> dict[str, ParamSpec]:
     """Declare the parameters of a decoder layer, by field name of `jspec.models.block.LayerWeights`.
 
     Args:
         layer: config of the layer.
         hidden: number of channels of the residual stream.
         inputs: number of input channels of the fused QKV projection.
+        norm_dtype: dtype of the norms; None: that of the model.
     """
-    q, kv, width = layer.attention.q_size, layer.attention.kv_size, layer.mlp.width
+    attention, width = layer.attention, layer.mlp.width
+    q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
     params = {
         "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv)),
         "o": ParamSpec((hidden, q), ("hidden", "heads")),
-        "mlp_norm": norm(hidden),
         "gate_up": ParamSpec((2 * width, hidden), ("mlp", "hidden"), parts=(width, width)),
         "down": ParamSpec((hidden, width), ("hidden", "mlp")),
     }
-    if layer.attention.bias:
+    if layer.has_pre_norms:
+        params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
+    if layer.has_post_norms:
+        params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
+    if attention.bias:
         params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv))
-    if layer.attention.qk_norm:
-        params |= {name: norm(layer.attention.head_dim, "head_dim") for name in ("q_norm", "k_norm")}
+    if attention.output_bias:
+        params["o_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
+    if attention.qk_norm:
+        sizes = (q, kv) if attention.qk_norm == "all" else (dim, dim)
+        axis = "heads" if attention.qk_norm == "all" else "head_dim"
+        params |= {name: norm(size, axis, norm_dtype) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)}
+    if attention.sinks:
+        params["sinks"] = ParamSpec((attention.heads,), ("heads",), dtype="float32")
     return params
 
 
@@ -85,10 +96,13 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
     """Declare the parameters of a target or a draft model, by parameter name."""
     vocab = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
     params = {"embed": vocab}
+    hidden, norm_dtype = config.hidden_size, "float32" if config.norms_in_float32 else None
     for index, layer in enumerate(config.layers):
-        own = layer_params(layer, config.hidden_size, config.hidden_size) | {"attn_norm": norm(config.hidden_size)}
+        own = layer_params(layer, hidden, hidden, norm_dtype)
+        if layer.has_pre_norms:
+            own["attn_norm"] = norm(hidden, dtype=norm_dtype)
         params |= prefixed(f"layers.{index}", own)
-    params["norm"] = norm(config.hidden_size)
+    params["norm"] = norm(hidden, dtype=norm_dtype)
     return params if config.tie_word_embeddings else params | {"head": vocab}
 
 
@@ -104,7 +118,13 @@ def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
         params: declarations of the parameters.
         tensors: names of the checkpoint's tensors that are concatenated along axis 0, by parameter name.
     """
-    return [stacked(name, dict(zip(names, params[name].part_shapes(), strict=True))) for name, names in tensors.items()]
+    return [_row(name, params[name], names) for name, names in tensors.items()]
+
+
+def _row(parameter: str, spec: ParamSpec, names: Sequence[str]) -> Row:
+    """Return the row of one parameter; a parameter of several parts may be stored as one tensor."""
+    shapes = [spec.shape] if len(names) == 1 else spec.part_shapes()
+    return stacked(parameter, dict(zip(names, shapes, strict=True)), spec.dtype)
 
 
 def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from jspec import verify
 from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
-from jspec.models.layers import logits_of
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
 from jspec.step.program import Params, Program, token_history, view_of
 
@@ -72,8 +71,7 @@ def prefill_step(
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
             head = partial(
-                logits_of,
-                head=params.target.output_head,
+                params.target.logits_of,
                 implementation=view.implementation,
                 deterministic=view.deterministic,
             )

@@ -23,12 +23,14 @@ from pallas_kernels.attention.kv_pages import Pool
 from pallas_kernels.attention.paged_attention import arithmetic, paged_attention, run_kernels, unsupported
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.rope_append import (
+    HeadTransform,
     check_width,
     column_loader,
     kernel_inputs,
     load_cos_sin,
     load_rotated,
     rotate_append,
+    unsupported_transform,
 )
 from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
@@ -100,55 +102,63 @@ def _pallas(
     k_pool,
     v_pool,
     qkv,
-    positions,
-    inv_freq,
+    transform,
     page_table,
     lengths,
     valid,
     bits,
+    sinks,
     *,
     heads,
     start,
+    window,
+    scale,
+    softcap,
     dtype,
     quantize_output,
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
     wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
-    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=None, wide=wide)
-    qkv, *new = kernel_inputs(qkv, positions, inv_freq, page_table, lengths, valid, k_pool.shape[2])
+    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=window, wide=wide)
+    qkv, *new = kernel_inputs(qkv, transform, page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    how = arithmetic(q, k_pool, 1.0 / math.sqrt(q.shape[-1]), interpret)
+    how = arithmetic(q, k_pool, scale, interpret)
     options = {"q": q, "tiles": tiles, "arithmetic": how, "quantize_output": quantize_output, "pools": (1, 2)}
     return tuple(run_kernels(kernel, inputs, name="append_attention", **options))
 
 
-def _two_kernels(*arguments, heads, start, dtype, quantize_output, implementation):
+def _two_kernels(*arguments, heads, dtype, implementation, **options):
     """Returns the result of `append_attention`, computed by `rotate_append` followed by `paged_attention`."""
-    *inputs, bits = arguments
+    *inputs, bits, sinks = arguments
     q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
-    page_table, lengths = inputs[5:7]
-    options = {"start": start, "quantize_output": quantize_output, "implementation": implementation}
-    out = paged_attention(q, *pools, page_table, lengths, bits, **options)
+    page_table, lengths = inputs[4:6]
+    out = paged_attention(q, *pools, page_table, lengths, bits, sinks, implementation=implementation, **options)
     return out, *pools
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "start", "dtype", "quantize_output", "implementation"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("heads", "start", "window", "scale", "softcap", "dtype", "quantize_output", "implementation"),
+)
 def append_attention(
     k_pool: Pool,
     v_pool: Pool,
     qkv: PartialSums,
-    positions: Int32[Array, "B T"],
-    inv_freq: Float[Array, " half"],
+    transform: HeadTransform,
     page_table: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
     bits: UInt32[Array, "B T W"] | None,
+    sinks: Float[Array, " heads"] | None = None,
     *,
     heads: int,
     dtype: jnp.dtype,
     start: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     quantize_output: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T H D"] | QuantizedActivation, Pool, Pool]:
@@ -158,9 +168,10 @@ def append_attention(
     projection has no scales. Otherwise two kernels run.
 
     Args:
-        k_pool, v_pool, qkv, positions, inv_freq, valid, heads, dtype: as in `rotate_append`.
+        k_pool, v_pool, qkv, transform, valid, heads, dtype: as in `rotate_append`.
         page_table: page numbers [B, P]; a page with new rows must belong to one sequence only.
-        lengths, bits, start, quantize_output: as in `paged_attention`; each query has one new row.
+        lengths, bits, sinks, start, window, scale, softcap, quantize_output: as in `paged_attention`; each query has
+            one new row.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -174,11 +185,14 @@ def append_attention(
     tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
-    arguments = (k_pool, v_pool, qkv, positions, inv_freq, page_table, lengths, valid, bits)
+    scale = 1.0 / math.sqrt(k_pool.shape[3]) if scale is None else scale
+    arguments = (k_pool, v_pool, qkv, transform, page_table, lengths, valid, bits, sinks)
     options = {"heads": heads, "start": start, "dtype": dtype, "quantize_output": quantize_output}
+    options |= {"window": window, "scale": scale, "softcap": softcap}
     kernel, two_kernels = (functools.partial(run, **options) for run in (_pallas, _two_kernels))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
-    if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
+    limits = unsupported(q, k_pool, bits, sinks, window, softcap) or unsupported_transform(k_pool, transform)
+    if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or limits:
         return two_kernels(*arguments, implementation=implementation)
     reference = functools.partial(two_kernels, implementation="reference")
     return dispatch(implementation, None, kernel, reference, *arguments)

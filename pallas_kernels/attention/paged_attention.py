@@ -5,7 +5,11 @@
 Query t of sequence b sees row r if r >= start and one of these is true:
     r < lengths[b]                                       the row is committed
     r = lengths[b] + j and bit j of bits[b,t] is set     the row is one of M new rows; without bits: j <= t, and M = T
-If a window is given, r must also be > lengths[b] - window (with bits) or > lengths[b] - window + t (without bits).
+If a window is given, query t sees the newest `window` of these rows only, its own row included: a query that sees n new
+rows sees the committed rows r >= lengths[b] + n - window. With bits, n must not exceed the window.
+
+With a softcap, a score x = scale * q . K becomes softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118). With sinks,
+exp(sinks[h]) is added to the sum that divides the softmax (gpt-oss, arXiv:2508.10925).
 
 Row r of sequence b is at pool[page_table[b, r // page], :, r % page]; pools are [pages, KH, page, D]. bits[b,t] has
 ceil(M/32) words; bit j % 32 of word j // 32 is set if query t sees new row j.
@@ -49,13 +53,13 @@ def _quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, **options):
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, softcap, **options):
     wide = compute_dtype(q, k_pool) == jnp.float32
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
     return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, **options)
 
 
-def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale, interpret):
+def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, scale, softcap, interpret):
     wide, outputs = compute_dtype(q, k_pool) == jnp.float32, []
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
@@ -180,9 +184,18 @@ def _pairs(pool: Array) -> Array:
     return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
 
 
-def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
+def unsupported(
+    q: Array | jax.ShapeDtypeStruct,
+    k_pool: Array,
+    bits: Array | None,
+    sinks: Array | None,
+    window: int | None,
+    softcap: float | None,
+) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     dim, page = q.shape[-1], k_pool.shape[2]
+    if sinks is not None or softcap is not None or (window is not None and bits is not None):
+        return "no sinks, no softcap, no window of tree nodes"
     if dim not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {dim}"
     if page > 128:
@@ -221,7 +234,16 @@ def _check_options(q, bits, new_rows, window, scale):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("new_rows", "start", "window", "scale", "quantize_output", "deterministic", "implementation"),
+    static_argnames=(
+        "new_rows",
+        "start",
+        "window",
+        "scale",
+        "softcap",
+        "quantize_output",
+        "deterministic",
+        "implementation",
+    ),
 )
 def paged_attention(
     q: Float[Array, "B T H D"],
@@ -230,11 +252,13 @@ def paged_attention(
     page_table: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     bits: UInt32[Array, "B T W"] | None,
+    sinks: Float[Array, " H"] | None = None,
     *,
     new_rows: int | None = None,
     start: int = 0,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     quantize_output: bool = False,
     deterministic: bool = False,
     paths: Int32[Array, "B T depths"] | None = None,
@@ -253,12 +277,14 @@ def paged_attention(
         page_table: page numbers [B, P], one for every `page` rows; rows past the table's end do not exist.
         lengths: number of committed rows of each sequence [B].
         bits: packed ancestor mask [B, T, W] (`ancestor_bits`, `causal_bits`); None: causal (prefill chunks).
+        sinks: score of each query head's sink [H], which has no value; None: no sinks.
         new_rows: number M of new rows; None: T. M exceeds T if some new rows belong to queries of earlier calls, when a
             tree is computed level by level.
         start: first cache row that queries may see.
-        window: size of the sliding window in rows; without bits the window moves by one row per query. Pages outside
-            every query's window are not read. None: no window.
+        window: size of the sliding window in rows, the query's own row included. Pages outside every query's window
+            are not read. None: no window.
         scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
+        softcap: limit of the scores; None: no limit.
         quantize_output: return a `QuantizedActivation` of rows [B, T, H * D].
         deterministic: make the bits of a query's output depend only on the query, and on the sequence of keys and
             values that the query sees.
@@ -283,20 +309,25 @@ def paged_attention(
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
-        if bits is not None or window is not None or quantize_output:
-            expected = "neither bits nor a window, which only drafts have, nor quantize_output"
-            raise ValueError(f"deterministic: expected {expected}; pass paths instead of bits, leave out the others")
+        if bits is not None or quantize_output:
+            raise ValueError(
+                "deterministic: got bits or quantize_output; pass paths instead of bits, and leave out quantize_output"
+            )
         runs = _fixed_pallas, attention_reference.fixed_reference
-        kernel, reference = (functools.partial(run, start=start, scale=scale) for run in runs)
-        arguments = (q, k_pool, v_pool, page_table, lengths, paths)
-        return dispatch(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
-    arguments = (q, k_pool, v_pool, page_table, lengths, bits)
+        options = {"start": start, "window": window, "scale": scale, "softcap": softcap}
+        kernel, reference = (functools.partial(run, **options) for run in runs)
+        arguments = (q, k_pool, v_pool, page_table, lengths, paths, sinks)
+        limits = unsupported(q, k_pool, None, sinks, window, softcap) or ("no window" if window else None)
+        return dispatch(implementation, limits, kernel, reference, *arguments)
+    arguments = (q, k_pool, v_pool, page_table, lengths, bits, sinks)
     options = {
         "new_rows": new_rows,
         "start": start,
         "window": window,
         "scale": scale,
+        "softcap": softcap,
         "quantize_output": quantize_output,
     }
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
-    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)
+    limits = unsupported(q, k_pool, bits, sinks, window, softcap)
+    return dispatch(implementation, limits, kernel, reference, *arguments)

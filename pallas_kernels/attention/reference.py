@@ -31,8 +31,11 @@ def _visible(
     seen = (row >= jnp.reshape(start, (-1, 1, 1))) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
     if window is None:
         return seen
-    own_step = jnp.arange(queries, dtype=jnp.int32)[:, None] if bits is None else 0
-    return seen & (new[:, None] > own_step - window)
+    if bits is None:
+        count = jnp.arange(1, queries + 1, dtype=jnp.int32)
+    else:
+        count = jax.lax.population_count(bits).sum(-1).astype(jnp.int32)  # new rows that the query sees
+    return seen & (new[:, None] >= count[..., None] - window)
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
@@ -55,7 +58,28 @@ def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window:
     return recent, first * page
 
 
-def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, window, scale):
+def _capped(scores: Array, scale: float, softcap: float | None) -> Array:
+    """Returns the scaled scores, limited by the softcap."""
+    return scores * scale if softcap is None else softcap * jnp.tanh(scores * (scale / softcap))
+
+
+def _with_sinks(top: Array, total: Array, values: Array, sinks: Array | None) -> Array:
+    """Divides weighted sums of values [..., D] by the softmax's sum, to which the sinks are added; 0 without any row.
+
+    Args:
+        top: score to which the weights refer [...].
+        total: sum of the weights [...].
+        values: weighted sums of values [..., D].
+        sinks: score of each sink, which broadcasts to [...]; None: no sinks.
+    """
+    if sinks is not None:
+        new_top = jnp.maximum(top, sinks)
+        fade = jnp.exp(top - new_top)
+        total, values = total * fade + jnp.exp(sinks - new_top), values * fade[..., None]
+    return values / jnp.where(total == 0, 1.0, total)[..., None]
+
+
+def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, scale, softcap):
     batch, queries, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     if window is not None:
@@ -75,17 +99,18 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, *, new_rows, start, 
     packed = packed.reshape(batch, kv_heads, queries * group, dim)
     seen = jnp.repeat(visible, group, axis=1)[:, None]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    scores = jnp.where(seen, jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact) * scale, -jnp.inf)
+    scores = _capped(jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact), scale, softcap)
+    scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, -1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
-    total = weights.sum(-1, keepdims=True)
     out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
-    out = out / jnp.where(total == 0, 1.0, total)
+    own = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), queries).astype(jnp.float32)
+    out = _with_sinks(top[..., 0], weights.sum(-1), out, own)
     out = out.reshape(batch, kv_heads, queries, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, dim).astype(q.dtype)
 
 
-def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, scale):
+def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, scale, softcap):
     """Returns deterministic attention, computed for each query separately, over fixed tiles of the rows that it sees.
 
     The arguments are those of `paged_attention`.
@@ -100,6 +125,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
         last = jnp.minimum(last, most)
+        lowest = jnp.asarray(start) if window is None else jnp.maximum(last - window, start)
         packed = q.reshape(kv_heads, heads // kv_heads, dim)
 
         def step(index, carry):
@@ -111,11 +137,11 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
                 place = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
             place = jnp.clip(place, 0, most - 1)
             k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
-            visible = (row >= start) & (row < last)
+            visible = (row >= lowest) & (row < last)
             v = v.astype(jnp.float32)
             v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
-            scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact) * scale
-            scores = jnp.where(visible, scores, -jnp.inf)
+            scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact)
+            scores = jnp.where(visible, _capped(scores, scale, softcap), -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             weights, fade = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
@@ -124,8 +150,9 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, *, start, sca
 
         sums = jnp.zeros((*packed.shape[:2],), jnp.float32)
         empty = (jnp.zeros(packed.shape, jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
-        acc, _, total = jax.lax.fori_loop(start // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
-        return (acc / jnp.where(total == 0, 1.0, total)[..., None]).reshape(1, heads, dim).astype(q.dtype)
+        acc, top, total = jax.lax.fori_loop(lowest // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
+        own = None if sinks is None else sinks.reshape(kv_heads, -1).astype(jnp.float32)
+        return _with_sinks(top, total, acc, own).reshape(1, heads, dim).astype(q.dtype)
 
     per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
     own = (causal if paths is None else paths).reshape(batch * queries, -1)

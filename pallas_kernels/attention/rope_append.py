@@ -1,12 +1,14 @@
 """Splits a QKV projection, rotates queries and keys, and writes keys and values to the paged cache, in one kernel.
 
-A row of the projection holds heads of width D: first queries, then keys, then values. The rotary embedding
-(arXiv:2104.09864) pairs channel i of a head with channel i + D/2. With angle a_i = position * inv_freq[i], the two
-channels become x_i cos a_i - x_{i+D/2} sin a_i and x_{i+D/2} cos a_i + x_i sin a_i. They are computed in float32 and
-rounded to the model's dtype. `kv_pages` describes the layout of the pools.
+A row of the projection holds heads of width D: first queries, then keys, then values. A bias is added first. Then each
+query head and each key head may be normed (arXiv:1910.07467). The rotary embedding (arXiv:2104.09864) pairs channel i
+of a head with channel i + D/2. With the cosine c_i and the sine s_i of the row, the two channels become
+x_i c_i - x_{i+D/2} s_i and x_{i+D/2} c_i + x_i s_i. They are computed in float32 and rounded to the model's dtype.
+`kv_pages` describes the layout of the pools.
 """
 
 import functools
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +18,63 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, cast_to_pool, locate
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
+from pallas_kernels.layers.quantized import STATIC, PartialSums, reduce_partials, split_scales, sum_f32
+from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 
-def rope_cos_sin(positions, inv_freq):
-    """Returns the cosines and the sines of the rotary embedding, float32 [2, B, T, D / 2].
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadTransform:
+    """How the heads of a fused QKV projection become rotated queries and keys: bias, norm of each head, rotation."""
 
-    All layers use the same cosines and sines, so XLA computes them once per forward pass of the model.
-    """
-    angles = positions[..., None].astype(jnp.float32) * inv_freq
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+    # Cosines and sines of every row, float32. 2 tables: for keys and queries; 4: those of keys, then those of queries.
+    cos_sin: Float[Array, "tables B T half"]
+    bias: Float[Array, " width"] | None = None  # bias of all heads [(H + 2 KH) * D]; None: none
+    q_norm: Float[Array, " D"] | None = None  # weight of the norm of a query head; None: no norm
+    k_norm: Float[Array, " D"] | None = None  # weight of the norm of a key head; None: no norm
+    eps: float = field(default=0.0, metadata=STATIC)  # epsilon of both norms
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether queries and keys are rotated by the same tables, and nothing else is done."""
+        return self.bias is None and self.q_norm is None and self.k_norm is None and self.cos_sin.shape[0] == 2
 
 
-def rotate(
-    x: Float[Array, "B T H D"], positions: Int32[Array, "B T"], inv_freq: Float[Array, " half"]
-) -> Float[Array, "B T H D"]:
-    """Rotates every head of every row of x by the row's position; this is the reference of the kernel's rotation."""
-    cos, sin = rope_cos_sin(positions, inv_freq)[:, :, :, None]
+def rotate(x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 B T half"]) -> Float[Array, "B T H D"]:
+    """Rotates every head of every row of x by the row's angles; this is the reference of the kernel's rotation."""
+    cos, sin = cos_sin[:, :, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
 
 
-def _split_qkv(qkv, positions, inv_freq, *, heads, kv_heads, dtype):
+def _split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
     """Splits a projection into rotated queries [B, T, H, D], rotated keys [B, T, KH, D] and values [B, T, KH, D]."""
-    by_head = reduce_partials(qkv, dtype).reshape(*positions.shape, heads + 2 * kv_heads, -1)
+    if transform.bias is None:
+        added = reduce_partials(qkv, dtype)
+    else:
+        added = (reduce_partials(qkv, jnp.float32) + transform.bias).astype(dtype)
+    by_head = added.reshape(*added.shape[:-1], heads + 2 * kv_heads, -1)
     q, k, v = jnp.split(by_head, [heads, heads + kv_heads], axis=2)
-    return rotate(q, positions, inv_freq), rotate(k, positions, inv_freq), v
+    if transform.q_norm is not None:
+        q = rms_norm(q, transform.q_norm, transform.eps)
+    if transform.k_norm is not None:
+        k = rms_norm(k, transform.k_norm, transform.eps)
+    return rotate(q, cos_sin[-2:]), rotate(k, cos_sin[:2]), v
 
 
-def _reference(
-    k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid, *, heads, dtype, deterministic=False
-):
-    split = functools.partial(_split_qkv, inv_freq=inv_freq, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
+def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, heads, dtype, deterministic=False):
+    split = functools.partial(_split_qkv, transform=transform, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
+    cos_sin = transform.cos_sin
     if deterministic:
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
-        split_rows = lambda row, at: split(row.swapaxes(0, 1)[:, :, None], at[:, None])  # noqa: E731
-        found = in_row_blocks(split_rows, rows, positions.ravel())
-        q, k, v = (array.reshape(*positions.shape, *array.shape[2:]) for array in found)
+        tables = cos_sin.reshape(cos_sin.shape[0], -1, cos_sin.shape[-1]).swapaxes(0, 1)
+        split_rows = lambda *own: split(*(array.swapaxes(0, 1)[:, :, None] for array in own))  # noqa: E731
+        found = in_row_blocks(split_rows, rows, tables)
+        q, k, v = (array.reshape(*valid.shape, *array.shape[2:]) for array in found)
     else:
-        q, k, v = split(qkv, positions)
+        q, k, v = split(qkv, cos_sin)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
@@ -88,7 +106,7 @@ def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
     """Loads the cosines and the sines of rows, inside a kernel; returns [cosines, sines].
 
     Args:
-        cos_sin_ref: float32 [2, B, T, D / 2], as `rope_cos_sin` returns them.
+        cos_sin_ref: float32 [2, B, T, D / 2], as in `HeadTransform`.
         sequence, token: indices of the rows.
         channel: channels of the first half of a head.
         mask: options of the loads, `mask` and `other`; empty: no mask.
@@ -154,7 +172,7 @@ def _kernel(
             pltriton.store(ref.at[at], values, mask=(pool_row >= 0) & is_channel)
 
 
-def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
+def kernel_inputs(qkv, transform, page_table, first_row, valid, page):
     """Returns the inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, scales if any.
 
     A pool row is the number of a row in the whole pool: page number * page size + row in the page. Rows that are not
@@ -163,12 +181,12 @@ def kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, page):
     qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
     pages, places, exists = locate(page_table, rows, page)
-    return qkv, rope_cos_sin(positions, inv_freq), jnp.where(valid & exists, pages * page + places, -1), *scales
+    return qkv, transform.cos_sin, jnp.where(valid & exists, pages * page + places, -1), *scales
 
 
-def _pallas(k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid, *, heads, dtype, interpret):
+def _pallas(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, heads, dtype, interpret):
     batch, tokens = valid.shape
-    inputs = kernel_inputs(qkv, positions, inv_freq, page_table, first_row, valid, k_pool.shape[2])
+    inputs = kernel_inputs(qkv, transform, page_table, first_row, valid, k_pool.shape[2])
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(
@@ -182,8 +200,10 @@ def _pallas(k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, val
     )(*inputs, k_pool, v_pool)
 
 
-def _unsupported(k_pool: Array) -> str | None:
+def unsupported_transform(k_pool: Array, transform: HeadTransform) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
+    if not transform.is_plain:
+        return "no bias, norms of heads or separate tables of queries"
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
@@ -203,8 +223,7 @@ def rotate_append(
     k_pool: Pool,
     v_pool: Pool,
     qkv: PartialSums,
-    positions: Int32[Array, "B T"],
-    inv_freq: Float[Array, " half"],
+    transform: HeadTransform,
     page_table: Int32[Array, "B P"],
     first_row: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
@@ -221,8 +240,7 @@ def rotate_append(
     Args:
         k_pool, v_pool: pages of keys and values [pages, KH, page, D].
         qkv: partial sums [parts, B, T, (heads + 2 * KH) * D], as `split_matmul` returns them.
-        positions: positions of the rows for the rotary embedding [B, T].
-        inv_freq: float32 radians per position [D / 2].
+        transform: bias, norms and rotation of the heads.
         page_table: page numbers [B, P].
         first_row: first cache row to write in each sequence [B].
         valid: whether a row is written [B, T].
@@ -242,5 +260,5 @@ def rotate_append(
     check_width(qkv, k_pool, heads)
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
-    arguments = (k_pool, v_pool, qkv, positions, inv_freq, page_table, first_row, valid)
-    return dispatch(implementation, _unsupported(k_pool), kernel, reference, *arguments)
+    arguments = (k_pool, v_pool, qkv, transform, page_table, first_row, valid)
+    return dispatch(implementation, unsupported_transform(k_pool, transform), kernel, reference, *arguments)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantize_rows import gated
+from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
@@ -106,13 +106,13 @@ def _unsupported(x: Array, weight: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "is_gated", "is_whole", "implementation"))
+@functools.partial(jax.jit, static_argnames=("dtype", "gate", "is_whole", "implementation"))
 def deterministic_matmul(
     x: Float[Array, "*rows width"],
     weight: Float[Array, "out inner"],
     dtype: jnp.dtype | None = None,
     *,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     is_whole: bool = False,
     implementation: Implementation = "auto",
 ) -> Float[Array, "parts *rows out"]:
@@ -122,7 +122,8 @@ def deterministic_matmul(
         x: activations [*rows, inner].
         weight: [out, inner].
         dtype: dtype of a single partial sum; None: x's dtype. Several partial sums are always float32.
-        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        gate: activation function; x has gate and up side by side [*rows, 2 * inner], and activation(gate) * up is
+            multiplied by the weight. None: x is multiplied.
         is_whole: return a single partial sum.
         implementation: as in `paged_attention`.
 
@@ -131,8 +132,8 @@ def deterministic_matmul(
     """
     (out, inner), rows = weight.shape, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
-    if is_gated:
-        flat = in_row_blocks_off_gpu(gated, flat, implementation=implementation)
+    if gate:
+        flat = in_row_blocks_off_gpu(functools.partial(gated, activation=gate), flat, implementation=implementation)
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)

@@ -1,6 +1,6 @@
-"""The first half of a SiLU-gated feed-forward layer, in one kernel on Hopper GPUs.
+"""The first half of a gated feed-forward layer, in one kernel on Hopper GPUs.
 
-    out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
+    out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
 `hopper_kernel` has the kernel. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 tiles of
 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
@@ -16,20 +16,20 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
-from pallas_kernels.layers.quantize_rows import gated
+from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
 LEAST_ROWS = 32  # with fewer rows of two bytes per value XLA is as fast; with float8 XLA always needs six more launches
 
 
-def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight) -> Tiles | None:
+def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> Tiles | None:
     """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None if XLA computes the product.
 
-    XLA rounds gate and up before it multiplies silu(gate) by up.
+    XLA rounds gate and up before it multiplies activation(gate) by up.
     """
     multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
-    if multiprocessors is None or dtype.itemsize != 2:
+    if multiprocessors is None or dtype.itemsize != 2 or activation != "silu":
         return None
     if isinstance(weight, Quantized):
         if not weight.dynamic:
@@ -60,22 +60,25 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) 
     return more if tiles_for(x, weight) else 0
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def gated_matmul(x: Inputs, weight: Weight, *, implementation: Implementation = "auto") -> Float[Array, "*rows out"]:
-    """Returns silu(x @ gate.T) * (x @ up.T) in x's dtype; sums are computed in float32.
+@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
+def gated_matmul(
+    x: Inputs, weight: Weight, *, activation: Activation = "silu", implementation: Implementation = "auto"
+) -> Float[Array, "*rows out"]:
+    """Returns activation(x @ gate.T) * (x @ up.T) in x's dtype; sums are computed in float32.
 
     Args:
         x: activations [*rows, inner].
         weight: gate above up [2 out, inner].
+        activation: the gate's activation function.
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
             for up to 8 rows or a multiple of 8 up to 320. The weight must be of kind "fp8_dynamic", or have two bytes
             per value while x has at least 32 rows. Otherwise XLA computes the product.
     """
 
     def reference(x, weight):
-        return gated(matmul(x, weight, implementation=implementation))
+        return gated(matmul(x, weight, implementation=implementation), activation)
 
-    tiles = tiles_for(x, weight)
+    tiles = tiles_for(x, weight, activation)
     if tiles is None:
         return reference(x, weight)
 

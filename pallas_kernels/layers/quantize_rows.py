@@ -2,11 +2,13 @@
 
     scale[t] = max_k |y[t, k]| / largest        values[t, k] = y[t, k] / scale[t], rounded
 
-Usually y is x. If x has gate and up side by side, y is silu(gate) * up, rounded to x's dtype. `largest` is the largest
-value of the dtype: 127 for int8, 448 for float8_e4m3fn.
+Usually y is x. If x has gate and up side by side, y is activation(gate) * up, rounded to x's dtype. `largest` is the
+largest value of the dtype: 127 for int8, 448 for float8_e4m3fn.
 """
 
 import functools
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,26 @@ from pallas_kernels.dispatch import Implementation, dispatch
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 WIDEST = 32768  # columns that a Pallas program can hold in registers
 
 
-def gated(x: Float[Array, "*rows twice"]) -> Float[Array, "*rows inner"]:
-    """Returns silu(gate) * up, where x holds gate and up side by side (arXiv:2002.05202)."""
+def activate(x: Array, name: Activation) -> Array:
+    """Returns an activation function of each value, inside or outside of a kernel: silu(x) = x * sigmoid(x), or GELU.
+
+    "gelu_tanh" is the approximation of GELU by tanh (arXiv:1606.08415).
+    """
+    if name == "silu":
+        return x * jax.lax.logistic(x)
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def gated(x: Float[Array, "*rows twice"], activation: Activation) -> Float[Array, "*rows inner"]:
+    """Returns activation(gate) * up, where x holds gate and up side by side (arXiv:2002.05202)."""
     gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return activate(gate, activation) * up
 
 
 def scaled_rows(
@@ -43,8 +58,8 @@ def scaled_rows(
     return (jnp.round(values) if dtype == INT8 else values).astype(dtype), scale
 
 
-def _reference(x, *, is_gated):
-    return scaled_rows(gated(x) if is_gated else x, FP8)
+def _reference(x, *, gate):
+    return scaled_rows(gated(x, gate) if gate else x, FP8)
 
 
 def _kernel(
@@ -55,7 +70,7 @@ def _kernel(
     scale_ref,  # [T] float32
     # static parameters
     *,
-    is_gated,
+    gate,
 ):
     """Quantises one row in one Pallas program; padding columns are zero and not written."""
     row, inner = pl.program_id(0), values_ref.shape[1]
@@ -66,18 +81,18 @@ def _kernel(
         return pltriton.load(x_ref.at[row, first + column], mask=inside, other=0).astype(jnp.float32)
 
     wide = load(0)
-    if is_gated:
-        wide = (wide * jax.lax.logistic(wide) * load(inner)).astype(x_ref.dtype).astype(jnp.float32)
+    if gate:
+        wide = (activate(wide, gate) * load(inner)).astype(x_ref.dtype).astype(jnp.float32)
     values, scale_ref[row] = scaled_rows(wide, FP8)
     pltriton.store(values_ref.at[row, column], values, mask=inside)
 
 
-def _pallas(x, *, is_gated, interpret):
-    inner = x.shape[-1] // 2 if is_gated else x.shape[-1]
+def _pallas(x, *, gate, interpret):
+    inner = x.shape[-1] // 2 if gate else x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
     columns = 512 if inner <= 8192 else 1024  # per warp: for 14336 columns 16 warps are faster than 32
     values, scale = pl.pallas_call(
-        functools.partial(_kernel, is_gated=is_gated),
+        functools.partial(_kernel, gate=gate),
         grid=(rows.shape[0],),
         out_shape=[
             jax.ShapeDtypeStruct((rows.shape[0], inner), FP8),
@@ -90,20 +105,20 @@ def _pallas(x, *, is_gated, interpret):
     return values.reshape(*x.shape[:-1], inner), scale.reshape(x.shape[:-1])
 
 
-@functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "implementation"))
 def quantize_rows(
-    x: Float[Array, "*rows width"], *, is_gated: bool = False, implementation: Implementation = "auto"
+    x: Float[Array, "*rows width"], *, gate: Activation | None = None, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*rows"]]:
     """Quantises rows to float8_e4m3fn; returns the values [*rows, inner] and the float32 scale of each row [*rows].
 
     Args:
         x: activations [*rows, inner], or [*rows, 2 * inner] if gated.
-        is_gated: x has gate and up side by side; silu(gate) * up is quantised.
+        gate: activation function; x has gate and up side by side, and activation(gate) * up is quantised. None: x is.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
-    kernel, reference = (functools.partial(run, is_gated=is_gated) for run in (_pallas, _reference))
+    kernel, reference = (functools.partial(run, gate=gate) for run in (_pallas, _reference))
     return dispatch(implementation, unsupported, kernel, reference, x)

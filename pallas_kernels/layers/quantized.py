@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.quantize_rows import FP8, INT8, gated, quantize_rows, scaled_rows
+from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -131,13 +131,15 @@ class Factors(NamedTuple):
         return sums * self.scale
 
 
-def quantize_activation(x: Array, *, is_gated: bool = False, implementation: str = "auto") -> QuantizedActivation:
+def quantize_activation(
+    x: Array, *, gate: Activation | None = None, implementation: str = "auto"
+) -> QuantizedActivation:
     """Quantises activations for a weight of "fp8_dynamic"; the arguments are those of `factors`."""
-    values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
+    values, scale = quantize_rows(x, gate=gate, implementation=implementation)
     return QuantizedActivation(values, scale, x.dtype)
 
 
-def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation: str = "auto") -> Factors:
+def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implementation: str = "auto") -> Factors:
     """Returns the operands and the scales of x @ weight.T.
 
     For a weight of "fp8_dynamic", x is quantised first, unless x is quantised already.
@@ -145,7 +147,8 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        gate: activation function; x has gate and up side by side [*rows, 2 * inner], and activation(gate) * up is
+            multiplied by the weight. None: x is multiplied.
         implementation: implementation that quantises x, as in `paged_attention`.
 
     Raises:
@@ -154,11 +157,11 @@ def factors(x: Inputs, weight: Weight, *, is_gated: bool = False, implementation
     assert not has_group_scales(weight), "sums over several groups have no common scale"
     if isinstance(weight, Quantized) and weight.dynamic:
         if not isinstance(x, QuantizedActivation):
-            x = quantize_activation(x, is_gated=is_gated, implementation=implementation)
+            x = quantize_activation(x, gate=gate, implementation=implementation)
         return Factors(x.values, weight.values, x.scale, weight.scale)
     if isinstance(x, QuantizedActivation):
         raise TypeError("x: quantised activations need a weight of fp8_dynamic; pass them unquantised")
-    x = gated(x) if is_gated else x
+    x = gated(x, gate) if gate else x
     if isinstance(weight, Quantized):
         return Factors(x, weight.values, None, weight.scale)
     return Factors(x, weight, None, None)
@@ -169,7 +172,7 @@ def matmul_unscaled(
     weight: Weight,
     dtype: jnp.dtype | None = None,
     *,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     implementation: str = "auto",
 ) -> PartialSums:
     """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
@@ -177,8 +180,8 @@ def matmul_unscaled(
     For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales.
     """
     if has_group_scales(weight):
-        return matmul_grouped(x, weight, dtype, is_gated=is_gated, implementation=implementation)
-    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
+        return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
+    f = factors(x, weight, gate=gate, implementation=implementation)
     dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
@@ -197,19 +200,19 @@ def matmul_grouped(
     dtype: jnp.dtype | None = None,
     *,
     parts: int = 1,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "parts *rows out"]:
     """Returns the product with a weight that has group scales, as partial sums; several partial sums are float32.
 
     Args:
-        x, dtype, is_gated, implementation: as in `matmul`.
+        x, dtype, gate, implementation: as in `matmul`.
         weight: [out, inner], with group scales.
         parts: number of partial sums.
     """
     if isinstance(x, QuantizedActivation) or weight.dynamic:
         raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
-    x = gated(x) if is_gated else x
+    x = gated(x, gate) if gate else x
     dtype = jnp.dtype("float32") if parts > 1 else dtype or x.dtype
     return grouped_matmul(x, weight.values, weight.scale, dtype, parts=parts, implementation=implementation)
 
@@ -219,7 +222,7 @@ def matmul(
     weight: Weight,
     dtype: jnp.dtype | None = None,
     *,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "*rows out"]:
     """Returns x @ weight.T [*rows, out], summed in float32 and rounded once.
@@ -233,10 +236,10 @@ def matmul(
         x: activations [*rows, inner].
         weight: [out, inner].
         dtype: dtype of the result; None: x's dtype.
-        is_gated, implementation: as in `factors`.
+        gate, implementation: as in `factors`.
     """
     dtype = dtype or x.dtype
-    return reduce_partials(matmul_unscaled(x, weight, dtype, is_gated=is_gated, implementation=implementation), dtype)
+    return reduce_partials(matmul_unscaled(x, weight, dtype, gate=gate, implementation=implementation), dtype)
 
 
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:

@@ -3,9 +3,10 @@
     sum = x + delta        normed = sum / sqrt(mean(sum^2) + eps) * weight        for every row of [..., hidden]
 
 delta is given as partial sums. It and `sum` are rounded to the model's dtype. The mean is computed in float32. The
-quotient is rounded before it is multiplied by the weight. The result may be quantised to float8 for the next matrix
-product, as `quantize_rows` does. XLA compiles the norm alone to two kernels; for a few rows, their time is nothing but
-launch overhead.
+quotient is rounded before it is multiplied by the weight, unless the weight is float32: then the product is rounded
+instead. Before delta is added, it may be normed with a weight of its own (`post_norm`) and multiplied by a constant
+(`factor`). The result may be quantised to float8 for the next matrix product, as `quantize_rows` does. XLA compiles the
+norm alone to two kernels; for a few rows, their time is nothing but launch overhead.
 """
 
 import functools
@@ -26,22 +27,44 @@ WIDEST = 16384  # columns that a Pallas program can hold in registers
 
 
 def _quotient(total: Array, eps: float, size: int) -> Array:
-    """Returns total / sqrt(mean(total^2) + eps) in total's dtype, for rows of `size` columns padded with zeros."""
+    """Returns total / sqrt(mean(total^2) + eps) in float32, for rows of `size` columns padded with zeros."""
     wide = total.astype(jnp.float32)
     mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
-    return (wide * jax.lax.rsqrt(mean + eps)).astype(total.dtype)
+    return wide * jax.lax.rsqrt(mean + eps)
 
 
-def _reference(x, parts, *weights, eps, quantize_output):
-    total = x + reduce_partials(parts, x.dtype)
+def _weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
+    """Multiplies a float32 quotient by the weight of a norm; float32 weights are multiplied before rounding."""
+    if weight.dtype == jnp.float32:
+        return (quotient * weight).astype(dtype)
+    return quotient.astype(dtype) * weight
+
+
+def rms_norm(
+    x: Float[Array, "*rows hidden"], weight: Float[Array, "*states hidden"], eps: float
+) -> Float[Array, "*rows hidden"]:
+    """Returns the root-mean-square norm of the last axis (arXiv:1910.07467), outside of a kernel.
+
+    The mean is computed in float32. The quotient is rounded to x's dtype before it is multiplied by the weight, unless
+    the weight is float32: then the product is rounded instead.
+    """
+    return _weighted(_quotient(x, eps, x.shape[-1]), weight, x.dtype)
+
+
+def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
+    delta = reduce_partials(parts, x.dtype)
+    if post_norm is not None:
+        delta = rms_norm(delta, post_norm, eps)
+    if factor != 1.0:
+        delta = (delta * factor).astype(x.dtype)
+    total = x + delta
     quotient = _quotient(total, eps, x.shape[-1])
-    normed = [quotient * weight for weight in weights]
+    normed = [_weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
-def _reference_in_blocks(x, parts, *weights, eps, quantize_output):
+def _reference_in_blocks(x, parts, *weights, **options):
     flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
-    options = {"eps": eps, "quantize_output": quantize_output}
     outputs = in_row_blocks(
         lambda x, parts: _reference(x, parts.swapaxes(0, 1), *weights, **options), x.reshape(-1, x.shape[-1]), flat
     )
@@ -78,13 +101,13 @@ def _kernel(
     # Normalise, and quantise.
     quotient = _quotient(total, eps, hidden)
     for index, weight in enumerate(weights):
-        normed = quotient * weight
+        normed = _weighted(quotient, weight, total.dtype)
         if quantize_output:
             normed, norm_refs[1 + per_norm * index][row] = scaled_rows(normed, FP8)
         pltriton.store(norm_refs[per_norm * index].at[row, column], normed, mask=inside)
 
 
-def _pallas(x, parts, *weights, eps, quantize_output, interpret):
+def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpret):
     hidden, (parts, scales) = x.shape[-1], split_scales(parts)
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
@@ -105,27 +128,29 @@ def _pallas(x, parts, *weights, eps, quantize_output, interpret):
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "quantize_output", "deterministic", "implementation"))
+@functools.partial(jax.jit, static_argnames=("eps", "factor", "quantize_output", "deterministic", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
     delta: PartialSums,
-    weight: Float[Array, " hidden"],
-    *others: Float[Array, " hidden"],
+    *weights: Float[Array, " hidden"],
     eps: float,
+    post_norm: Float[Array, " hidden"] | None = None,
+    factor: float = 1.0,
     quantize_output: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Any, ...]:
-    """Returns the sum x + delta [*rows, hidden], then for each weight the root-mean-square norm of the sum.
+    """Returns the sum x + delta [*rows, hidden], then the root-mean-square norm of the sum with each weight.
 
     Source: arXiv:1910.07467.
 
     Args:
         x: residual stream [*rows, hidden].
         delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them.
-        weight: weight of the norm [hidden].
-        others: weights of further norms of the sum, [hidden] each.
+        weights: weight of each norm of the sum, [hidden] each.
         eps: number that is added to the mean square.
+        post_norm: weight of a norm of delta before it is added [hidden]; None: delta is not normed.
+        factor: factor of delta, after its norm.
         quantize_output: return the norms as `QuantizedActivation`.
         deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
             reference, because the kernel's results never depend on the number of rows.
@@ -135,11 +160,13 @@ def add_rms_norm(
         NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
+    if post_norm is not None or factor != 1.0:
+        unsupported = "no norm and no factor of delta"
     kernel, reference = (
-        functools.partial(run, eps=eps, quantize_output=quantize_output)
+        functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, weight, *others)
+    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, post_norm, *weights)
     if quantize_output:
         normed = [
             QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
-from pallas_kernels.layers.quantize_rows import FP8
+from pallas_kernels.layers.quantize_rows import FP8, Activation
 from pallas_kernels.layers.quantized import (
     Factors,
     Inputs,
@@ -173,12 +173,12 @@ def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
     return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
 
 
-@functools.partial(jax.jit, static_argnames=("is_gated", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "implementation"))
 def split_matmul(
     x: Inputs,
     weight: Weight,
     *,
-    is_gated: bool = False,
+    gate: Activation | None = None,
     after: Float[Array, "..."] | Scaled | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
@@ -193,21 +193,22 @@ def split_matmul(
     Args:
         x: activations [*rows, inner].
         weight: [out, inner].
-        is_gated: x has gate and up side by side [*rows, 2 * inner]; silu(gate) * up is multiplied by the weight.
+        gate: activation function; x has gate and up side by side [*rows, 2 * inner], and activation(gate) * up is
+            multiplied by the weight. None: x is multiplied.
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
         implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
-            unless the weight has group scales (`grouped_matmul`).
-            The Hopper kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
+            unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
+            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     if has_group_scales(weight):
-        return matmul_grouped(x, weight, parts=parts, is_gated=is_gated, implementation=implementation)
+        return matmul_grouped(x, weight, parts=parts, gate=gate, implementation=implementation)
     if parts == 1:
-        return matmul_unscaled(x, weight, is_gated=is_gated, implementation=implementation)
-    f = factors(x, weight, is_gated=is_gated, implementation=implementation)
+        return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
+    f = factors(x, weight, gate=gate, implementation=implementation)
     flat = f.x.reshape(-1, inner)
     if rows > MOST_ROWS:
         dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32

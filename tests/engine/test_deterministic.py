@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
+from jspec.models.config import Rope
 from jspec.models.decoder import forward
 from jspec.models.quantize import quantize_weights
 from tests.support import tiny
@@ -22,20 +24,44 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, TEXT)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 23, 11)]
 
 
+# Options of attention and of layers, which together cover what the model families compute beside Llama.
+TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "norms before and after": (
+        dict(qk_norm="head", bias=True, output_bias=True, window=9, softcap=5.0, scale=0.3, sinks=True),
+        dict(norms="both", residual_scale=0.7),
+    ),
+    "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
+}
+
+
 @cache
-def model(dtype: str, layers: int = 2) -> Model:
+def model(dtype: str, layers: int = 2, traits: str = "llama") -> Model:
     """Return a random target with nearly flat distributions."""
-    return jax.tree.map(lambda x: x.astype(dtype), tiny.model(VOCAB, layers=layers, hidden=64, sharpness=0.3))
+    own, more = tiny.config(VOCAB, layers=layers, hidden=64), TRAITS[traits]
+    layer = replace(own.layers[0], attention=replace(own.layers[0].attention, **more[0]), **more[1])
+    if more[1]:
+        layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
+        own = replace(own, embed_scale=3.0, logit_divisor=1.5, logit_softcap=9.0)
+    made = tiny.random_model(replace(own, layers=(layer,) * layers), sharpness=0.3)
+    return jax.tree.map(lambda x: x.astype(dtype), made)
 
 
 class Texts:
     """A runner of the target's forward pass over several rows of equal tokens, with pools of its own."""
 
     def __init__(
-        self, dtype: str, *, page: int, rows: int = 1, deterministic: bool = True, implementation: str
+        self,
+        dtype: str,
+        *,
+        page: int,
+        rows: int = 1,
+        traits: str = "llama",
+        deterministic: bool = True,
+        implementation: str,
     ) -> None:
         columns = 64 // page
-        self.target = model(dtype)
+        self.target = model(dtype, traits=traits)
         self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
         shape = (1 + rows * columns, 2, page, 16)
         self.cache = KVCache(k=[jnp.zeros(shape, dtype)] * 2, v=[jnp.zeros(shape, dtype)] * 2)
@@ -69,8 +95,8 @@ class Texts:
         return np.concatenate([self.feed(TOKENS[at : at + size], at) for at in range(0, TEXT, size)])
 
 
-def check_every_way(dtype: str, implementation: str) -> None:
-    make = partial(Texts, dtype, implementation=implementation)
+def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> None:
+    make = partial(Texts, dtype, implementation=implementation, traits=traits)
     alone = make(page=16)
     one_by_one = alone.fed_in(1)
     np.testing.assert_array_equal(make(page=4, rows=3).fed_in(6), one_by_one)
@@ -82,21 +108,26 @@ def check_every_way(dtype: str, implementation: str) -> None:
     assert (logits[4] != one_by_one[begun + 2]).any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "traits"),
+    [("float32", "llama"), ("bfloat16", "llama"), ("float32", "norms before and after"), ("bfloat16", "norms after")],
+)
+def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str, traits: str) -> None:
     """The test feeds single tokens, three rows in chunks on other pages, and nodes of a tree."""
-    check_every_way(dtype, "reference")
+    check_every_way(dtype, "reference", traits)
 
 
 @pytest.mark.long
-def test_deterministic_forward_with_interpreted_kernels_has_equal_logit_bits() -> None:
-    check_every_way("bfloat16", "pallas")
+@pytest.mark.parametrize("traits", TRAITS)
+def test_deterministic_forward_with_interpreted_kernels_has_equal_logit_bits(traits: str) -> None:
+    check_every_way("bfloat16", "pallas", traits)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("traits", TRAITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_forward_on_a_gpu_has_equal_logit_bits(dtype: str) -> None:
-    check_every_way(dtype, "pallas")
+def test_deterministic_forward_on_a_gpu_has_equal_logit_bits(dtype: str, traits: str) -> None:
+    check_every_way(dtype, "pallas", traits)
 
 
 def test_ordinary_forward_in_another_batch_has_other_logit_bits() -> None:

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # raised in threads of orbax
 ]
 
-QUICK, MANY, PARTS = 100, 3000, 3
+QUICK, MANY, PARTS = 100, 10_000, 10
 SECONDS = 30  # per case; a hang takes longer on any machine
 REFUSALS = (ValueError, TypeError, NotImplementedError, FileNotFoundError)
 ODD: list[Any] = [

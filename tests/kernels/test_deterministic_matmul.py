@@ -43,7 +43,7 @@ def test_deterministic_matmul_of_random_matrices_matches_float64(
 def test_deterministic_matmul_of_gate_and_up_multiplies_silu_of_gate_by_up(implementation: str) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
-    got = deterministic_matmul(both, weight, is_gated=True, implementation=implementation)[0]
+    got = deterministic_matmul(both, weight, gate="silu", implementation=implementation)[0]
     gate, up = np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)
     wanted = (gate / (1 + np.exp(-gate)) * up) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(np.asarray(got), wanted, atol=2e-6)

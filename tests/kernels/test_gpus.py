@@ -196,7 +196,7 @@ FLOAT8: dict[str, Case] = {
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),
     "quantise rows": (partial(quantize_rows, implementation="pallas"), (shape(5, HIDDEN),)),
-    "gate and quantise": (partial(quantize_rows, is_gated=True, implementation="pallas"), (shape(5, 28672),)),
+    "gate and quantise": (partial(quantize_rows, gate="silu", implementation="pallas"), (shape(5, 28672),)),
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
     **{f"product {rows} in groups": grouped_product(rows) for rows in (5, 61, 160)},
     **{f"product by XLA, {kind}": xla_product(kind) for kind in ("fp8", "fp8_dynamic")},

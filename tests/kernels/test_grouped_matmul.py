@@ -103,7 +103,7 @@ def test_every_product_accepts_group_scales() -> None:
     assert error(gated_matmul(x, weight), silu) < 2e-2  # gate and up are rounded before they are multiplied
     both = jnp.concatenate([x, x], axis=1)
     activations = np.asarray(x, np.float64) ** 2 / (1 + np.exp(-np.asarray(x, np.float64)))
-    assert error(matmul(both, weight, is_gated=True), expected(jnp.asarray(activations, BF16), weight)) < 2e-2
+    assert error(matmul(both, weight, gate="silu"), expected(jnp.asarray(activations, BF16), weight)) < 2e-2
 
 
 @pytest.mark.once

@@ -20,10 +20,10 @@ def rows(inner: int, dtype: str) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def expected(x: jax.Array, is_gated: bool) -> np.ndarray:
+def expected(x: jax.Array, gate: bool) -> np.ndarray:
     """Return the float64 values that are to be quantised; gated values are rounded once to the dtype of `x`."""
     wide = np.asarray(x, np.float64)
-    if not is_gated:
+    if not gate:
         return wide
     gate, up = np.split(wide, 2, axis=-1)
     return np.asarray(jnp.asarray(gate / (1 + np.exp(-gate)) * up, x.dtype), np.float64)
@@ -39,16 +39,16 @@ def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, w
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("inner", [64, 200])
 def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
-    inner: int, is_gated: bool, dtype: str, implementation: str
+    inner: int, gate: bool, dtype: str, implementation: str
 ) -> None:
     x = rows(inner, dtype)
-    wanted = expected(x, is_gated)
-    values, scale = quantize_rows(x, is_gated=is_gated, implementation=implementation)
+    wanted = expected(x, gate)
+    values, scale = quantize_rows(x, gate=gate, implementation=implementation)
     assert values.dtype == jnp.float8_e4m3fn and values.shape == wanted.shape
-    loose = 2**-7 if is_gated and dtype == "bfloat16" else 2**-20  # the gated value may be rounded the other way
+    loose = 2**-7 if gate and dtype == "bfloat16" else 2**-20  # the gated value may be rounded the other way
     np.testing.assert_allclose(scale, np.abs(wanted).max(-1) / 448, rtol=loose, atol=1e-37)
     # A little more than half a step, for halfway cases and for the rounding of gated values.
     assert half_step_error(values, scale, wanted) < 1.01 + 32 * loose
@@ -58,7 +58,7 @@ def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
 def test_row_quantisation_with_one_common_scale_has_an_error_above_tolerance() -> None:
     """Negative control: rows of small values have large relative errors."""
     x = rows(64, "float32")
-    wanted = expected(x, is_gated=False)
+    wanted = expected(x, gate=False)
     common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
     values = (wanted / common).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     assert half_step_error(values * common / own[..., None], own, wanted) > 2
@@ -69,18 +69,18 @@ def test_row_quantisation_of_too_wide_rows_raises() -> None:
         quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
 
-@pytest.mark.parametrize(("inner", "is_gated"), [(4096, False), (8192, False), (28672, True)])
-def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: int, is_gated: bool) -> None:
+@pytest.mark.parametrize(("inner", "gate"), [(4096, False), (8192, False), (28672, True)])
+def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: int, gate: bool) -> None:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return quantize_rows(x, is_gated=is_gated, implementation="pallas")
+        return quantize_rows(x, gate=gate, implementation="pallas")
 
     program = compile_for_h200(run, jax.ShapeDtypeStruct((320, inner), jnp.bfloat16), fail_on_spills=True)
     assert [launch.name for launch in program.launches] == ["quantize_rows"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_row_quantisation_on_gpu_matches_float64(is_gated: bool) -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_row_quantisation_on_gpu_matches_float64(gate: bool) -> None:
     x = rows(28672, "bfloat16")
-    values, scale = quantize_rows(x, is_gated=is_gated, implementation="pallas")
-    assert half_step_error(values, scale, expected(x, is_gated)) < 1.3
+    values, scale = quantize_rows(x, gate=gate, implementation="pallas")
+    assert half_step_error(values, scale, expected(x, gate)) < 1.3

@@ -72,7 +72,7 @@ def ours(config: DecoderConfig) -> dict[str, Any]:
         "sizes": [config.vocab_size, config.hidden_size, config.intermediate_size],
         "heads": [config.num_heads, config.num_kv_heads, config.head_dim],
         "eps": config.norm_eps,
-        "rope": [rope.theta, rope.kind, *(scaled if rope.kind == "llama3" else []), 1.0],
+        "rope": [rope.theta, rope.kind, *(scaled if rope.kind == "llama3" else []), rope.fraction],
         "bias": False,
         "activation": config.layers[0].mlp.activation,
     }

@@ -1,80 +1,256 @@
-"""Test the registry of model families: a small new family loads and computes; unknown families are refused."""
+"""Compare every model family with transformers, recorded or computed here; wrong readings must differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec import Model
-from jspec.models import families
-from jspec.models.config import ModelConfig
-from jspec.models.families.llama import Llama
+from jspec.models.config import LayerConfig
+from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
-from tests.reference import decoder
-from tests.support import folders
-from tests.support.folders import TARGET
+from tests.support import tiny
+from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-SIZES = {"q": 16, "k": 8, "v": 8}
-
-
-class Biased(Llama):
-    """A family whose layers have biases and a norm of each query and key head."""
-
-    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
-        return super().config(fields, rope_theta=rope_theta, qkv_bias=True, qk_norm=True)
+RECORDED = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
+LEAST = 1e-3  # a wrong reading of a config moves some logit by more
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(families.FAMILIES, "biased", Biased())  # removed again after the test
-    families.register("biased")(Biased)
-    shapes = folders.target_shapes(TARGET)
-    for layer in range(TARGET["num_hidden_layers"]):
-        attention = f"model.layers.{layer}.self_attn"
-        shapes |= {f"{attention}.{part}_proj.bias": (size,) for part, size in SIZES.items()}
-        shapes |= {f"{attention}.{part}_norm.weight": (4,) for part in "qk"}
-    return folders.write(tmp_path, {**TARGET, "model_type": "biased"}, folders.random_tensors(shapes))
+def folder(request: pytest.FixtureRequest, golden: Path) -> Path:
+    return golden / "families" / request.param
 
 
-def reference(model: Model, ids: list[int], *, qk_norm: bool = True) -> np.ndarray:
-    """Compute the logits of the last token from the formulas in float64 [vocab]."""
-    c, x = model.config, np.asarray(model.embed, np.float64)[ids][None]
-    norm = decoder._norm
-    for layer in model.layers:
-        w = {name: np.asarray(value, np.float64) for name, value in vars(layer).items()}
-        qkv = norm(x, w["attn_norm"], c.norm_eps) @ w["qkv"].T + w["qkv_bias"]
-        q, k, v = np.split(qkv.reshape(*qkv.shape[:-1], -1, c.head_dim), [c.num_heads, c.num_heads + c.num_kv_heads], 2)
-        if qk_norm:
-            q, k = norm(q, w["q_norm"], c.norm_eps), norm(k, w["k_norm"], c.norm_eps)
-        qkv = np.concatenate([q, k, v], 2).reshape(qkv.shape)
-        x = x + decoder.attention(qkv, c) @ w["o"].T
-        gate, up = np.split(norm(x, w["mlp_norm"], c.norm_eps) @ w["gate_up"].T, 2, axis=-1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
-    return (norm(x, np.asarray(model.norm, np.float64), c.norm_eps) @ np.asarray(model.output_head, np.float64).T)[
-        0, -1
+def recorded_logits(target: Model, data: Mapping[str, np.ndarray], prompt: int) -> float:
+    """Return the largest difference from the recorded logits of a prompt, of its last rows if not all are recorded."""
+    logits = run_texts(target, jnp.asarray(data[f"prompt{prompt}"])[None]).logits[0]
+    return float(np.abs(logits[-len(data[f"logits{prompt}"]) :] - data[f"logits{prompt}"]).max())
+
+
+@pytest.mark.parametrize("folder", RECORDED, indirect=True)
+def test_forward_of_each_family_has_the_logits_and_hidden_states_of_transformers(folder: Path) -> None:
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    assert [recorded_logits(target, data, prompt) < TOLERANCE for prompt in range(3)] == [True] * 3
+    states = len(data["states"])
+    features = run_texts(target, jnp.asarray(data["prompt0"])[None], range(states)).features
+    found = np.stack(np.split(np.asarray(features)[0], states, axis=-1))
+    np.testing.assert_allclose(found, data["states"], atol=TOLERANCE)
+
+
+def each_layer(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[Model], Model]:
+    """Return a function that changes the config of every layer of a model."""
+
+    def apply(model: Model) -> Model:
+        return model.replace(config=replace(model.config, layers=tuple(map(change, model.config.layers))))
+
+    return apply
+
+
+def attention(**fields: Any) -> Callable[[Model], Model]:
+    """Return a function that sets fields of every layer's attention; a function gets the old value."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        old = {name: getattr(layer.attention, name) for name in fields}
+        new = {
+            name: value(old[name])
+            if callable(value) and old[name] is not None
+            else old[name]
+            if callable(value)
+            else value
+            for name, value in fields.items()
+        }
+        return replace(layer, attention=replace(layer.attention, **new))
+
+    return each_layer(change)
+
+
+def rope(**fields: Any) -> Callable[[Model], Model]:
+    return attention(rope=lambda old: replace(old, **fields))
+
+
+def config(**fields: Any) -> Callable[[Model], Model]:
+    return lambda model: model.replace(config=replace(model.config, **fields))
+
+
+def weights(change: Callable[[Any], Any], *names: str) -> Callable[[Model], Model]:
+    """Return a function that changes the named weights of every layer."""
+
+    def apply(model: Model) -> Model:
+        layers = [layer.replace(**{name: change(getattr(layer, name)) for name in names}) for layer in model.layers]
+        return model.replace(layers=layers)
+
+    return apply
+
+
+def swapped_ropes(model: Model) -> Model:
+    """Give every layer the rotary embedding of the other layer type."""
+    ropes = {layer.attention.window is None: layer.attention.rope for layer in model.config.layers}
+    return each_layer(
+        lambda layer: replace(layer, attention=replace(layer.attention, rope=ropes[layer.attention.window is not None]))
+    )(model)
+
+
+def shifted_windows(model: Model) -> Model:
+    """Move the window of each layer to the next layer."""
+    windows = [layer.attention.window for layer in model.config.layers]
+    layers = [
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(model.config.layers, windows[-1:] + windows[:-1], strict=True)
     ]
+    return model.replace(config=replace(model.config, layers=tuple(layers)))
 
 
-def test_model_with_bias_and_head_norms_has_the_logits_of_the_formulas(folder: Path) -> None:
-    model, ids = Model.from_pretrained(folder, dtype="float32"), [3, 1, 4, 1, 5, 9, 2, 6]
-    assert (model.config.family, model.config.qkv_bias, model.config.qk_norm) == ("biased", True, True)
-    got, expected = last_logits(model, ids), reference(model, ids)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(got, expected, atol=1e-4 * scale)
-    assert np.abs(got - reference(model, ids, qk_norm=False)).max() > 1e-2 * scale, (
-        "negative control: logits without head norms must differ"
-    )
+WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
+    "qwen2": {
+        "no bias": weights(jnp.zeros_like, "qkv_bias"),
+        "base 10000": rope(theta=1e4),
+    },
+    "qwen3": {
+        "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
+        "norm of keys on queries": lambda model: model.replace(
+            layers=[layer.replace(q_norm=layer.k_norm, k_norm=layer.q_norm) for layer in model.layers]
+        ),
+        "base 10000": rope(theta=1e4),
+    },
+    "mistral": {
+        "no window": attention(window=None),
+        "window one less": attention(window=lambda old: old - 1),
+        "window one more": attention(window=lambda old: old + 1),
+    },
+    "phi3": {
+        "window one less": attention(window=lambda old: old - 1),
+        "window one more": attention(window=lambda old: old + 1),
+    },
+    "gemma2": {
+        "window one less": attention(window=lambda old: old - 1),
+        "window one more": attention(window=lambda old: old + 1),
+        "windows in the other layers": shifted_windows,
+        "no cap of scores": attention(softcap=None),
+        "no cap of logits": config(logit_softcap=None),
+        "scale of head_dim": attention(scale=None),
+        "embedding not scaled": config(embed_scale=1.0),
+        "norms without their 1": weights(lambda norm: norm - 1, "attn_norm"),
+        "post norms without their 1": weights(lambda norm: norm - 1, "mlp_post_norm"),
+        "no post norms": weights(lambda _: None, "attn_post_norm", "mlp_post_norm"),
+        "silu": each_layer(lambda layer: replace(layer, mlp=replace(layer.mlp, activation="silu"))),
+    },
+    "gemma3_text": {
+        "bases swapped": swapped_ropes,
+        "window one more": attention(window=lambda old: old + 1),
+        "linear scaling left out": rope(kind="default"),
+        "head norms without their 1": weights(lambda norm: norm - 1, "q_norm", "k_norm"),
+    },
+    "olmo3": {
+        "bases swapped": swapped_ropes,
+        "window one less": attention(window=lambda old: old - 1),
+        "yarn left out": rope(kind="default"),
+        "yarn's factor of cosines left out": rope(attention_factor=1.0),
+        "norms of each head": lambda model: attention(qk_norm="head")(
+            weights(lambda norm: norm[: model.config.head_dim], "q_norm", "k_norm")(model)
+        ),
+    },
+    "granite": {
+        "scale of head_dim": attention(scale=None),
+        "residual factor left out": each_layer(lambda layer: replace(layer, residual_scale=1.0)),
+        "embedding factor left out": config(embed_scale=1.0),
+        "logit divisor left out": config(logit_divisor=1.0),
+        "logits multiplied": lambda model: config(logit_divisor=1 / model.config.logit_divisor)(model),
+    },
+}  # fmt: skip
 
 
-@pytest.mark.usefixtures("folder")
-def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
-    with pytest.raises(NotImplementedError, match="model_type: expected 'llama' or 'biased', got 'gpt2'"):
-        families.family_of("gpt2")
-    with pytest.raises(NotImplementedError, match="expected 'llama' or 'biased', got 'gpt2'"):
-        families.read_config({**TARGET, "model_type": "gpt2"})
+@pytest.mark.parametrize(
+    ("folder", "change"),
+    [
+        pytest.param(family, change, id=f"{family}: {name}")
+        for family, all_ in WRONG.items()
+        for name, change in all_.items()
+    ],
+    indirect=["folder"],
+)
+def test_forward_with_a_wrong_reading_of_the_config_differs_from_transformers(
+    folder: Path, change: Callable[[Model], Model]
+) -> None:
+    """Negative controls: a trait that is left out or misread moves logits beyond the tolerance."""
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    assert recorded_logits(change(target), data, 2) > LEAST
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
+LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+# Configs that the recordings lack: the class in transformers, and its arguments beside the sizes.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with biases": ("Llama", {"attention_bias": True}),
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama with yarn, mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "llama with linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama with dynamic rope": ("Llama", {"rope_parameters": {**DYNAMIC, "rope_theta": 1e4}}),
+    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3 with biases": ("Qwen3", {"attention_bias": True, "head_dim": 32}),
+    "mistral without window": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 11, "layer_types": ALTERNATING}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}}),
+    "phi3 with short longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "phi3 with long longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "gemma2 without caps": ("Gemma2", {"head_dim": 16, **UNCAPPED}),
+    "gemma3 with the default pattern": ("Gemma3", {"head_dim": 16, "sliding_window": 10, "num_hidden_layers": 7}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
+    "olmo3 with the default pattern": ("Olmo3", {"sliding_window": 10, "num_hidden_layers": 5}),
+    "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
+}  # fmt: skip
+
+
+def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
+    """Make a random model of transformers, whose norms and biases are not 1 and 0, and save it."""
+    torch = pytest.importorskip("torch", reason="transformers' models need torch")
+    import transformers
+
+    torch.manual_seed(0)
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    made = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
+    ).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter *= 4  # larger scores, on which caps and scales have more effect
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_forward_of_other_configs_of_each_family_has_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    name, more = OTHERS[case]
+    model = theirs(name, more, tmp_path)
+    import torch
+
+    ids = np.random.default_rng(0).integers(0, 97, 60).tolist()
+    ours = Model.from_pretrained(tmp_path, dtype="float32")
+    ours = ours.replace(config=ours.config.for_length(len(ids)))
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, -1].numpy()
+    np.testing.assert_allclose(last_logits(ours, ids), wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()))
+    if ours.config.rope.kind == "longrope":
+        other = replace(ours.config.rope, is_long=not ours.config.rope.is_long)
+        changed = last_logits(ours.replace(config=ours.config.resized(rope=other)), ids)
+        assert np.abs(changed - wanted).max() > LEAST, "control: the other factors give other logits"

@@ -63,12 +63,12 @@ def test_random_weights_of_each_kind_have_the_declared_shapes_and_dtypes(name: s
 
 
 def test_layer_params_with_bias_and_head_norms_include_these_weights() -> None:
-    plain, rich = (_layer(flag) for flag in (False, True))
+    plain, rich = _layer(False, None), _layer(True, "head")
     assert rich.keys() - plain.keys() == {"qkv_bias", "q_norm", "k_norm"}
     assert rich["qkv_bias"].part_shapes() == [(16,), (8,), (8,)]
     assert rich["qkv"].part_shapes() == [(16, 16), (8, 16), (8, 16)]
 
 
-def _layer(flag: bool) -> dict[str, ParamSpec]:
-    layer = read_config(TARGET).resized(qkv_bias=flag, qk_norm=flag).layers[0]
+def _layer(bias: bool, qk_norm: str | None) -> dict[str, ParamSpec]:
+    layer = read_config(TARGET).resized(qkv_bias=bias, qk_norm=qk_norm).layers[0]
     return layer_params(layer, 16, 16)

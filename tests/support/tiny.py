@@ -6,6 +6,7 @@ import itertools
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from jspec.models.params import Params, ParamSpec, model_params
 from jspec.tools import check_head
 
 
-def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: bool) -> ModelConfig:
+def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: Any) -> ModelConfig:
     return ModelConfig.of_sizes(
         family="llama",
         vocab_size=vocab,
@@ -42,14 +43,19 @@ def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: bool) -> M
 
 
 def model(
-    vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0, **flags: bool
+    vocab: int, *, seed: int = 0, layers: int = 2, hidden: int = 16, sharpness: float = 1.0, **flags: Any
 ) -> Model:
     """Return a random decoder; a larger sharpness makes its distributions more peaked.
 
     Args:
         flags: `qkv_bias` and `qk_norm` of all layers.
     """
-    rng, c = np.random.default_rng(seed), config(vocab, layers=layers, hidden=hidden, **flags)
+    return random_model(config(vocab, layers=layers, hidden=hidden, **flags), seed=seed, sharpness=sharpness)
+
+
+def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Model:
+    """Return a random decoder with a given config."""
+    rng = np.random.default_rng(seed)
     gains, params = {"qkv": 2.0, "embed": 4.0, "head": sharpness}, model_params(c)
     weights = {}
     for name in sorted(params, key=layers_first):
@@ -63,7 +69,7 @@ def model(
 # Values are drawn in this order; tests depend on the weights that a seed gives.
 ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
-    *("qkv_bias", "q_norm", "k_norm"),
+    *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks"),
 )
 
 

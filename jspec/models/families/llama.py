@@ -1,173 +1,100 @@
-"""The Llama family, which reads config.json and names the tensors of Llama checkpoints."""
+"""The Llama family (Llama 2 and 3, arXiv:2307.09288), and the base class of families whose layers differ in options."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
-from convert.fields import CheckpointError, Fields, require, short
-from convert.huggingface import Row, same
-from jspec.models.config import ModelConfig, Rope, unsupported
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from convert.fields import Fields
+from convert.huggingface import Row
+from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope, unsupported
 from jspec.models.families import register
-from jspec.models.params import Params, model_params, rows
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
-DEFAULT_THETA = 10000.0  # rotary base of a config.json that gives none, as in transformers
-QUANTIZATION = "unquantised float weights (quantize='int8' or 'fp8' rounds them at load)"
-TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-LAYER = {  # for each parameter of a layer, the tensors that are concatenated along axis 0
-    "attn_norm": ("input_layernorm.weight",),
-    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
-    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-    "o": ("self_attn.o_proj.weight",),
-    "mlp_norm": ("post_attention_layernorm.weight",),
-    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "down": ("mlp.down_proj.weight",),
-}
+from jspec.models.hf_config import (
+    FULL,
+    SLIDING,
+    all_layers,
+    read_activation,
+    read_layer_types,
+    read_ropes,
+    read_sizes,
+    refuse,
+)
+from jspec.models.weight_map import LAYER, Names, model_rows
 
 
 @register("llama")
 class Llama:
-    """The family of Llama 2 and 3, and base class of families whose layers differ from Llama only in flags."""
+    """The family of Llama 2 and 3. Other families override the methods and attributes that differ.
 
-    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None, **flags: bool) -> ModelConfig:
-        """Read the config.json of a model; `jspec.models.families.Family.config` documents the errors.
+    Attributes:
+        published: names of published models, for the list of supported targets.
+        defaults: values of keys that a config.json may leave out, where they differ from Llama's.
+        fixed: options that must have this value, if the config.json gives them.
+        names: tensor names by parameter of a layer.
+        norms_less_one: whether the file stores the weights of norms minus 1.
+        rotates_parts: whether `partial_rotary_factor` may be below 1.
+    """
 
-        Args:
-            fields: parsed config.json.
-            rope_theta: rotary base; None: as in config.json.
-            flags: values of `qkv_bias` and `qk_norm` for all layers, which derived families pass.
-        """
-        fields = Fields.of(fields)
-        return ModelConfig.of_sizes(
-            **read_sizes(fields, "num_hidden_layers"),
-            **flags,
+    published: ClassVar[str] = "Llama 2, 3, 3.1, 3.2 (text), 3.3"
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "use_sliding_window": False}
+    names: ClassVar[Names] = LAYER
+    norms_less_one: ClassVar[bool] = False
+    rotates_parts: ClassVar[bool] = False
+
+    def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
+        """Read the config.json of a model; `jspec.models.families.Family.config` documents arguments and errors."""
+        given = Fields.of(fields)
+        fields = Fields({**self.defaults, **given}, given.place)
+        refuse(fields, self.fixed)
+        sizes = read_sizes(fields, "num_hidden_layers")
+        all_layers(fields, FULL)  # checks the number of layers
+        attention = GQA(*(sizes.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim")))
+        attention = replace(attention, **self.attention(fields))
+        mlp = Dense(sizes.pop("intermediate_size"), read_activation(fields, "hidden_activation", "hidden_act"))
+        ropes, types = self.ropes(fields, rope_theta), self.layer_types(fields)
+        windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
+        layers = [
+            LayerConfig(replace(attention, rope=ropes[kind], window=windows[kind]), mlp, **self.layer(fields))
+            for kind in types
+        ]
+        return ModelConfig(
+            **sizes,
+            layers=tuple(layers),
             family=fields.text("model_type"),
-            num_layers=fields.integer("num_hidden_layers"),
-            rope=read_rope(fields, theta=rope_theta),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             max_position=fields.integer("max_position_embeddings", 2048),
+            **self.model(fields),
         )
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
-        params = model_params(config)
-        tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
-        for index in range(config.num_layers):
-            tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}")
-        if not config.tie_word_embeddings:
-            return rows(params, tensors)
-        del tensors["embed"]
-        tied = [TENSORS[name] for name in ("embed", "head")]
-        found = [name for name in tied if name in names] or tied[:1]
-        return [same("embed", dict.fromkeys(found, params["embed"].shape)), *rows(params, tensors)]
+        """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
+        return model_rows(config, names, self.names, norms_less_one=self.norms_less_one)
 
+    def layer_types(self, fields: Fields) -> list[str]:
+        """Return whether each layer has full or sliding-window attention."""
+        types = read_layer_types(fields, all_layers(fields, FULL))
+        refuse(Fields({"layer_types": sorted(set(types) - {FULL}) or None}), {"layer_types": [FULL]})
+        return types
 
-def layer_tensors(
-    params: Params, to: str, source: str, layer: Mapping[str, Sequence[str]] = LAYER
-) -> dict[str, list[str]]:
-    """List the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+    def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
+        """Return the rotary embedding of each layer type; ``theta`` replaces the base if it is not None."""
+        ropes = read_ropes(fields, theta=theta)
+        fractions = {rope.fraction for rope in ropes.values()}
+        if fractions != {1.0} and not self.rotates_parts:
+            raise unsupported("partial_rotary_factor", max(fractions), "1.0")
+        return ropes
 
-    Args:
-        params: declarations of the model's parameters; parameters without a declaration are left out of the result.
-        to: prefix of the layer's parameter names.
-        source: prefix of the layer's tensor names.
-        layer: tensor names by parameter name, all without prefix.
-    """
-    return {
-        f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
-        for name, tensors in layer.items()
-        if f"{to}.{name}" in params
-    }
+    def attention(self, fields: Fields) -> dict[str, Any]:
+        """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""
+        bias = fields.flag("attention_bias")
+        return {"bias": bias, "output_bias": bias}
 
+    def layer(self, fields: Fields) -> dict[str, Any]:
+        """Return the fields of `LayerConfig` that differ from their defaults, except attention and feed-forward."""
+        return {}
 
-def read_sizes(fields: Fields, *required: str) -> dict[str, Any]:
-    """Read the sizes in a config.json, by argument name of `DecoderConfig.of_sizes`, with the Llama format's defaults.
-
-    Args:
-        fields: parsed config.json, or the part of it that describes the layers.
-        required: further keys that must be present.
-
-    Returns:
-        The sizes, by argument name of `DecoderConfig.of_sizes`.
-
-    Raises:
-        CheckpointError: keys are missing, or a value has another type; the message names them.
-        NotImplementedError: an option of the layers is not supported.
-    """
-    if fields.text("hidden_act", "silu") != "silu":
-        raise unsupported("hidden_act", fields["hidden_act"], "'silu'")
-    for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if fields.flag(flag):
-            raise unsupported(flag, True, "False")
-    if fields.get("quantization_config"):
-        raise unsupported("quantization_config", fields["quantization_config"], QUANTIZATION)
-    if other := set(fields.texts("layer_types")) - {"full_attention"}:
-        raise unsupported("layer_types", sorted(other), "'full_attention' alone")
-    require(fields, ("model_type", *SIZES, *required))
-    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", heads),
-        "head_dim": fields.integer("head_dim", hidden // heads),
-        "norm_eps": fields.number("rms_norm_eps"),
-    }
-
-
-def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
-    """Read the rotary embedding in a config.json.
-
-    Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead and reads all
-    three, with a rotary base within either of the two objects. Files whose values differ are refused.
-
-    Args:
-        fields: parsed config.json.
-        theta: rotary base; None: as in config.json, or 10000 if the file gives none.
-
-    Raises:
-        CheckpointError: two parts of the file differ, or a value has another type.
-        NotImplementedError: the rope type is not supported.
-    """
-    forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
-    if by_layer := [kind for form in forms for kind, value in form.items() if isinstance(value, Mapping)]:
-        raise unsupported("rope_parameters", by_layer, "one rotary embedding for all layers")
-    outer = fields.number("rope_theta", DEFAULT_THETA)
-    named = {form.number("rope_theta", outer) for form in forms if form}
-    if not named or fields.get("rope_theta") is not None:
-        named.add(outer)
-    if theta is None and len(named) > 1:
-        raise CheckpointError(
-            fields.place, f"rope_theta: expected one value, got {sorted(named)} from rope_parameters, rope_scaling and "
-            "beside them; pass rope_theta= to choose",
-        )  # fmt: skip
-    theta = theta if theta is not None else named.pop()
-    for part in (*forms, fields):
-        if part.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise unsupported("partial_rotary_factor", part["partial_rotary_factor"], "1.0")
-    ropes = {_scaled_rope(theta, form, fields) for form in forms if form}
-    if len(ropes) > 1:
-        raise CheckpointError(
-            fields.place, f"rope: expected rope_parameters and rope_scaling to agree, got {short(dict(forms[0]))} and "
-            f"{short(dict(forms[1]))}; delete one of the two",
-        )  # fmt: skip
-    return next(iter(ropes), Rope(theta=theta))
-
-
-def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
-    kind = form.text("rope_type", form.text("type", "default"))
-    if kind != "llama3":
-        return Rope(theta=theta, kind=kind)
-    length = "original_max_position_embeddings"
-    require(form, ("factor", "low_freq_factor", "high_freq_factor", length))
-    if outer.get(length) not in (None, form[length]):  # readers differ in which of the two they take
-        raise outer.error(length, f"{short(form[length])}, as in {form.place}")
-    return Rope(
-        theta=theta,
-        kind=kind,
-        factor=form.number("factor"),
-        low_freq_factor=form.number("low_freq_factor"),
-        high_freq_factor=form.number("high_freq_factor"),
-        original_max_position=form.integer(length),
-    )
+    def model(self, fields: Fields) -> dict[str, Any]:
+        """Return the fields of `ModelConfig` that differ from their defaults, except sizes and layers."""
+        return {}

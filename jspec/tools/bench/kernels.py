@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import KV_DTYPES
+from jspec.models.config import GQA
 from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
@@ -63,8 +64,8 @@ def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
     The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches. Power: run for some seconds too.
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
-    own = random_models.TARGETS["llama3-8b"].resized(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    cost = roofline.attention(own, batch, rows, context, roofline.Widths(cache=jnp.dtype(kv).itemsize))
+    widths = roofline.Widths(cache=jnp.dtype(kv).itemsize)
+    cost = roofline.attention(GQA(heads, kv_heads, head_dim), batch, rows, context, widths)
     calls = calls_for(cost.bytes)
     columns = math.ceil((context + rows) / page_size)
     shape = (batch * columns + 1, kv_heads, page_size, head_dim)

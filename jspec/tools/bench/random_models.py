@@ -10,6 +10,7 @@ from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import Eagle3Config
 from jspec.models.config import ModelConfig, Rope
 from jspec.models.decoder import Model
+from jspec.models.families import read_config
 from jspec.models.params import model_params, random_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
@@ -22,13 +23,33 @@ def _config(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, 
     return ModelConfig.of_sizes(family="llama", norm_eps=1e-5, tie_word_embeddings=False, **sizes, **more)
 
 
+def _published(model_type: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **more: Any) -> Any:
+    """Return the config of a published model, read from the values in its config.json."""
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
+    return read_config({"model_type": model_type, **sizes, **dict(zip(names, heads, strict=True)), **more})
+
+
 TARGETS = {
     "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
+    "qwen3-8b": _published(
+        "qwen3",
+        4096,
+        12288,
+        36,
+        (32, 8, 128),
+        vocab_size=151936,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+    ),
+    "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
     "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
+    "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
-DRAFT_VOCAB = {"llama3-8b": 32000, "tiny": 128, "least": 16}
+DRAFT_VOCAB = {"llama3-8b": 32000, "qwen3-8b": 32000, "gemma3-12b": 32000, "tiny": 128, "tiny-gemma3": 128, "least": 16}
 
 
 def default_shape() -> str:

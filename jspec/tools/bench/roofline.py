@@ -10,7 +10,7 @@ import jax
 
 from jspec.core.tree import Tree
 from jspec.draft.head_config import HeadConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config import GQA, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,19 @@ def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
-def attention(c: ModelConfig | HeadConfig, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
-    """Return the cost of attention with ``nodes`` queries for each sequence; keys and values are read once."""
-    numbers = 2 * batch * context * c.num_kv_heads * c.head_dim
-    return Cost("attention", numbers * widths.cache, 4 * batch * nodes * c.num_heads * c.head_dim * context)
+def attention(c: GQA, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
+    """Return the cost of attention with ``nodes`` queries for each sequence; visible keys and values are read once."""
+    rows = min(context, c.window or context)
+    return Cost("attention", 2 * batch * rows * c.kv_size * widths.cache, 4 * batch * nodes * c.q_size * rows)
 
 
 def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
     """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row."""
     product = partial(matmul, rows=batch * nodes, widths=widths)
-    layer = [*_block(c, product, c.hidden_size), attention(c, batch, nodes, context, widths)]
-    return layer * c.num_layers + [product("head", out=c.vocab_size, inner=c.hidden_size)]
+    costs = []
+    for layer in c.layers:
+        costs += [*_block(c, product, c.hidden_size), attention(layer.attention, batch, nodes, context, widths)]
+    return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
 def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
@@ -99,7 +101,7 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     for depth, nodes in enumerate(fed):
         product = partial(matmul, rows=batch * nodes, widths=widths)
         inputs = c.hidden_size if depth and has_own_vocab else 2 * c.hidden_size
-        costs += [*_block(c, product, inputs), attention(c, batch, nodes, context, widths)]
+        costs += [*_block(c, product, inputs), attention(c.layers[0].attention, batch, nodes, context, widths)]
         costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
     return costs
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -208,31 +208,40 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     given = vars(arguments)
     names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
-    common["shape"] = given["shape"] or random_models.default_shape()
-    grid = product(given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
+    shapes = given["shape"] or random_models.default_shape()
+    shapes = [shapes] if isinstance(shapes, str) else shapes
+    grid = product(shapes, given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
     return [
-        Case(context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
-        for page, context, batch, tree, idle in grid
+        Case(shape=shape, context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
+        for shape, page, context, batch, tree, idle in grid
     ]
 
 
 def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
+    if len(shapes := {case.shape for case in cases}) > 1:
+        raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
     head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
 
 def run(arguments: argparse.Namespace) -> Report:
     cases, profile = cases_of(arguments), arguments.profile
-    target, head = models_of(cases)
     folders = [profile and profile / str(number) for number in range(1, len(cases) + 1)]
 
     def traces(results: Sequence[Timing]) -> str:
         own = folders if profile else []
         return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in own)
 
-    results = (measure(case, target, head, profile=folder) for case, folder in zip(cases, folders, strict=True))
+    def timings() -> Iterator[Timing]:
+        for _, own in groupby(zip(cases, folders, strict=True), lambda pair: pair[0].shape):
+            pairs = list(own)
+            target, head = models_of([case for case, _ in pairs])
+            yield from (measure(case, target, head, profile=folder) for case, folder in pairs)
+            del target, head  # the next shape needs the memory
+
+    results = timings()
     return Report("ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0", results, traces)
 
 
@@ -253,7 +262,8 @@ POINT_OPTIONS = (
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
 )
 OPTIONS = (
-    *MODEL_OPTIONS,
+    option("--shape", choices=sorted(random_models.TARGETS), nargs="+", help=random_models.DEFAULT_SHAPE),
+    *MODEL_OPTIONS[1:],
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),

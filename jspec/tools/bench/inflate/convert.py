@@ -85,6 +85,7 @@ def target_batches(model: Model, made: Plan) -> Batches:
 
     def layer(index: int) -> dict[str, Array]:
         own = model.layers[index]
+        assert own.attn_norm is not None
         return padder.block(own, (padder.hidden,)) | {"attn_norm": padder.norm(own.attn_norm)}
 
     yield {"embed": padder.embedding(model.embed)}

@@ -123,6 +123,7 @@ class Padder:
     def block(self, layer: Layer | EagleLayer, inputs: Axis) -> dict[str, Array]:
         """Return a layer's padded attention and feed-forward weights; ``inputs`` is the QKV weight's input axis."""
         inner = Factor(self.old.intermediate_size, self.new.intermediate_size)
+        assert layer.mlp_norm is not None
         return dict(
             qkv=self.qkv(layer.qkv, inputs),
             o=self.pad(layer.o, (self.hidden,), self._heads(self._group)),

@@ -1,0 +1,99 @@
+"""The dense Gemma families: Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from convert.fields import Fields
+from jspec.models.config import Rope, unsupported
+from jspec.models.families import register
+from jspec.models.families.llama import Llama
+from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
+from jspec.models.weight_map import LAYER
+
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@register("gemma2")
+class Gemma2(Llama):
+    """Gemma 2: norms before and after, limits of scores and logits, a window in every other layer."""
+
+    published: ClassVar = "Gemma 2"
+    defaults: ClassVar = {
+        **DEFAULTS,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    fixed: ClassVar = {"attention_bias": False, "mlp_bias": False, "use_bidirectional_attention": False}
+    names: ClassVar = {
+        **LAYER,
+        "attn_post_norm": ("post_attention_layernorm.weight",),
+        "mlp_norm": ("pre_feedforward_layernorm.weight",),
+        "mlp_post_norm": ("post_feedforward_layernorm.weight",),
+    }
+    norms_less_one: ClassVar = True
+
+    def layer_types(self, fields: Fields) -> list[str]:
+        count = fields.integer("num_hidden_layers")
+        return read_layer_types(fields, [FULL if i % 2 else SLIDING for i in range(count)])
+
+    def attention(self, fields: Fields) -> dict[str, Any]:
+        scale = 1 / math.sqrt(fields.number("query_pre_attn_scalar"))
+        return {"scale": scale, "softcap": _cap(fields, "attn_logit_softcapping")}
+
+    def layer(self, fields: Fields) -> dict[str, Any]:
+        return {"norms": "both"}
+
+    def model(self, fields: Fields) -> dict[str, Any]:
+        return {
+            "embed_scale": math.sqrt(fields.integer("hidden_size")),
+            "logit_softcap": _cap(fields, "final_logit_softcapping"),
+            "norms_in_float32": True,
+        }
+
+
+@register("gemma3_text")
+class Gemma3(Gemma2):
+    """Gemma 3: norms of queries and keys, most layers with a window and a rotary base of their own."""
+
+    published: ClassVar = "Gemma 3 (text)"
+    defaults: ClassVar = {
+        **DEFAULTS,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    }
+
+    def layer_types(self, fields: Fields) -> list[str]:
+        count, pattern = fields.integer("num_hidden_layers"), fields.integer("sliding_window_pattern")
+        return read_layer_types(fields, [SLIDING if (i + 1) % pattern else FULL for i in range(count)])
+
+    def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
+        if theta is not None:
+            raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
+        if fields.get("rope_parameters") is not None:
+            return read_ropes(fields)
+        full = {"rope_theta": fields.number("rope_theta", 1e6), "rope_scaling": fields.get("rope_scaling")}
+        return {
+            FULL: read_rope(Fields({**fields, **full}, fields.place)),
+            SLIDING: Rope(theta=fields.number("rope_local_base_freq", 1e4)),
+        }
+
+    def attention(self, fields: Fields) -> dict[str, Any]:
+        return super().attention(fields) | {"softcap": None, "qk_norm": "head"}  # transformers ignores this softcap
+
+
+def _cap(fields: Fields, name: str) -> float | None:
+    return None if fields.get(name) is None else fields.number(name)

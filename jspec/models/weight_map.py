@@ -1,0 +1,112 @@
+"""Weight maps of decoders in the format of Hugging Face: from which tensors each parameter is made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from convert.huggingface import Row, mapped, same
+from jspec.models.config import LayerConfig, ModelConfig
+from jspec.models.params import Params, model_params, rows
+
+Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
+TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+LAYER: Names = {
+    "attn_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o": ("self_attn.o_proj.weight",),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "sinks": ("self_attn.sinks",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
+NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
+
+
+def model_rows(
+    config: ModelConfig, names: Collection[str], layer: Names = LAYER, *, norms_less_one: bool = False
+) -> list[Row]:
+    """Return the rows of the weight map of a target or a draft model, one per parameter.
+
+    Args:
+        config: config of the model.
+        names: names of all tensors in the checkpoint.
+        layer: tensor names by parameter name of a layer, without prefix.
+        norms_less_one: whether the file stores the weights of norms minus 1.
+    """
+    params = model_params(config)
+    tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
+    for index in range(config.num_layers):
+        tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", layer)
+    tied: list[Row] = []
+    if config.tie_word_embeddings:
+        del tensors["embed"]
+        both = [TENSORS[name] for name in ("embed", "head")]
+        found = [name for name in both if name in names] or both[:1]
+        tied = [same("embed", dict.fromkeys(found, params["embed"].shape))]
+    made = [*tied, *rows(params, tensors)]
+    if norms_less_one:
+        made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
+    return [_rotated_first(row, config) for row in made]
+
+
+def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) -> dict[str, list[str]]:
+    """List the names of the checkpoint's tensors for each parameter of a layer, by parameter name.
+
+    Args:
+        params: declarations of the model's parameters; parameters without a declaration are left out of the result.
+        to: prefix of the layer's parameter names.
+        source: prefix of the layer's tensor names.
+        layer: tensor names by parameter name, all without prefix.
+    """
+    return {
+        f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
+        for name, tensors in layer.items()
+        if f"{to}.{name}" in params
+    }
+
+
+def _plus_one(values: np.ndarray) -> np.ndarray:
+    return values + np.ones((), values.dtype)
+
+
+def _rotated_first(row: Row, config: ModelConfig) -> Row:
+    """Reorder the channels of queries and keys of a layer that rotates only a part of a head.
+
+    The file rotates channel i of the first r channels with channel i + r / 2. Kernels rotate channel i of a head of d
+    channels with channel i + d / 2. Scores do not depend on the order of the channels, if queries and keys have the
+    same order.
+    """
+    prefix, _, name = row.parameter.rpartition(".")
+    if name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+        return row
+    layer = config.layers[int(prefix.rpartition(".")[2])]
+    rotated, dim = layer.attention.rope.rotated(layer.attention.head_dim), layer.attention.head_dim
+    if rotated == dim:
+        return row
+    half = rotated // 2
+    rest = np.arange(rotated, dim).reshape(2, -1)
+    order = np.concatenate([np.arange(half), rest[0], np.arange(half, rotated), rest[1]])
+    return mapped(row, partial(_reorder, order=order, heads=_reordered_heads(name, layer)))
+
+
+def _reordered_heads(name: str, layer: LayerConfig) -> int:
+    attention = layer.attention
+    if name in ("qkv", "qkv_bias"):
+        return attention.heads + attention.kv_heads
+    of_all = attention.heads if name == "q_norm" else attention.kv_heads
+    return of_all if attention.qk_norm == "all" else 1
+
+
+def _reorder(values: np.ndarray, *, order: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the channels of the first heads along axis 0."""
+    index = np.arange(len(values))
+    size = heads * len(order)
+    index[:size] = (np.arange(heads)[:, None] * len(order) + order).ravel()
+    return values[index]

@@ -1,0 +1,60 @@
+"""Decode with each model family: greedy tokens equal those of transformers, with any page size and with prefix hits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import Engine, Model, SamplingParams
+from jspec.tools.convert import main
+from jspec.tools.testing import last_logits
+from tests.support import tiny
+from tests.support.recordings import recording
+
+pytestmark = pytest.mark.once
+
+FAMILIES = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pages of 16": dict(page_size=16),
+    "pages of 1": dict(page_size=1),
+    "deterministic": dict(page_size=16, deterministic=True),
+}
+ALWAYS = (("gemma2", "pages of 1"), ("olmo3", "pages of 16"), ("gemma3_text", "deterministic"))
+CASES = [
+    pytest.param(family, options, marks=() if (family, options) in ALWAYS else pytest.mark.matrix)
+    for family in FAMILIES
+    for options in OPTIONS
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
+    family: str, options: str, golden: Path
+) -> None:
+    """The second time, the pages of the prompts are in the prefix cache; the longest prompt exceeds every window."""
+    folder = golden / "families" / family
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    prompts = [data[f"prompt{i}"].tolist() for i in range(3)]
+    wanted = [data[f"greedy{i}"].tolist() for i in range(3)]
+    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,))
+    with Engine(target, **own, **OPTIONS[options]) as engine:
+        for time in range(2):
+            done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+            assert [one.token_ids for one in done] == wanted
+            assert time == 0 or done[2].metrics.num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
+    source = golden / "families" / family
+    assert main([str(source), str(tmp_path / "out")]) == 0
+    ids = recording(source / "expect.npz")["prompt1"].tolist()
+    ours, again = (Model.from_pretrained(path, dtype="float32") for path in (source, tmp_path / "out"))
+    np.testing.assert_array_equal(last_logits(again, ids), last_logits(ours, ids))
+    assert again.config == ours.config
+    norm = Model.from_pretrained(tmp_path / "out", dtype="bfloat16").layers[0].attn_norm
+    assert norm is not None and norm.dtype == (jnp.float32 if family == "gemma3_text" else jnp.bfloat16)

@@ -1,0 +1,160 @@
+"""Test how model families read config.json and tensor names: older spellings, image encoders, and refused values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from convert.fields import CheckpointError
+from jspec import Model
+from jspec.models import families
+from jspec.models.config import ModelConfig, Rope
+from jspec.tools.testing import last_logits
+from tests.support import tiny
+from tests.support.folders import TARGET
+from tests.support.recordings import recording
+
+pytestmark = pytest.mark.once
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
+LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+
+OLD_GEMMA3 = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+
+def test_config_of_gemma3_in_its_older_spelling_equals_the_new_one(golden: Path) -> None:
+    new = json.loads((golden / "families" / "gemma3_text" / "config.json").read_text())
+    old = {name: value for name, value in new.items() if name not in ("rope_parameters", "layer_types")} | OLD_GEMMA3
+    assert families.read_config({**old, "sliding_window_pattern": 3, "num_hidden_layers": 4}) == families.read_config(
+        {**new, "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+    )
+    assert families.read_config(old).layers != families.read_config(new).layers, "control: the default pattern is 6"
+
+
+def test_language_model_of_a_folder_with_an_image_encoder_is_loaded_without_it(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = golden / "families" / "gemma3_text"
+    text = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    wrapped = {f"language_model.{name}": value for name, value in tensors.items()}
+    wrapped["vision_tower.patch.weight"] = np.zeros((3, 3), np.float32)
+    save_file(wrapped, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
+    got, data = tiny.load_target(tmp_path), recording(source / "expect.npz")
+    np.testing.assert_allclose(last_logits(got, data["prompt0"].tolist()), data["logits0"][-1], atol=1e-4)
+    assert "1 tensors for images are left out" in caplog.text
+
+
+# For each family, changes of its recorded config.json that must be refused, and words of the error.
+BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "llama": [
+        ({"mlp_bias": True}, "mlp_bias: expected False, got True"),
+        ({"hidden_act": "relu2"}, "hidden_act: expected 'silu' or .*, got 'relu2'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, got 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types: expected .*full_attention.*, got"),
+    ],
+    "qwen2": [
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type: expected 'default' or .*, got 'spiral'"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types: expected .* got .*linear"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: expected a finite number above 0, got 0"),
+    ],
+    "qwen3": [
+        ({"hidden_act": "relu"}, "hidden_act: expected 'silu' or .*, got 'relu'"),
+        ({"head_dim": 15}, "head_dim: expected an even number, got 15"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor .* 4, got 3"),
+    ],
+    "mistral": [
+        ({"sliding_window": 0}, "sliding_window: expected an integer from 1 .*, got 0"),
+        ({"sliding_window": "24"}, "sliding_window: expected an integer, got '24'"),
+        ({"rope_parameters": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast: expected .*got -1"),
+    ],
+    "phi3": [
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "missing long_factor"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "short_factor: expected 6 numbers above 0, got"),
+        ({"rope_parameters": LONGROPE | {"partial_rotary_factor": 2}}, "partial_rotary_factor: expected at most 1"),
+    ],
+    "gemma2": [
+        ({"hidden_activation": "silu_and_mul"}, "hidden_activation: expected .*, got 'silu_and_mul'"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping: expected a finite number above 0, got -1"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected False, got True"),
+    ],
+    "gemma3_text": [
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected 4 types, one for each layer, got"),
+        ({"sliding_window": None}, "sliding_window: expected an integer"),
+        ({"query_pre_attn_scalar": "16"}, "query_pre_attn_scalar: expected a number, got '16'"),
+    ],
+    "olmo3": [
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected 'full_attention' or .*chunked"),
+        ({"rms_norm_eps": None}, "missing rms_norm_eps"),
+    ],
+    "granite": [
+        ({"residual_multiplier": "big"}, "residual_multiplier: expected a number, got 'big'"),
+        ({"logits_scaling": 0}, "logits_scaling: expected a finite number above 0, got 0"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"), [(family, *case) for family, cases in BAD.items() for case in cases], ids=str
+)
+def test_config_with_an_unsupported_value_is_refused_by_name(
+    family: str, keys: dict[str, Any], words: str, golden: Path
+) -> None:
+    fields = json.loads((golden / "families" / family / "config.json").read_text())
+    families.read_config(fields)
+    with pytest.raises((CheckpointError, NotImplementedError), match=words):
+        families.read_config({**fields, **keys})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
+    family: str, golden: Path, tmp_path: Path
+) -> None:
+    folder = golden / "families" / family
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for name in (next(iter(sorted(tensors))), next(name for name in tensors if "norm" in name)):
+        save_file({other: value for other, value in tensors.items() if other != name}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"missing: .*{name}"):
+            Model.from_pretrained(tmp_path, dtype="float32")
+    save_file(tensors | {"model.layers.0.extra.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.extra\.weight"):
+        Model.from_pretrained(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "olmo3"])
+def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> None:
+    made = tiny.load_target(golden / "families" / name).config
+    stored = json.loads(json.dumps(made.to_json()))
+    assert ModelConfig.from_json(stored) == made
+    stored["layers"]["order"][0] = 7
+    with pytest.raises(CheckpointError, match=r"order: expected at most .* indices below"):
+        ModelConfig.from_json(stored)
+
+
+def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
+    for read in (lambda: families.family_of("gpt2"), lambda: families.read_config({**TARGET, "model_type": "gpt2"})):
+        with pytest.raises(NotImplementedError, match=r"model_type: expected .*'llama' or .*'qwen3'.*, got 'gpt2'"):
+            read()
+
+
+def test_dynamic_rope_beyond_the_trained_length_is_refused_and_longrope_follows_the_length() -> None:
+    made = families.read_config({**TARGET, "max_position_embeddings": 64})
+    dynamic = made.resized(rope=Rope(kind="dynamic", factor=2.0, original_max_position=64))
+    assert dynamic.for_length(64) == dynamic
+    with pytest.raises(NotImplementedError, match=r"max_len: expected at most 64 .*'dynamic', got 65"):
+        dynamic.for_length(65)
+    long = made.resized(
+        rope=Rope(kind="longrope", original_max_position=64, short_factors=(1.0,) * 2, long_factors=(2.0,) * 2)
+    )
+    assert [long.for_length(n).rope.is_long for n in (64, 65)] == [False, True]
+    assert made.for_length(10**6) == made
