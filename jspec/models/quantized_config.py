@@ -51,7 +51,8 @@ class Scheme:
 
     def __str__(self) -> str:
         shared = self.granularity if self.block is None else f"block of {self.block[0]} x {self.block[1]}"
-        return f"{self.method}, float8 weights with a scale per {shared}"
+        used = "" if self.activations is None else f"; its {self.activations} scales of activations are not used"
+        return f"{self.method}, float8 weights with a scale per {shared}{used}"
 
 
 def _names(name: str, module: str) -> bool:

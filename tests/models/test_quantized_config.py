@@ -50,6 +50,13 @@ def test_config_of_each_format_gives_its_scheme(name: str) -> None:
     assert read(made.FORMATS[name].config) == SCHEMES[name]
 
 
+def test_scheme_as_text_names_what_shares_a_scale_and_what_is_not_used() -> None:
+    assert str(SCHEMES["fp8 by block"]) == (
+        "fp8, float8 weights with a scale per block of 32 x 16; its dynamic scales of activations are not used"
+    )
+    assert str(Scheme("fp8", "tensor")) == "fp8, float8 weights with a scale per tensor"
+
+
 def test_config_without_quantisation_gives_no_scheme() -> None:
     assert read(None) is None
     assert read_scheme(Fields.of({}), Path("/nowhere")) is None
