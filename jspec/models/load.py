@@ -27,7 +27,7 @@ from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.params import Params, model_params
-from jspec.models.quantize import check_scope, check_stored, quantize_parameters
+from jspec.models.quantize import check_scope, check_stored, quantize_parameters, scale_shape
 from jspec.models.quantized_config import CONFIG, read_scheme
 from jspec.models.quantized_rows import quantized_rows
 
@@ -316,7 +316,10 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if f"{name}.values" in stored:
-            wanted |= {f"{name}.values": spec.shape, f"{name}.scale": _scale_shape(spec.shape, stored, name)}
+            wanted |= {
+                f"{name}.values": spec.shape,
+                f"{name}.scale": scale_shape(spec.shape, stored.get(f"{name}.scale")),
+            }
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}
@@ -330,12 +333,3 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     if any(faults.values()):
         found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
         raise CheckpointError("", f"the weights are not those of the config ({found}); convert the model again")
-
-
-def _scale_shape(weight: Shape, stored: Mapping[str, jax.ShapeDtypeStruct], name: str) -> Shape:
-    """Return the shape of a quantised weight's scales: one per row, or as stored if these are scales of groups."""
-    scale = stored.get(f"{name}.scale")
-    if len(weight) == 2 and scale is not None and len(scale.shape) == 2:
-        groups = scale.shape[1]
-        return weight[:1] if groups < 1 or weight[1] % groups else (weight[0], groups)
-    return weight[:1]

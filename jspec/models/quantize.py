@@ -89,6 +89,19 @@ def check_device(tree: Any, *cache_dtypes: str) -> None:
         )
 
 
+def scale_shape(weight: tuple[int, ...], found: jax.ShapeDtypeStruct | None) -> tuple[int, ...]:
+    """Return the shape that a stored weight's scales must have: one per row, or as found if they are of groups.
+
+    Args:
+        weight: shape of the weight.
+        found: shape of the stored scales; None: there are none.
+    """
+    if found is None or len(weight) != 2 or len(found.shape) != 2:
+        return weight[:1]
+    groups = found.shape[1]
+    return (weight[0], groups) if groups > 0 and weight[1] % groups == 0 else weight[:1]
+
+
 def quantized_as(tree: Any) -> str | None:
     """Return the kind of quantisation of the first quantised weight in a tree; None if no weight is quantised."""
     return next((leaf.kind for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)), None)
