@@ -17,12 +17,18 @@ import numpy as np
 from ml_dtypes import finfo
 
 from convert.fields import CheckpointError, listed, named
-from convert.sources import Shape, Source, Tensor, is_finite
+from convert.sources import FLOAT8, Shape, Source, Tensor, is_finite
 
 BATCH_BYTES = 32 * 2**20  # lower bound of a batch's size limit: smaller batches would only make more files
 FLOATS = ("float32", "bfloat16", "float16")
 SOURCE_FLOATS = (*FLOATS, "float64")  # dtypes that a file may have for weights
 INTEGERS = ("int64", "int32", "bool")  # dtypes that a file may have for vocabulary maps
+# For each dtype that a row may give its parameter: the dtypes that the tensors may have, and their name in errors.
+DTYPES: dict[str | None, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys((None, *FLOATS), (SOURCE_FLOATS, "floating point")),
+    FLOAT8: ((FLOAT8,), FLOAT8),
+    "int32": (INTEGERS, "integers"),
+}
 IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config determines their values
 
 
@@ -58,6 +64,11 @@ def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = No
     """
     shapes = list(sources.values())
     return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack, dtype)
+
+
+def is_stacked(row: Row) -> bool:
+    """Return whether a row is one that `stacked` makes."""
+    return row.fill is _stack and all(len(shape) == len(row.shape) for shape in row.sources.values())
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
@@ -165,11 +176,12 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)
     misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
-    whole = {name for row in rows if row.dtype not in (None, *FLOATS) for name in row.sources}
-    mistyped = [f"{n} ({tensors[n].dtype})" for n in both if n not in whole and tensors[n].dtype not in SOURCE_FLOATS]
-    rounded = [f"{n} ({tensors[n].dtype})" for n in both if n in whole and tensors[n].dtype not in INTEGERS]
+    dtypes = {name: DTYPES[row.dtype and np.dtype(row.dtype).name] for row in rows for name in row.sources}
     faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen}
-    faults |= {"not floating point": mistyped, "not integers": rounded}
+    for name in both:
+        accepted, kind = dtypes[name]
+        if tensors[name].dtype not in accepted:
+            faults.setdefault(f"not {kind}", []).append(f"{name} ({tensors[name].dtype})")
     if any(faults.values()):
         found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
         raise ValueError(f"the tensors do not match the config ({found}); check config.json against the weights")

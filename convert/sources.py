@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 from safetensors import SafetensorError, safe_open
 
 from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, read_json, short
@@ -17,7 +20,9 @@ from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, rea
 PIECE_BYTES = 8 * 2**20  # bytes of one piece of a tensor as float32
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
-EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
+FLOAT8 = "float8_e4m3fn"
+SAFETENSORS_DTYPES |= {"F8_E4M3": FLOAT8, "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+EXPONENT = {FLOAT8: 0x7F, "float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
 
 Shape = tuple[int, ...]
 
@@ -29,6 +34,7 @@ class Tensor:
     shape: Shape
     dtype: str  # name of the dtype, as numpy spells it
     file: Path  # file that holds the tensor
+    start: int | None = None  # offset in bytes of the first value in the file; None: the file's library finds it
 
 
 class Source(abc.ABC):
@@ -69,12 +75,12 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows ``start`` to ``stop - 1`` of a tensor, in the dtype of the file."""
+        """Read rows ``start`` to ``stop - 1`` of a tensor, in the dtype of the file; a scalar is one row."""
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield all rows of a tensor in order, in pieces of a few megabytes, and count NaN and infinite values."""
         tensor = self.tensors[name]
-        rows, *rest = tensor.shape
+        rows, *rest = tensor.shape or (1,)
         step = max(1, PIECE_BYTES // (4 * int(np.prod(rest))))
         for start in range(0, rows, step):
             try:
@@ -89,7 +95,8 @@ class Source(abc.ABC):
 def is_finite(values: np.ndarray) -> bool:
     """Return whether all values are finite; this is far faster than `np.isfinite` for bfloat16.
 
-    NaN and infinity have all exponent bits set. As integers of the same bits, they are the largest of their sign.
+    NaN and infinity have all exponent bits set. As integers of the same bits, they are the largest of their sign. The
+    NaN of float8_e4m3fn, which has no infinity, has all other bits set too.
     """
     exponent = EXPONENT.get(values.dtype.name)
     if exponent is None or not values.size:
@@ -103,23 +110,49 @@ def is_finite(values: np.ndarray) -> bool:
 class Safetensors(Source):
     """The tensors of safetensors files.
 
-    Each read opens the file again, because an open memory mapping keeps in memory what was read.
+    Each read opens the file again, because an open memory mapping keeps in memory what was read. float8 values are read
+    without the library, which has no numpy dtype for them.
     """
 
     def _headers(self, file: Path) -> dict[str, Tensor]:
         try:
             with safe_open(file, "numpy") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-                return {
+                headers = {
                     name: Tensor(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype(), s.get_dtype()), file)
                     for name, s in slices.items()
                 }
+            float8 = [name for name, tensor in headers.items() if tensor.dtype == FLOAT8]
+            starts = _starts(file) if float8 else {}
+            return headers | {name: replace(headers[name], start=starts[name]) for name in float8}
         except (SafetensorError, OSError) as error:
             raise incomplete(file, "safetensors file", error) from error
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        with safe_open(self.tensors[name].file, "numpy") as opened:
-            return opened.get_slice(name)[start:stop]
+        tensor = self.tensors[name]
+        if tensor.start is not None:
+            return _read_float8(tensor, start, stop)
+        with safe_open(tensor.file, "numpy") as opened:
+            return opened.get_slice(name)[start:stop] if tensor.shape else opened.get_tensor(name)[None]
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Return the offset of each tensor's first byte in a safetensors file whose header the library has checked."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_float8(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+    """Read rows ``start`` to ``stop - 1`` of a float8_e4m3fn tensor of a safetensors file."""
+    row = math.prod(tensor.shape[1:])
+    with tensor.file.open("rb") as opened:
+        opened.seek((tensor.start or 0) + start * row)
+        data = opened.read((stop - start) * row)
+    if len(data) != (stop - start) * row:
+        raise OSError(f"the file ends within rows {start} to {stop}")
+    return np.frombuffer(data, float8_e4m3fn).reshape(stop - start, *tensor.shape[1:])
 
 
 def incomplete(file: Path, what: str, error: object) -> CheckpointError:

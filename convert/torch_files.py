@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 from typing import Any, final
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 from convert.fields import CheckpointError, short
 from convert.sources import Source, Tensor, incomplete
@@ -44,7 +44,9 @@ class TorchFiles(Source):
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         import torch
 
-        rows = _load(self.tensors[name].file)[name].detach()[start:stop].contiguous()
+        rows = torch.atleast_1d(_load(self.tensors[name].file)[name].detach())[start:stop].contiguous()
+        if rows.dtype == torch.float8_e4m3fn:
+            return rows.view(torch.uint8).numpy().view(float8_e4m3fn).copy()
         if rows.dtype == torch.bfloat16:
             return rows.view(torch.int16).numpy().view(bfloat16).copy()
         return rows.numpy().copy()

@@ -176,13 +176,13 @@ def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:
     layer, size = head.layers[0], head.config.hidden_size
     assert layer.input_norm is not None
     embedded = head.embed[head.draft_to_target].astype(head.dtype)
-    of_embedding, of_feature = _columns(layer.qkv, slice(size)), _columns(layer.qkv, slice(size, None))
+    of_embedding, of_feature = (_columns(layer.qkv, first, first + size) for first in (0, size))
     normed = rms_norm(embedded, layer.input_norm, head.config.norm_eps)
     return PrecomputedFirstLayer(matmul(normed, of_embedding), of_feature)
 
 
-def _columns(weight: Weight, part: slice) -> Weight:
-    return replace(weight, values=weight.values[:, part]) if isinstance(weight, Quantized) else weight[:, part]
+def _columns(weight: Weight, start: int, stop: int) -> Weight:
+    return weight.columns(start, stop) if isinstance(weight, Quantized) else weight[:, start:stop]
 
 
 def project_inputs(
@@ -306,7 +306,7 @@ def output_logits(
     hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
-        product = matmul_unscaled(normed[0], head.head, jnp.float32)
+        product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)
     if head.precomputed is not None:
         feature = normed[1] if len(norms) == 2 else _norm_features(head, hidden)
         parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=implementation)

@@ -87,4 +87,4 @@ def head_product(x: Array, head: Weight, implementation: str, *, deterministic: 
     """Return hidden states times output head [1, batch, tokens, vocab]; scales of a quantised head are not applied."""
     if deterministic:
         return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
-    return matmul_unscaled(x, head, jnp.float32)
+    return matmul_unscaled(x, head, jnp.float32, implementation=implementation)

@@ -27,7 +27,9 @@ from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.params import Params, model_params
-from jspec.models.quantize import check_scope, quantize_parameters
+from jspec.models.quantize import check_scope, check_stored, quantize_parameters, scale_shape
+from jspec.models.quantized_config import CONFIG, read_scheme
+from jspec.models.quantized_rows import quantized_rows
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +77,19 @@ def load(
 ) -> Checkpoint:
     """Load a target or a draft model.
 
+    Float8 checkpoints of compressed-tensors, of ModelOpt and in the format of DeepSeek-V3 and Qwen3 keep their bytes
+    and their scales (`jspec.models.quantized_rows`). They load as kind "fp8" on every device: weights are float8, and
+    activations are not rounded, whatever the config says of activations. Thus the results are those of the stored
+    weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do with
+    such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
+
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
         dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
-            None: as stored.
+            None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic" only.
         placement: sharding of each parameter, by name; None: the default device.
         check: function of the config and the folder that is called before weights are read, and may raise an error.
 
@@ -108,10 +116,16 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
-        fields, names = text_model(fields, source)
+        scheme = read_scheme(fields, source.folder)
+        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
+        fields, names = text_model(plain, source)
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
-        return config, renamed(families.family_of(config.family).weights(config, names), names)
+        rows = renamed(families.family_of(config.family).weights(config, names), names)
+        if scheme is None:
+            return config, rows
+        logger.info("%s: %s", source.folder, scheme)
+        return config, quantized_rows(rows, scheme, source.tensors)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.with_theta(rope_theta)
@@ -198,6 +212,7 @@ def read_checkpoint(
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
+        check_stored(orbax.unflatten(header.parameters), quantize)
         if check is not None:
             check(header.config, folder)
         params = format_of(header.kind).params(header.config, header.parameters)
@@ -209,6 +224,7 @@ def read_checkpoint(
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    check_stored(orbax.unflatten(parameters_of(plan)), quantize)
     if check is not None:
         check(plan.config, folder)
     arrays: dict[str, Any] = {}
@@ -222,7 +238,9 @@ def read_checkpoint(
             arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
             progress.update(len(batch))
             del batch, placed
-    return Checkpoint(plan.kind, plan.config, orbax.unflatten(arrays), folder)
+    weights = orbax.unflatten(arrays)
+    weights = weights if quantize is None else quantize_parameters(weights, quantize)  # those that the files quantise
+    return Checkpoint(plan.kind, plan.config, weights, folder)
 
 
 def read_header(path: str | Path, format_of: FormatOf) -> Header:
@@ -238,8 +256,12 @@ def read_header(path: str | Path, format_of: FormatOf) -> Header:
     if orbax.is_checkpoint(folder):
         return _read_manifest(folder, format_of, None)
     plan = read_plan(folder, format_of)
-    parameters = {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
-    return Header(plan.kind, plan.config, parameters, folder)
+    return Header(plan.kind, plan.config, parameters_of(plan), folder)
+
+
+def parameters_of(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each parameter of a plan, by name."""
+    return {row.parameter: jax.ShapeDtypeStruct(row.shape, plan.row_dtype(row)) for row in plan.rows}
 
 
 def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = None) -> Plan:
@@ -294,7 +316,10 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if f"{name}.values" in stored:
-            wanted |= {f"{name}.values": spec.shape, f"{name}.scale": spec.shape[:1]}
+            wanted |= {
+                f"{name}.values": spec.shape,
+                f"{name}.scale": scale_shape(spec.shape, stored.get(f"{name}.scale")),
+            }
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from pallas_kernels.layers.quantized import KINDS, Quantized, quantize
+from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
 NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last parts of the names of weights to quantise
@@ -55,6 +55,18 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
     return quantized
 
 
+def check_stored(tree: Any, kind: str | None) -> None:
+    """Raise ValueError if a tree has quantised weights that cannot become weights of another kind.
+
+    Args:
+        tree: tree of weights, or of their shapes and dtypes.
+        kind: wanted kind of quantisation; None: as stored.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized):
+        if kind is not None and _is_quantized(leaf):
+            _of_kind(leaf, kind)
+
+
 def quantize_parameters(tree: Tree, kind: str) -> Tree:
     """Quantise the linear weights (`NAMES`) in any tree of parameters; other leaves stay unchanged."""
     return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
@@ -77,6 +89,19 @@ def check_device(tree: Any, *cache_dtypes: str) -> None:
         )
 
 
+def scale_shape(weight: tuple[int, ...], found: jax.ShapeDtypeStruct | None) -> tuple[int, ...]:
+    """Return the shape that a stored weight's scales must have: one per row, or as found if they are of groups.
+
+    Args:
+        weight: shape of the weight.
+        found: shape of the stored scales; None: there are none.
+    """
+    if found is None or len(weight) != 2 or len(found.shape) != 2:
+        return weight[:1]
+    groups = found.shape[1]
+    return (weight[0], groups) if groups > 0 and weight[1] % groups == 0 else weight[:1]
+
+
 def quantized_as(tree: Any) -> str | None:
     """Return the kind of quantisation of the first quantised weight in a tree; None if no weight is quantised."""
     return next((leaf.kind for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)), None)
@@ -88,8 +113,17 @@ def _is_quantized(node: Any) -> bool:
 
 def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
     if _is_quantized(leaf):
-        if "int8" in (kind, leaf.kind) and leaf.kind != kind:
-            raise ValueError(f"quantize: expected unquantised weights, got {leaf.kind}; start from the original")
-        return replace(leaf, dynamic=kind == "fp8_dynamic")
+        return _of_kind(leaf, kind)
     name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
     return _quantize(leaf, kind=kind) if name in NAMES else leaf
+
+
+def _of_kind(weight: Quantized, kind: str) -> Quantized:
+    if "int8" in (kind, weight.kind) and weight.kind != kind:
+        raise ValueError(f"quantize: expected unquantised weights, got {weight.kind}; start from the original")
+    if kind == "fp8_dynamic" and has_group_scales(weight):
+        raise ValueError(
+            f"quantize: expected one scale per output channel for fp8_dynamic, got a scale for each {weight.group} "
+            "columns; leave it out, or pass fp8"
+        )
+    return replace(weight, dynamic=kind == "fp8_dynamic")

@@ -15,7 +15,8 @@ from convert.huggingface import FLOATS
 from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
-from jspec.models.quantize import check_scope, quantize_parameters
+from jspec.models.load import parameters_of
+from jspec.models.quantize import check_scope, check_stored, quantize_parameters
 from jspec.tools.parser import Parser
 
 STORED = ("int8", "fp8")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterator[dict[str, np.ndarray]]:
     """Yield the plan's batches of parameters, quantised, and count the parameters on the bar."""
     check_scope(kind, planned.kind)
+    check_stored(orbax.unflatten(parameters_of(planned)), kind)
     for batch in planned.batches(dtype):
         bar.update(len(batch))
         leaves = batch if kind is None else orbax.flatten(quantize_parameters(batch, kind))

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from convert import hub, orbax
@@ -14,6 +15,7 @@ from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
+from pallas_kernels.layers.quantized import Quantized
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -86,7 +88,7 @@ def _contents(found: Header) -> list[str]:
             lines = [*_eagle(found, head), *describe_layers(head)]
         case MedusaConfig() as heads:
             lines = _medusa(heads)
-    return [*lines, _parameters(found)]
+    return [*lines, _parameters(found), *_quantization(found)]
 
 
 def _model(config: ModelConfig) -> list[str]:
@@ -153,6 +155,14 @@ def _parameters(found: Header) -> str:
         if not name.endswith((".scale", "draft_to_target")):
             counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
+
+
+def _quantization(found: Header) -> list[str]:
+    """Return a line with the kinds of the quantised weights, and how many input channels share a scale if not all."""
+    leaves = jax.tree.leaves(orbax.unflatten(found.parameters), is_leaf=lambda node: isinstance(node, Quantized))
+    weights = [leaf for leaf in leaves if isinstance(leaf, Quantized)]
+    kinds = sorted({w.kind + (f" in groups of {w.group}" if w.group else "") for w in weights})
+    return [f"quantised: {' or '.join(kinds)}"] if kinds else []
 
 
 def _companions(folder: Path) -> list[str]:

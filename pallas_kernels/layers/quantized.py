@@ -1,4 +1,6 @@
-"""Weights with one byte per value and a scale for each output channel, and matrix products with such weights.
+"""Weights with one byte per value and scales, and matrix products with such weights.
+
+A weight has one scale per output channel:
 
     int8          y = (x @ values.T) * scale              only weights are quantised; scale = max |w| / 127 per row of w
     fp8           y = (x @ values.T) * scale              like int8, to float8_e4m3fn; scale = max |w| / 448
@@ -7,17 +9,20 @@
 Each row of x is quantised separately, so its result does not depend on other rows. But quantising can turn a difference
 in the last bit of a float32 sum into a relative difference of 1/16. Therefore "fp8_dynamic" keeps the probabilities of
 decoding only up to such rounding errors, not bit for bit.
+
+A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`).
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
@@ -29,10 +34,13 @@ STATIC = {"static": True}  # metadata of a field that belongs to the pytree's st
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised weight [out, inner], equal to values * scale[:, None]."""
+    """A quantised weight [out, inner], equal to values * scale[:, None].
+
+    With group scales [out, groups], each scale belongs to the next inner / groups columns of its row.
+    """
 
     values: Num[Array, "out inner"]  # int8 or float8_e4m3fn
-    scale: Float[Array, " out"]  # float32
+    scale: Float[Array, " out"] | Float[Array, "out groups"]  # float32
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
 
     @property
@@ -44,6 +52,19 @@ class Quantized:
         if self.values.dtype == INT8:
             return "int8"
         return "fp8_dynamic" if self.dynamic else "fp8"
+
+    @property
+    def group(self) -> int | None:
+        """Number of columns that share a scale; None: all columns of a row."""
+        return None if self.scale.ndim == 1 else self.values.shape[1] // self.scale.shape[1]
+
+    def columns(self, start: int, stop: int) -> "Quantized":
+        """Returns columns `start` to `stop - 1` of the weight, as a weight with the same values."""
+        values, scale = self.values[:, start:stop], self.scale
+        if self.group is not None:
+            fine = math.gcd(self.group, start, stop)  # groups of this size lie within the columns
+            scale = jnp.repeat(scale, self.group // fine, axis=1)[:, start // fine : stop // fine]
+        return replace(self, values=values, scale=scale)
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +103,11 @@ Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 def has_dynamic_activations(weight: Weight) -> bool:
     """Returns whether activations are quantised before they are multiplied by this weight."""
     return isinstance(weight, Quantized) and weight.dynamic
+
+
+def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
+    """Returns whether a weight is quantised with scales for groups of columns."""
+    return isinstance(weight, Quantized) and weight.scale.ndim == 2
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
@@ -128,6 +154,7 @@ def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implem
     Raises:
         TypeError: x is quantised, and the weight is not of "fp8_dynamic".
     """
+    assert not has_group_scales(weight), "sums over several groups have no common scale"
     if isinstance(weight, Quantized) and weight.dynamic:
         if not isinstance(x, QuantizedActivation):
             x = quantize_activation(x, gate=gate, implementation=implementation)
@@ -152,6 +179,8 @@ def matmul_unscaled(
 
     For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales.
     """
+    if has_group_scales(weight):
+        return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
     dtype = dtype or x.dtype
     precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
@@ -163,6 +192,29 @@ def matmul_unscaled(
     if f.row_scale is not None and f.scale is not None:
         return Scaled(sums[None], f.row_scale, f.scale)
     return f.scaled(sums).astype(dtype)[None]
+
+
+def matmul_grouped(
+    x: Inputs,
+    weight: Quantized,
+    dtype: jnp.dtype | None = None,
+    *,
+    parts: int = 1,
+    gate: Activation | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "parts *rows out"]:
+    """Returns the product with a weight that has group scales, as partial sums; several partial sums are float32.
+
+    Args:
+        x, dtype, gate, implementation: as in `matmul`.
+        weight: [out, inner], with group scales.
+        parts: number of partial sums.
+    """
+    if isinstance(x, QuantizedActivation) or weight.dynamic:
+        raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
+    x = gated(x, gate) if gate else x
+    dtype = jnp.dtype("float32") if parts > 1 else dtype or x.dtype
+    return grouped_matmul(x, weight.values, weight.scale, dtype, parts=parts, implementation=implementation)
 
 
 def matmul(

@@ -29,6 +29,8 @@ from pallas_kernels.layers.quantized import (
     Weight,
     factors,
     has_dynamic_activations,
+    has_group_scales,
+    matmul_grouped,
     matmul_unscaled,
     split_scales,
 )
@@ -195,12 +197,15 @@ def split_matmul(
             multiplied by the weight. None: x is multiplied.
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
-        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows.
-            The Hopper kernel computes some products of "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
+        implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
+            unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
+            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
+    if has_group_scales(weight):
+        return matmul_grouped(x, weight, parts=parts, gate=gate, implementation=implementation)
     if parts == 1:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)

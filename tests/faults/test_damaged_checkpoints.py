@@ -24,7 +24,7 @@ from jspec import SamplingParams
 from jspec.draft import auto
 from jspec.engine.tokenizer import load_tokenizer
 from jspec.tools.convert import main
-from tests.support import folders
+from tests.support import folders, quantized_folders
 from tests.support.folders import EAGLE, HEAD, TARGET
 
 pytestmark = [
@@ -57,10 +57,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     written.append(write_wrapped(root / "speculators"))
     written.append(folders.write(root / "medusa", {"medusa_num_heads": 3}, folders.medusa_tensors()))
     written.append(folders.write(root / "sharded", TARGET, folders.target_tensors(), shards=3))
+    for name in ("fp8 by block", "compressed-tensors by row"):
+        form = quantized_folders.FORMATS[name]
+        written.append(quantized_folders.write(root / name, form, quantized_folders.quantised(form)[0]))
     for folder in (target, *written[:2]):
         write_tokenizer(folder)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "do_sample": True, "top_k": 5}))
-    written += [convert(folder) for folder in (target, *written[:4])]
+    written += [convert(folder) for folder in (target, *written[:4], *written[-2:])]
     return [target, *written, *torch_folders(root)]
 
 

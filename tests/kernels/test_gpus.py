@@ -117,6 +117,11 @@ def product(rows: int, kind: str | None = None) -> Case:
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
+def grouped_product(rows: int) -> Case:
+    weight = Quantized(shape(6144, HIDDEN, dtype=FP8), shape(6144, HIDDEN // 128, dtype=F32))
+    return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
+
+
 def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
     arrays = shape(rows, HIDDEN, dtype=dtype), shape(6144, HIDDEN, dtype=dtype)
     return partial(deterministic_matmul, implementation="pallas"), arrays
@@ -193,6 +198,7 @@ FLOAT8: dict[str, Case] = {
     "quantise rows": (partial(quantize_rows, implementation="pallas"), (shape(5, HIDDEN),)),
     "gate and quantise": (partial(quantize_rows, gate="silu", implementation="pallas"), (shape(5, 28672),)),
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
+    **{f"product {rows} in groups": grouped_product(rows) for rows in (5, 61, 160)},
     **{f"product by XLA, {kind}": xla_product(kind) for kind in ("fp8", "fp8_dynamic")},
 }
 # The default run compiles one case of each kernel. The L40 gets the larger kernels: it has the least shared memory.
@@ -203,6 +209,7 @@ DEFAULT = {
         "rotate 256",
         "move fp8",
         "product 61 int8",
+        "product 61 in groups",
         "norm of 4 partial sums",
         "sampling threshold",
         "sample tokens",
@@ -211,7 +218,7 @@ DEFAULT = {
         "attention 61, deterministic",
         "product 5, deterministic, float32",
     ),
-    "H100": ("append", "gather rows", "scatter rows", "top 59 in order"),
+    "H100": ("product 160 in groups", "append", "gather rows", "scatter rows", "top 59 in order"),
 }
 
 

@@ -1,0 +1,146 @@
+"""Reads float8 weights as they are stored: rows of a weight map for their bytes, and for their scales.
+
+A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, which together are a `Quantized`
+(`pallas_kernels.layers.quantized`). Families need to know nothing of this: they map tensors to parameters as if the
+checkpoint were not quantised.
+
+The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
+stay unrounded with kind "fp8" and get a scale for each row with "fp8_dynamic". The scales of keys and values are for a
+float8 cache; the cache has the model's dtype unless `kv_dtype` says otherwise, and a float8 cache has no scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from convert.fields import CheckpointError, listed, short
+from convert.huggingface import Row, is_stacked
+from convert.sources import FLOAT8, Shape, Source, Tensor
+from jspec.models.config import unsupported
+from jspec.models.quantize import NAMES
+from jspec.models.quantized_config import CONFIG, Scheme
+
+WEIGHT = ".weight"
+# Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
+SCALES = ("weight_scale_inv", "weight_scale")
+# Ends of the names of scales of activations, keys and values.
+UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+
+
+def quantized_rows(rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor]) -> list[Row]:
+    """Replace each row of a weight map whose tensors are quantised by a row of values and a row of scales.
+
+    Whether a weight is quantised is seen from its tensors: it is float8, or there are scales for it.
+
+    Args:
+        rows: rows of the weight map, as for an unquantised checkpoint.
+        scheme: how the checkpoint is quantised.
+        tensors: headers of the tensors, by name.
+
+    Raises:
+        CheckpointError: no weight is quantised, or one that the config excludes is.
+        NotImplementedError: a parameter cannot be quantised, or has quantised and unquantised parts.
+    """
+    found: list[Row] = []
+    unused = {name: tensor.shape for name, tensor in tensors.items() if name.endswith(UNUSED)}
+    for row in rows:
+        quantized = [name for name in row.sources if _is_quantized(name, tensors)]
+        if not quantized:
+            found.append(row)
+            continue
+        _check(row, quantized, scheme, tensors)
+        found += _split(row, scheme, tensors, unused)
+        unused = {}  # one row names them all, so that each is known
+    if not any(row.dtype == FLOAT8 for row in found):
+        raise CheckpointError(CONFIG, f"expected float8 weights ({scheme.method}), got none; delete {CONFIG}")
+    return found
+
+
+def _is_quantized(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    is_float8 = name in tensors and tensors[name].dtype.startswith("float8")
+    return is_float8 or any(scale in tensors for scale in _scale_names(name))
+
+
+def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
+    return [f"{weight.removesuffix(WEIGHT)}.{suffix}" for suffix in suffixes]
+
+
+def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
+    """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
+    if row.parameter.rpartition(".")[2] not in NAMES or not is_stacked(row) or len(row.shape) != 2:
+        raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
+    if others := [name for name in row.sources if name not in quantized]:
+        raise unsupported(row.parameter, f"{listed(others)} unquantised", "all of its parts quantised, or none")
+    for name in quantized:
+        if (key := scheme.exclusion(name.removesuffix(WEIGHT))) is not None:
+            place = tensors[name].file if name in tensors else CONFIG
+            raise CheckpointError(
+                place, f"{short(name)}: expected an unquantised weight, as {short(key)} excludes it in the config, got "
+                f"a quantised one; correct {CONFIG}",
+            )  # fmt: skip
+
+
+def _split(row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapping[str, Shape]) -> list[Row]:
+    """Return the row of a parameter's values and the row of its scales."""
+    out, inner = row.shape
+    groups = () if scheme.block is None else (inner // math.gcd(inner, scheme.block[1]),)
+    parts: dict[str, Shape] = {}  # shape of the weight, by name of its scales
+    sources: dict[str, Shape] = {}  # shape of the scales, by their name
+    for weight, shape in row.sources.items():
+        names = _scale_names(weight, SCALES if scheme.method == "fp8" else SCALES[1:])
+        scale = next((name for name in names if name in tensors), names[-1 if scheme.block is None else 0])
+        parts[scale] = shape
+        sources[scale] = _scale_shape(scheme, shape, tensors.get(scale))
+    fill = partial(_fill_scales, parts, scheme.block)
+    return [
+        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8),
+        Row(f"{row.parameter}.scale", {**sources, **unused}, (out, *groups), fill, "float32"),
+    ]
+
+
+def _scale_shape(scheme: Scheme, weight: Shape, found: Tensor | None) -> Shape:
+    """Return the shape that the scales of a weight must have; of several spellings, the one that is found."""
+    out, inner = weight
+    if scheme.block is not None:
+        rows, columns = scheme.block
+        return -(-out // rows), -(-inner // columns)
+    spellings: list[Shape] = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
+    return found.shape if found is not None and found.shape in spellings else spellings[0]
+
+
+def _fill_scales(
+    parts: Mapping[str, Shape], block: tuple[int, int] | None, source: Source, row: Row, dtype: str
+) -> np.ndarray:
+    """Read the scales of a parameter, and repeat each for all rows, and all groups of columns, that it belongs to.
+
+    Args:
+        parts: shapes of the weights that are concatenated along axis 0, by name of their scales.
+        block: rows and columns that share a scale; None: a scale per row or per tensor.
+        source, row, dtype: as in `Row.fill`.
+
+    Raises:
+        CheckpointError: a scale is negative, infinite or NaN.
+    """
+    filled, first = np.empty(row.shape, np.dtype(dtype)), 0
+    for name, (out, inner) in parts.items():
+        scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
+        wrong = scale[~(np.isfinite(scale) & (scale >= 0))]
+        if wrong.size:
+            raise CheckpointError(
+                source.tensors[name].file, f"{short(name)}: expected finite scales from 0, got {wrong.flat[0]} (values "
+                f"of this kind: {wrong.size}); download it again",
+            )  # fmt: skip
+        part = filled[first : first + out]
+        if block is None:
+            part[:] = scale.reshape(-1)
+        else:
+            groups = part.shape[1]
+            rows, columns = min(block[0], out), min(block[1] * groups // inner, groups)
+            part[:] = np.repeat(np.repeat(scale, rows, 0)[:out], columns, 1)[:, :groups]
+        first += out
+    return filled

@@ -1,0 +1,149 @@
+"""Compare products with group scales with float64, and check launches and memory for an H100."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.models.layers import head_product
+from pallas_kernels import gated_matmul, split_matmul
+from pallas_kernels.layers.grouped_matmul import grouped_matmul
+from pallas_kernels.layers.quantized import Quantized, matmul, quantize_activation, reduce_partials
+from tests.support.gpus import H100, compile_for
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+def problem(rows: int, out: int, inner: int, group: int, dtype: str = "float8_e4m3fn") -> tuple[jax.Array, Quantized]:
+    """Return random x and weight; the scales of neighbouring groups differ by up to ten, so a wrong one shows."""
+    rng = np.random.default_rng(rows + out)
+    values = jnp.asarray(rng.normal(size=(out, inner)) * 30, F32).astype(dtype)
+    scale = 10.0 ** rng.uniform(-3, -2, (out, inner // group))
+    return jnp.asarray(rng.normal(size=(rows, inner)), BF16), Quantized(values, jnp.asarray(scale, F32))
+
+
+def wide(weight: Quantized) -> np.ndarray:
+    """Return the weight in float64, each value times the scale of its group."""
+    found = np.asarray(weight.values, np.float64)
+    assert weight.group is not None
+    for row, column in np.ndindex(*weight.shape):
+        found[row, column] *= float(weight.scale[row, column // weight.group])
+    return found
+
+
+def expected(x: jax.Array, weight: Quantized) -> np.ndarray:
+    scale = np.asarray(weight.scale, np.float64).repeat(weight.shape[1] // weight.scale.shape[1], 1)
+    return np.asarray(x, np.float64) @ (np.asarray(weight.values, np.float64) * scale).T
+
+
+def error(got: Any, wanted: np.ndarray) -> float:
+    return float(np.abs(np.asarray(got, np.float64) - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "group", "parts", "dtype"),
+    [
+        (1, 70, 512, 128, 1, "float8_e4m3fn"),  # the last tile of columns is partial
+        (20, 64, 256, 32, 1, "float8_e4m3fn"),
+        (70, 130, 512, 128, 2, "float8_e4m3fn"),  # two tiles of rows
+        (5, 64, 768, 384, 2, "int8"),  # three steps of k in a group
+    ],
+)
+def test_product_in_groups_has_the_sums_of_each_groups_values_times_its_scale(
+    rows: int, out: int, inner: int, group: int, parts: int, dtype: str, implementation: str
+) -> None:
+    x, weight = problem(rows, out, inner, group, dtype)
+    run = partial(grouped_matmul, dtype=F32, parts=parts, implementation=implementation)
+    got = run(x, weight.values, weight.scale)
+    assert got.shape == (parts, rows, out)
+    assert error(got.sum(0), expected(x, weight)) < 1e-6  # float32 sums of exact products
+    other = run(x, weight.values, jnp.roll(weight.scale, 1, axis=1)).sum(0)
+    assert error(other, expected(x, weight)) > 0.1, "control: each group has the next one's scale"
+
+
+@pytest.mark.once
+def test_scales_of_a_weight_belong_to_consecutive_columns_of_a_row() -> None:
+    _, weight = problem(1, 3, 12, 4)
+    identity = jnp.eye(12, dtype=F32)
+    np.testing.assert_allclose(matmul(identity, weight), wide(weight).T, rtol=1e-6)
+    np.testing.assert_allclose(expected(identity, weight), wide(weight).T, rtol=1e-12)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (6, 12), (4, 12), (5, 7)])
+def test_columns_of_a_weight_with_group_scales_keep_their_values(start: int, stop: int) -> None:
+    """Ranges that cut a group in two get smaller groups."""
+    _, weight = problem(1, 3, 12, 4)
+    part = weight.columns(start, stop)
+    assert part.shape == (3, stop - start)
+    np.testing.assert_array_equal(wide(part), wide(weight)[:, start:stop])
+
+
+@pytest.mark.once
+def test_every_product_accepts_group_scales() -> None:
+    x, weight = problem(5, 1024, 2048, 128)
+    wanted = expected(x, weight)
+    parts = split_matmul(x, weight, implementation="pallas")
+    assert (parts.shape, parts.dtype) == ((4, 5, 1024), F32)
+    assert error(reduce_partials(parts, F32), wanted) < 1e-6
+    assert error(reduce_partials(parts[1:], F32), wanted) > 0.01, "control: a part is missing"
+    assert error(matmul(x, weight), wanted) < 4e-3  # one rounding to bfloat16
+    head = head_product(x, weight, "auto", deterministic=False)
+    assert head.dtype == F32
+    assert error(reduce_partials(head, F32), wanted) < 1e-6
+    gate, up = np.split(wanted, 2, axis=1)
+    silu = gate / (1 + np.exp(-gate)) * up
+    assert error(gated_matmul(x, weight), silu) < 2e-2  # gate and up are rounded before they are multiplied
+    both = jnp.concatenate([x, x], axis=1)
+    activations = np.asarray(x, np.float64) ** 2 / (1 + np.exp(-np.asarray(x, np.float64)))
+    assert error(matmul(both, weight, gate="silu"), expected(jnp.asarray(activations, BF16), weight)) < 2e-2
+
+
+@pytest.mark.once
+def test_product_in_groups_outside_of_the_limits_raises() -> None:
+    x, weight = problem(5, 64, 256, 16)
+    with pytest.raises(NotImplementedError, match="groups must be multiples of 32 columns, got 16"):
+        matmul(x, weight, implementation="pallas")
+    x, weight = problem(5, 64, 256, 64)
+    with pytest.raises(NotImplementedError, match="x must be bfloat16 or float16, got float32"):
+        matmul(x.astype(F32), weight, implementation="pallas")
+    with pytest.raises(TypeError, match="group scales need activations that are not quantised"):
+        matmul(quantize_activation(x), weight)
+
+
+PRODUCTS: dict[str, tuple[int, int, Callable[..., Any]]] = {  # of Llama-3.1-8B: output and input width, function
+    "qkv": (6144, 4096, split_matmul),
+    "down": (4096, 14336, split_matmul),
+    "gate and up": (28672, 4096, gated_matmul),
+    "head": (128256, 4096, partial(head_product, implementation="auto", deterministic=False)),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 61, 160, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_in_groups_compiled_for_h100_writes_no_widened_weight(name: str, rows: int) -> None:
+    out, inner, function = PRODUCTS[name]
+    x = jax.ShapeDtypeStruct((1, rows, inner), BF16)
+    weight = Quantized(
+        jax.ShapeDtypeStruct((out, inner), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((out, inner // 128), F32)
+    )
+    program = compile_for(H100, function, x, weight, fail_on_spills=True)
+    activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
+    assert program.temp_bytes <= activations
+    assert [launch.name for launch in program.launches if "multiply" not in launch.name] == ["grouped_matmul"]
+
+
+def test_reference_of_a_product_in_groups_compiled_for_h100_writes_a_widened_weight() -> None:
+    """Negative control of the test of memory."""
+    arrays = [
+        jax.ShapeDtypeStruct(*a) for a in (((61, 4096), BF16), ((6144, 4096), jnp.float8_e4m3fn), ((6144, 32), F32))
+    ]
+    program = compile_for(H100, partial(grouped_matmul, dtype=F32, implementation="reference"), *arrays)
+    assert program.temp_bytes >= 2 * 6144 * 4096

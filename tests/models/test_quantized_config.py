@@ -1,0 +1,130 @@
+"""Test how a config's quantisation is read, and that each option that jspec does not support is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convert.fields import CheckpointError, Fields
+from jspec.models.quantized_config import Scheme, read_scheme
+from tests.support import quantized_folders as made
+
+pytestmark = pytest.mark.once
+
+ROWS, BLOCKS = made.FORMATS["compressed-tensors by row"].config, made.FORMATS["fp8 by block"].config
+BY_TENSOR = made.FORMATS["compressed-tensors by tensor"].config
+WEIGHTS = ("config_groups", "group_0", "weights")
+INPUTS = ("config_groups", "group_0", "input_activations")
+
+
+def read(config: Any, folder: Path = Path("/nowhere")) -> Scheme | None:
+    return read_scheme(Fields.of({"quantization_config": config}), folder)
+
+
+def changed(config: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of a config with another value at a path of keys."""
+    found = copy.deepcopy(config)
+    place = found
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return found
+
+
+SCHEMES = {
+    "compressed-tensors by row": Scheme("compressed-tensors", "channel", None, "dynamic", ("lm_head",)),
+    "compressed-tensors by tensor": Scheme("compressed-tensors", "tensor", None, "static", ("lm_head",)),
+    "compressed-tensors by block": Scheme("compressed-tensors", "block", (32, 16), "dynamic", ("lm_head",)),
+    "modelopt": Scheme("modelopt", "tensor", None, "static", ("lm_head",)),
+    "fp8 by block": Scheme("fp8", "block", (32, 16), "dynamic"),
+    "fp8 by tensor": Scheme("fp8", "tensor", None, "static", ("lm_head",)),
+}
+
+
+@pytest.mark.parametrize("name", made.FORMATS)
+def test_config_of_each_format_gives_its_scheme(name: str) -> None:
+    assert read(made.FORMATS[name].config) == SCHEMES[name]
+
+
+def test_scheme_as_text_names_what_shares_a_scale_and_what_is_not_used() -> None:
+    assert str(SCHEMES["fp8 by block"]) == (
+        "fp8, float8 weights with a scale per block of 32 x 16; its dynamic scales of activations are not used"
+    )
+    assert str(Scheme("fp8", "tensor")) == "fp8, float8 weights with a scale per tensor"
+
+
+def test_config_without_quantisation_gives_no_scheme() -> None:
+    assert read(None) is None
+    assert read_scheme(Fields.of({}), Path("/nowhere")) is None
+    weights_only = read(changed(ROWS, INPUTS, None))
+    assert weights_only is not None and weights_only.activations is None
+
+
+UNSUPPORTED = [
+    ({"quant_method": "gptq", "bits": 4}, "quantization_config: expected float8 weights of compressed-tensors"),
+    (changed(ROWS, ["format"], "pack-quantized"), "format: expected 'float-quantized', got 'pack-quantized'"),
+    (changed(ROWS, [*WEIGHTS, "num_bits"], 4), "num_bits: expected 8, got 4"),
+    (changed(ROWS, [*WEIGHTS, "type"], "int"), "type: expected 'float', got 'int'"),
+    (changed(ROWS, [*WEIGHTS, "strategy"], "group"), "strategy: expected 'tensor' or 'channel' or 'block', got 'gr"),
+    (changed(ROWS, [*WEIGHTS, "group_size"], 128), "group_size: expected none, got 128"),
+    (changed(ROWS, [*WEIGHTS, "symmetric"], False), "symmetric: expected True, got False"),
+    (changed(ROWS, [*WEIGHTS, "dynamic"], True), "dynamic: expected False, got True"),
+    (changed(ROWS, [*INPUTS, "num_bits"], 4), "input_activations: num_bits: expected 8, got 4"),
+    (changed(ROWS, [*INPUTS[:2], "output_activations"], {"num_bits": 8}), "output_activations: expected none"),
+    (changed(ROWS, ["config_groups", "group_1"], BY_TENSOR["config_groups"]["group_0"]), "expected one group, or sev"),
+    (changed(ROWS, ["transform_config"], {"groups": 1}), "transform_config: expected none"),
+    (changed(ROWS, ["sparsity_config"], {"format": "sparse-24-bitmask"}), "format: expected 'dense', got 'sparse-24"),
+    (changed(made.MODELOPT, ["quant_algo"], "NVFP4"), "quant_algo: expected 'FP8', got 'NVFP4'"),
+    (changed(made.MODELOPT, ["config_groups"], ROWS["config_groups"]), "config_groups: expected one scale per tensor"),
+    (changed(BLOCKS, ["fmt"], "e5m2"), "fmt: expected 'e4m3', got 'e5m2'"),
+    (changed(BLOCKS, ["expert_dtype"], "fp4"), "expert_dtype: expected 'fp8', got 'fp4'"),
+    (changed(BLOCKS, ["modules_to_convert"], ["model.embed_tokens"]), "modules_to_convert: expected none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), UNSUPPORTED, ids=[message.split(":")[0] for _, message in UNSUPPORTED])
+def test_config_with_an_unsupported_option_raises_naming_it(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        read(config)
+
+
+WRONG = [
+    ("float8", "quantization_config: expected an object"),
+    (changed(BLOCKS, ["weight_block_size"], [128]), "weight_block_size: expected two sizes above 0"),
+    (changed(BLOCKS, ["weight_block_size"], [128, 0]), "weight_block_size: expected two sizes above 0"),
+    (changed(ROWS, [*WEIGHTS, "strategy"], "block"), "block_structure: expected two sizes for the strategy 'block'"),
+    (changed(ROWS, ["ignore"], ["re:["]), r"expected a regular expression after 're:', got 're:\['"),
+    (changed(ROWS, ["ignore"], "lm_head"), "ignore: expected a list of texts"),
+    (changed(BLOCKS, ["weight_block_size"], [10**30, 1]), "weight_block_size: expected a list of integers"),
+    (changed(ROWS, ["format"], None), "missing format"),
+    (changed(ROWS, WEIGHTS, None), "missing weights"),
+    (changed(ROWS, WEIGHTS, {"strategy": "channel"}), "missing num_bits"),
+    ({"quant_method": "modelopt"}, "missing quant_algo"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[message.split(":")[0] for _, message in WRONG])
+def test_config_with_an_impossible_value_raises_naming_it(config: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "excluded"),
+    [
+        ("lm_head", "lm_head", True),
+        ("model.layers.1", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1", "model.layers.10.mlp.up_proj", False),
+        ("up_proj", "model.layers.1.mlp.up_proj", True),
+        ("p_proj", "model.layers.1.mlp.up_proj", False),
+        ("model.layers.*.mlp*", "model.layers.1.mlp.up_proj", True),
+        (r"re:.*\.self_attn\..*", "model.layers.1.self_attn.o_proj", True),
+        (r"re:self_attn", "model.layers.1.self_attn.o_proj", False),
+    ],
+)
+def test_excluded_name_matches_whole_parts_of_a_module_name(name: str, module: str, excluded: bool) -> None:
+    assert (Scheme("fp8", "tensor", unquantized=(name,)).exclusion(module) == name) == excluded
