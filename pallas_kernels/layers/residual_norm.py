@@ -51,13 +51,17 @@ def rms_norm(
     return _weighted(_quotient(x, eps, x.shape[-1]), weight, x.dtype)
 
 
-def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
-    delta = reduce_partials(parts, x.dtype)
+def _sum(x: Array, delta: Array, post_norm: Array | None, eps: float, factor: float, size: int) -> Array:
+    """Returns x + factor * norm(delta), for rows of `size` columns padded with zeros; each step is rounded."""
     if post_norm is not None:
-        delta = rms_norm(delta, post_norm, eps)
+        delta = _weighted(_quotient(delta, eps, size), post_norm, x.dtype)
     if factor != 1.0:
-        delta = (delta * factor).astype(x.dtype)
-    total = x + delta
+        delta = (delta.astype(jnp.float32) * factor).astype(x.dtype)
+    return x + delta
+
+
+def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
+    total = _sum(x, reduce_partials(parts, x.dtype), post_norm, eps, factor, x.shape[-1])
     quotient = _quotient(total, eps, x.shape[-1])
     normed = [_weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
@@ -75,27 +79,32 @@ def _kernel(
     # inputs
     x_ref,  # [T, hidden], the model's dtype
     parts_ref,  # [parts, T, hidden]
-    *refs,  # a weight [hidden] per norm; float32 scales of the partial sums' rows [T] and columns [hidden], if any;
+    *refs,  # a weight [hidden] per norm of the sum; the weight of delta's norm [hidden], if delta is normed; float32
+    # scales of the partial sums' rows [T] and columns [hidden], if any;
     # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
+    factor,
     hidden,
-    norms,  # number of weights
+    norms,  # number of norms of the sum
+    post_norms,  # number of norms of delta, 0 or 1
     quantize_output,
 ):
     """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
-    weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
+    weight_refs, post_refs = refs[:norms], refs[norms : norms + post_norms]
+    scale_refs = refs[norms + post_norms : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
-    # Add the parts to the residual stream.
+    # Add up the parts, and add their sum to the residual stream.
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     count = parts_ref.shape[0]
     delta = sum_f32([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
-    total = total + delta.astype(total.dtype)
+    post_norm = pltriton.load(post_refs[0].at[column], mask=inside, other=0) if post_refs else None
+    total = _sum(total, delta.astype(total.dtype), post_norm, eps, factor, hidden)
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
@@ -117,14 +126,16 @@ def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpr
     # Columns per warp. With several partial sums, a thread loads 16 bytes of each partial sum.
     columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
     warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
+    post_norms = [] if post_norm is None else [post_norm]
+    options = {"eps": eps, "factor": factor, "norms": len(weights), "post_norms": len(post_norms)}
     outputs = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), quantize_output=quantize_output),
+        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, **options),
         grid=(rows.shape[0],),
         out_shape=out,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, *weights, *scales)
+    )(rows, parts, *weights, *post_norms, *scales)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
@@ -160,8 +171,6 @@ def add_rms_norm(
         NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
-    if post_norm is not None or factor != 1.0:
-        unsupported = "no norm and no factor of delta"
     kernel, reference = (
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
