@@ -8,7 +8,7 @@ largest value of the dtype: 127 for int8, 448 for float8_e4m3fn.
 
 import functools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,12 @@ def activate(x: Array, name: Activation) -> Array:
     """Returns an activation function of each value, inside or outside of a kernel: silu(x) = x * sigmoid(x), or GELU.
 
     GELU (arXiv:1606.08415) is computed in float32 and rounded to x's dtype.
+
+    Raises:
+        ValueError: the name is unknown.
     """
+    if name not in get_args(Activation):
+        raise ValueError(f"activation: expected one of {', '.join(get_args(Activation))}, got {name!r}")
     if name == "silu":
         return x * jax.lax.logistic(x)
     wide = x.astype(jnp.float32)
