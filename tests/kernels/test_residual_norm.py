@@ -196,7 +196,8 @@ def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int,
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     quantized = call(x, scaled, weight, quantize_output=True)[1]
     assert half_step_error(quantized.values, quantized.scale, np.asarray(call(x, scaled, weight)[1], np.float64)) < 1.3
-    for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]}):
+    # A norm of delta cancels the row scales.
+    for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]})[: 1 if options else 2]:
         wrong = dataclasses.replace(scaled, **changed)
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
