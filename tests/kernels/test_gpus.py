@@ -20,6 +20,7 @@ from pallas_kernels import (
     append_attention,
     gather_rows,
     move_rows,
+    norm_columns,
     paged_attention,
     quantize_rows,
     rotate_append,
@@ -186,6 +187,10 @@ CASES: dict[str, Case] = {
     "norm of 8 bfloat16 partial sums": norm(80, 8),
     "norms before and after the sum": post_norm(4, 1),
     "norm before the sum": post_norm(1, 0),
+    "norms of queries and keys": (
+        lambda sums, *weights: norm_columns(sums, *weights, eps=1e-6, dtype=BF16, implementation="pallas"),
+        (shape(2, 5, 12288, dtype=F32), *[shape(4096, dtype=F32)] * 2),
+    ),
     "sampling threshold": threshold(5),
     "sample tokens": sample(5),
     "gather rows": gather(),
@@ -226,7 +231,7 @@ DEFAULT = {
         "attention 61, deterministic",
         "product 5, deterministic, float32",
     ),
-    "H100": ("append", "gather rows", "scatter rows", "top 59 in order"),
+    "H100": ("append", "norms of queries and keys", "gather rows", "scatter rows", "top 59 in order"),
 }
 
 
