@@ -91,7 +91,7 @@ def _pallas(parts, bias, weights, *, eps, dtype, deterministic, interpret):
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "deterministic", "implementation"))
 def norm_columns(
     parts: PartialSums,
-    *weights: Float[Array, " columns"],
+    *weights: Float[Array, "_"],
     eps: float,
     dtype: jnp.dtype,
     bias: Float[Array, " width"] | None = None,
