@@ -7,6 +7,7 @@ from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import rotate_append
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
+from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantize_rows import quantize_rows
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
@@ -26,6 +27,7 @@ __all__ = [
     "gated_matmul",
     "gather_rows",
     "move_rows",
+    "norm_columns",
     "paged_attention",
     "quantize_rows",
     "rotate_append",

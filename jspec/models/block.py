@@ -20,14 +20,14 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.attention import project, project_and_attend
-from jspec.models.config import GQA, LayerConfig
+from jspec.models.config import LayerConfig
 from jspec.models.layers import mlp
 from jspec.models.rope import tables
 from pallas_kernels.attention.rope_append import HeadTransform
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations, reduce_partials
-from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
-from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
@@ -101,7 +101,9 @@ def attention_part(
     fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
     cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
     if attention.qk_norm == "all":
-        qkv, transform = _norm_all_heads(qkv, layer, attention, dtype, eps, **fixed), HeadTransform(cos_sin)
+        assert layer.q_norm is not None and layer.k_norm is not None
+        qkv = norm_columns(qkv, layer.q_norm, layer.k_norm, eps=eps, dtype=dtype, bias=layer.qkv_bias, **fixed)[None]
+        transform = HeadTransform(cos_sin)
     else:
         transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     if not attends:
@@ -153,29 +155,3 @@ def mlp_part(
     options = {"post_norm": layer.mlp_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)
     return residual, *(normed or [residual])
-
-
-def _norm_all_heads(
-    parts: PartialSums,
-    layer: LayerWeights,
-    config: GQA,
-    dtype: jnp.dtype,
-    eps: float,
-    *,
-    deterministic: bool,
-    implementation: str,
-) -> PartialSums:
-    """Norm all query heads together and all key heads together (OLMo 2, arXiv:2501.00656), after adding the bias."""
-    assert layer.q_norm is not None and layer.k_norm is not None
-    q_norm, k_norm = layer.q_norm, layer.k_norm
-
-    def norm_rows(qkv: Array) -> Array:
-        q, k, v = jnp.split(qkv, [config.q_size, config.q_size + config.kv_size], axis=-1)
-        return jnp.concatenate([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], axis=-1)
-
-    qkv = reduce_partials(parts, jnp.float32)
-    qkv = (qkv if layer.qkv_bias is None else qkv + layer.qkv_bias).astype(dtype)
-    if not deterministic:
-        return norm_rows(qkv)[None]
-    rows = in_row_blocks_off_gpu(norm_rows, qkv.reshape(-1, qkv.shape[-1]), implementation=implementation)
-    return rows.reshape(qkv.shape)[None]

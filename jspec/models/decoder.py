@@ -138,7 +138,8 @@ def forward(
     """
     sequences, tokens = batch.tokens.shape
     if not batch.deterministic:
-        batch = batch.pad(kernel_padding(sequences, tokens, model.layers[0].gate_up, model.embed.dtype))
+        gate_up, activation = model.layers[0].gate_up, model.config.layers[0].mlp.activation
+        batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, activation))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     x = normed = model.embedded(batch.tokens)

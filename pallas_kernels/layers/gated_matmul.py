@@ -25,11 +25,12 @@ LEAST_ROWS = 32  # with fewer rows of two bytes per value XLA is as fast; with f
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> Tiles | None:
     """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None if XLA computes the product.
 
-    XLA rounds gate and up before it multiplies activation(gate) by up.
+    XLA rounds gate and up before it multiplies activation(gate) by up. "gelu" is computed by XLA, because Mosaic has no
+    erf, and a series of it needs more registers than the kernel has.
     """
     multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
-    if multiprocessors is None or dtype.itemsize != 2 or activation != "silu":
+    if multiprocessors is None or dtype.itemsize != 2 or activation == "gelu":
         return None
     if isinstance(weight, Quantized):
         if not weight.dynamic:
@@ -40,7 +41,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Acti
     return choose_tiles(rows, inner, both // 2, dtype, multiprocessors, halves=2)
 
 
-def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) -> int:
+def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, activation: Activation = "silu") -> int:
     """Returns how many padding rows each sequence needs so that the Hopper kernel can run.
 
     Args:
@@ -48,6 +49,7 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) 
         rows: number of rows per sequence.
         weight: gate above up [2 out, inner].
         dtype: dtype of the activations.
+        activation: the gate's activation function.
 
     Returns:
         The number of padding rows per sequence. It is 0 if the kernel would not run even with padding, or if all
@@ -57,7 +59,7 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype) 
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
         return 0
     x = jax.ShapeDtypeStruct((sequences, rows + more, weight.shape[1]), dtype)
-    return more if tiles_for(x, weight) else 0
+    return more if tiles_for(x, weight, activation) else 0
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))
@@ -71,8 +73,8 @@ def gated_matmul(
         weight: gate above up [2 out, inner].
         activation: the gate's activation function.
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
-            for up to 8 rows or a multiple of 8 up to 320. The weight must be of kind "fp8_dynamic", or have two bytes
-            per value while x has at least 32 rows. Otherwise XLA computes the product.
+            for up to 8 rows or a multiple of 8 up to 320, and every activation but "gelu". The weight must be of kind
+            "fp8_dynamic", or have two bytes per value while x has at least 32 rows. Otherwise XLA computes the product.
     """
 
     def reference(x, weight):
@@ -86,7 +88,8 @@ def gated_matmul(
         f = factors(x, weight, implementation=implementation)
         scales = () if f.row_scale is None else (f.row_scale.reshape(-1), f.scale)
         flat = f.x.reshape(-1, f.x.shape[-1])
-        (out,) = hopper_kernel.multiply(flat, f.weight, *scales, tiles=tiles, dtype=x.dtype, interpret=interpret)
+        options = {"tiles": tiles, "dtype": x.dtype, "activation": activation, "interpret": interpret}
+        (out,) = hopper_kernel.multiply(flat, f.weight, *scales, **options)
         return out.reshape(*x.shape[:-1], -1)
 
     return hopper_kernel.choose_compiled(implementation, kernel, reference, x, weight)

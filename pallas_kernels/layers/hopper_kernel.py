@@ -1,7 +1,7 @@
 """The Hopper kernel, which multiplies up to some hundreds of rows by a large weight.
 
     parts[s, t, n] = sum_k x[t, k] w[n, k]  over the s-th of S equal parts of k           (`split_matmul`)
-    out[t, i] = silu(x[t] . w[i]) * (x[t] . w[I + i])                                     (`gated_matmul`)
+    out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])                               (`gated_matmul`)
 
 x and w either have two bytes per value, or are both float8 with one scale per row. The scales are applied to the sums.
 
@@ -30,6 +30,7 @@ from jaxtyping import Array
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, Tiles
+from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
 def _kernel(
@@ -49,6 +50,7 @@ def _kernel(
     *scales_memory,  # row scales [height], column scales [scale_tiles, halves, 128], both float32; a barrier for both
     # static parameters
     tiles,
+    activation,
 ):
     """Computes every n-th work item in one of n = `programs` Pallas programs (CTAs).
 
@@ -75,7 +77,7 @@ def _kernel(
         sums = pl.run_scoped(functools.partial(cta.multiply, item), *zeros)
         if tiles.scale_tiles:
             pl.when(item == 0)(lambda: plgpu.barrier_wait(scales_memory[-1]))
-        cta.store(sums, item)
+        cta.store(sums, item, activation)
 
     # Drain the pipeline: a CTA must not end before all arrivals at its barriers, and all its stores, are complete.
     pl.when(cta.total_slices > 0)(lambda: cta.release(cta.total_slices - 1))
@@ -229,14 +231,15 @@ class _Cta:
             return last
         return last.at[pl.ds(0, math.prod(tiles.store_shape))].reshape(tiles.store_shape)
 
-    def store(self, sums, item):
-        """Scales the sums of a work item, multiplies silu(gate) by up if the weight has both, and stores the result."""
+    def store(self, sums, item, activation):
+        """Scales a work item's sums, multiplies activation(gate) by up if the weight has both, and stores them."""
         tiles, (column, part) = self.tiles, self.place_of(item)
         for index in range((tiles.transposed or tiles.columns) // tiles.store):
             first = index * tiles.store
             result = self.scaled(sums, item, 0, first)
             if tiles.halves == 2:
-                result = result / (1 + jnp.exp(-result)) * self.scaled(sums, item, 1, first)
+                gate = result / (1 + jnp.exp(-gate_logit(result, activation)))
+                result = gate * self.scaled(sums, item, 1, first)
             if index >= STORE_BUFFERS:  # the first buffers are free: `release` has waited since the last item
                 self.plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1, wait_read_only=True)
             shared = self.store_buffer(index, item)
@@ -246,8 +249,16 @@ class _Cta:
             self.plgpu.copy_smem_to_gmem(shared, self.out_ref.at[part, pl.ds(*rows), pl.ds(column + start, size)])
 
 
-def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.dtype, interpret: Any = False) -> Array:
-    """Runs the Hopper kernel, and returns partial sums of x @ weight.T, or silu(gate) * up, [parts, rows, out].
+def multiply(
+    x: Array,
+    weight: Array,
+    *scales: Array,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    activation: Activation = "silu",
+    interpret: Any = False,
+) -> Array:
+    """Runs the Hopper kernel, and returns partial sums of x @ weight.T, or activation(gate) * up, [parts, rows, out].
 
     Args:
         x: activations [rows, inner].
@@ -255,6 +266,7 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
         scales: float32 scales of the rows of x [rows] and of the weight [halves * out] if both are float8, else none.
         tiles: static sizes of the call.
         dtype: dtype of the result.
+        activation: the gate's activation function if the weight has gate and up: "silu" or "gelu_tanh".
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
@@ -278,10 +290,12 @@ def multiply(x: Array, weight: Array, *scales: Array, tiles: Tiles, dtype: jnp.d
         room = HEIGHT * INNER_BYTES // dtype.itemsize  # the results use the beginning of this memory
         return plgpu.RefUnion(x_tiles, plgpu.SMEM((tiles.stages, tiles.groups, room), dtype))
 
+    kernel = functools.partial(_kernel, tiles=tiles, activation=activation)
+
     def entry(x_ref, w_ref, *refs):
         *scale_refs, out_ref = refs
         pl.run_scoped(
-            functools.partial(_kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref, tiles=tiles),
+            functools.partial(kernel, x_ref, w_ref, *(scale_refs or (None, None)), out_ref),
             x_and_out_memory(memory(tiles.stages, tiles.height, tiles.inner)),
             memory(tiles.stages, tiles.halves * tiles.columns, tiles.inner),
             plgpu.Barrier(num_arrivals=tiles.halves + 1, num_barriers=tiles.stages),  # loads of the weights and of x

@@ -10,6 +10,7 @@ norm alone to two kernels; for a few rows, their time is nothing but launch over
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,14 +27,18 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 WIDEST = 16384  # columns that a Pallas program can hold in registers
 
 
-def _quotient(total: Array, eps: float, size: int) -> Array:
-    """Returns total / sqrt(mean(total^2) + eps) in float32, for rows of `size` columns padded with zeros."""
-    wide = total.astype(jnp.float32)
-    mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
-    return wide * jax.lax.rsqrt(mean + eps)
+def quotients(parts: Sequence[Array], eps: float, size: int) -> list[Array]:
+    """Returns x / sqrt(mean(x^2) + eps) in float32 for rows x of `size` columns, inside or outside of a kernel.
+
+    The rows may be given in several parts [..., columns], each padded with zeros.
+    """
+    wide = [part.astype(jnp.float32) for part in parts]
+    first, *others = (jnp.sum(part * part, axis=-1, keepdims=True) for part in wide)
+    inverse = jax.lax.rsqrt(sum(others, first) / size + eps)
+    return [part * inverse for part in wide]
 
 
-def _weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
+def weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
     """Multiplies a float32 quotient by the weight of a norm; float32 weights are multiplied before rounding."""
     if weight.dtype == jnp.float32:
         return (quotient * weight).astype(dtype)
@@ -41,25 +46,35 @@ def _weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
 
 
 def rms_norm(
-    x: Float[Array, "*rows hidden"], weight: Float[Array, "*states hidden"], eps: float
+    x: Float[Array, "*rows hidden"], weight: Float[Array, "*states hidden"], eps: float, size: int | None = None
 ) -> Float[Array, "*rows hidden"]:
-    """Returns the root-mean-square norm of the last axis (arXiv:1910.07467), outside of a kernel.
+    """Returns the root-mean-square norm of the last axis (arXiv:1910.07467), inside or outside of a kernel.
 
     The mean is computed in float32. The quotient is rounded to x's dtype before it is multiplied by the weight, unless
     the weight is float32: then the product is rounded instead.
+
+    Args:
+        x: rows to norm.
+        weight: weight of each column.
+        eps: number that is added to the mean square.
+        size: number of columns if rows are padded with zeros; None: rows are not padded.
     """
-    return _weighted(_quotient(x, eps, x.shape[-1]), weight, x.dtype)
+    return weighted(quotients([x], eps, size or x.shape[-1])[0], weight, x.dtype)
+
+
+def _sum(x: Array, delta: Array, post_norm: Array | None, eps: float, factor: float, size: int) -> Array:
+    """Returns x + factor * norm(delta), for rows of `size` columns padded with zeros; each step is rounded."""
+    if post_norm is not None:
+        delta = rms_norm(delta, post_norm, eps, size)
+    if factor != 1.0:
+        delta = (delta.astype(jnp.float32) * factor).astype(x.dtype)
+    return x + delta
 
 
 def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
-    delta = reduce_partials(parts, x.dtype)
-    if post_norm is not None:
-        delta = rms_norm(delta, post_norm, eps)
-    if factor != 1.0:
-        delta = (delta * factor).astype(x.dtype)
-    total = x + delta
-    quotient = _quotient(total, eps, x.shape[-1])
-    normed = [_weighted(quotient, weight, x.dtype) for weight in weights]
+    total = _sum(x, reduce_partials(parts, x.dtype), post_norm, eps, factor, x.shape[-1])
+    (quotient,) = quotients([total], eps, x.shape[-1])
+    normed = [weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
@@ -75,36 +90,48 @@ def _kernel(
     # inputs
     x_ref,  # [T, hidden], the model's dtype
     parts_ref,  # [parts, T, hidden]
-    *refs,  # a weight [hidden] per norm; float32 scales of the partial sums' rows [T] and columns [hidden], if any;
+    *refs,  # a weight [hidden] per norm of the sum; the weight of delta's norm [hidden], if delta is normed; float32
+    # scales of the partial sums' rows [T] and columns [hidden], if any;
     # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
+    factor,
     hidden,
-    norms,  # number of weights
+    norms,  # number of norms of the sum
+    post_norms,  # number of norms of delta, 0 or 1
     quantize_output,
 ):
     """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
-    weight_refs, scale_refs = refs[:norms], refs[norms : -1 - per_norm * norms]
+    weight_refs, post_refs = refs[:norms], refs[norms : norms + post_norms]
+    scale_refs = refs[norms + post_norms : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
-    # Add the parts to the residual stream.
+    # Add up the parts, and add their sum to the residual stream.
     total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
     count = parts_ref.shape[0]
     delta = sum_f32([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
-    total = total + delta.astype(total.dtype)
+    post_norm = pltriton.load(post_refs[0].at[column], mask=inside, other=0) if post_refs else None
+    total = _sum(total, delta.astype(total.dtype), post_norm, eps, factor, hidden)
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
-    quotient = _quotient(total, eps, hidden)
+    (quotient,) = quotients([total], eps, hidden)
     for index, weight in enumerate(weights):
-        normed = _weighted(quotient, weight, total.dtype)
+        normed = weighted(quotient, weight, total.dtype)
         if quantize_output:
             normed, norm_refs[1 + per_norm * index][row] = scaled_rows(normed, FP8)
         pltriton.store(norm_refs[per_norm * index].at[row, column], normed, mask=inside)
+
+
+def warps_for(columns: int, parts: Array) -> int:
+    """Returns the number of warps of a program that adds up partial sums [parts, ...] and norms a row of columns."""
+    # Columns per warp. With several partial sums, a thread loads 16 bytes of each partial sum.
+    own = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
+    return min(max(pl.next_power_of_2(columns) // own, 1), 32)
 
 
 def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpret):
@@ -114,17 +141,16 @@ def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpr
     same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
     out = [same, *per_norm * len(weights)]
-    # Columns per warp. With several partial sums, a thread loads 16 bytes of each partial sum.
-    columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
-    warps = min(max(pl.next_power_of_2(hidden) // columns, 1), 32)
+    post_norms = [] if post_norm is None else [post_norm]
+    options = {"eps": eps, "factor": factor, "norms": len(weights), "post_norms": len(post_norms)}
     outputs = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, hidden=hidden, norms=len(weights), quantize_output=quantize_output),
+        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, **options),
         grid=(rows.shape[0],),
         out_shape=out,
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps_for(hidden, parts), num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, *weights, *scales)
+    )(rows, parts, *weights, *post_norms, *scales)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
@@ -160,8 +186,6 @@ def add_rms_norm(
         NotImplementedError: implementation is "pallas", and rows are wider than the kernel supports.
     """
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
-    if post_norm is not None or factor != 1.0:
-        unsupported = "no norm and no factor of delta"
     kernel, reference = (
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)

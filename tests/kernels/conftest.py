@@ -19,6 +19,8 @@ def compile_with_ptxas_output(
 ) -> Callable[..., tuple[H200Program, str]]:
     """Return a function that compiles `function(*arrays)` for an H200 and returns the program and the output of ptxas.
 
+    Its further arguments are keyword arguments of `function`.
+
     XLA compiles equal Mosaic GPU kernels once per process, and runs no ptxas the second time. So each kernel gets a
     name that no other test used, which makes it distinct, and the function is traced again instead of taken from
     jax's cache.
@@ -30,11 +32,11 @@ def compile_with_ptxas_output(
     def renamed(*arguments: Any, kernel_name: str, **options: Any) -> Any:
         return kernel(*arguments, kernel_name=f"{kernel_name}_{next(UNIQUE)}", **options)
 
-    def compile_one(function: Any, *arrays: Any) -> tuple[H200Program, str]:
+    def compile_one(function: Any, *arrays: Any, **options: Any) -> tuple[H200Program, str]:
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         monkeypatch.setattr(plgpu, "kernel", renamed)
         capfd.readouterr()
-        program = compile_for_h200(lambda *given: function.__wrapped__(*given), *arrays)
+        program = compile_for_h200(lambda *given: function.__wrapped__(*given, **options), *arrays)
         printed = capfd.readouterr()
         return program, printed.out + printed.err
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul, fixed_parts
+from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks
+from tests.reference.activations import ACTIVATIONS
 
 COUNTS = (1, 5, 8, 9, 80)  # numbers of rows
 
@@ -39,14 +41,20 @@ def test_deterministic_matmul_of_random_matrices_matches_float64(
     assert np.abs(np.asarray(reduce_partials(got, jnp.float32)[0], np.float64) - wanted).max() < 2e-5  # float32 sums
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-def test_deterministic_matmul_of_gate_and_up_multiplies_silu_of_gate_by_up(implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("gate", "implementation"),
+    [("silu", "reference"), ("silu", "pallas"), ("gelu_tanh", "pallas"), ("gelu", "reference")],
+)
+def test_deterministic_matmul_of_gate_and_up_multiplies_activation_of_gate_by_up(
+    gate: Activation, implementation: str
+) -> None:
     x, weight = problem(3, 64, 64, "float32")
     both = jnp.concatenate([x, x[::-1]], axis=1)
-    got = deterministic_matmul(both, weight, gate="silu", implementation=implementation)[0]
-    gate, up = np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)
-    wanted = (gate / (1 + np.exp(-gate)) * up) @ np.asarray(weight, np.float64).T
-    np.testing.assert_allclose(np.asarray(got), wanted, atol=2e-6)
+    got = np.asarray(deterministic_matmul(both, weight, gate=gate, implementation=implementation)[0])
+    own, up = np.asarray(x, np.float64), np.asarray(x[::-1], np.float64)
+    wanted = {name: (f(own) * up) @ np.asarray(weight, np.float64).T for name, f in ACTIVATIONS.items()}
+    np.testing.assert_allclose(got, wanted.pop(gate), atol=2e-6)
+    assert all(np.abs(got - other).max() > 1e-4 for other in wanted.values()), "control: the other functions"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

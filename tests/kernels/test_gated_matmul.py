@@ -17,7 +17,9 @@ from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quantize
+from tests.reference.activations import ACTIVATIONS
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 
@@ -31,10 +33,10 @@ def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Arr
     return x, jnp.asarray(rng.normal(size=(2 * out, inner)) / np.sqrt(inner), dtype)
 
 
-def wanted(x: Any, weight: Any) -> np.ndarray:
-    """Return silu(x @ gate.T) * (x @ up.T) in float64 [rows, out]."""
+def wanted(x: Any, weight: Any, activation: str = "silu") -> np.ndarray:
+    """Return activation(x @ gate.T) * (x @ up.T) in float64 [rows, out]."""
     gate, up = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def exact(quantized: QuantizedActivation | Quantized) -> np.ndarray:
@@ -42,9 +44,9 @@ def exact(quantized: QuantizedActivation | Quantized) -> np.ndarray:
     return np.asarray(quantized.values, np.float64) * np.asarray(quantized.scale, np.float64)[:, None]
 
 
-def error(got: jax.Array, x: Any, weight: Any) -> float:
+def error(got: jax.Array, x: Any, weight: Any, activation: str = "silu") -> float:
     """Return the largest error of a product relative to 1 + |expected value|."""
-    right = wanted(x, weight)
+    right = wanted(x, weight, activation)
     return float((np.abs(np.asarray(got, np.float64) - right) / (1 + np.abs(right))).max())
 
 
@@ -57,14 +59,23 @@ def test_gated_matmul_by_xla_matches_float64(dtype: Any, most: float) -> None:
     assert error(got.reshape(40, -1), x, jnp.roll(weight, 96, axis=0)) > 0.5, "control: gate and up swapped"
 
 
-def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16) -> jax.Array:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_matmul_by_xla_applies_the_activation_function_that_is_given(activation: Activation) -> None:
+    x, weight = problem(5, 96, 128, F32)
+    errors = {name: error(gated_matmul(x, weight, activation=activation), x, weight, name) for name in ACTIVATIONS}
+    assert errors.pop(activation) < 1e-5
+    assert min(errors.values()) > 1e-4, "control: the other functions"
+
+
+def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16, activation: Activation = "silu") -> jax.Array:
     """Run the Hopper kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # With fewer TMA threads two copies could look ordered only because one queue held both.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    got = jax.block_until_ready(multiply(*arrays, tiles=tiles, dtype=dtype, interpret=params))
+    options: dict[str, Any] = {"tiles": tiles, "dtype": dtype, "activation": activation, "interpret": params}
+    got = jax.block_until_ready(multiply(*arrays, **options))
     assert not gpu_callbacks.get_races().races_found
     assert got.shape[0] == tiles.parts
     return got.sum(axis=0)
@@ -92,6 +103,16 @@ def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows
     assert error(got, x, weight) < 4e-3  # one rounding to eight bits
     assert error(got, x, jnp.roll(weight, out, axis=0)) > 0.5
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1, "control: last row zero"
+
+
+@mosaic
+def test_hopper_kernel_interpreted_with_gelu_by_tanh_matches_float64() -> None:
+    x, weight = problem(8, 192, 128)
+    tiles = Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)
+    got = interpreted(x, weight, tiles=tiles, dtype=F32, activation="gelu_tanh")
+    errors = {name: error(got, x, weight, name) for name in ACTIVATIONS}
+    assert errors.pop("gelu_tanh") < 1e-5
+    assert min(errors.values()) > 1e-4, "control: the other functions"
 
 
 def test_hopper_tiles_of_float8_leave_shared_memory_for_scales_and_4_stages() -> None:
@@ -222,29 +243,32 @@ def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(man
 
 @mosaic
 @pytest.mark.parametrize(
-    ("rows", "out", "inner", "dtype"),
+    ("rows", "out", "inner", "dtype", "activation"),
     [
-        *((rows, 14336, 4096, BF16) for rows in (40, 64, 72, 160, 192, 320)),
-        (320, 6144, 2048, F16),
-        (128, 8192, 2048, BF16),
-        (64, 28672, 8192, BF16),
-        *((rows, 14336, 4096, FP8) for rows in (2, 64, 160, 256, 320)),
+        *((rows, 14336, 4096, BF16, "silu") for rows in (40, 64, 72, 160, 192, 320)),
+        (320, 6144, 2048, F16, "silu"),
+        (128, 8192, 2048, BF16, "silu"),
+        (64, 28672, 8192, BF16, "silu"),
+        *((rows, 14336, 4096, FP8, "silu") for rows in (2, 64, 160, 256, 320)),
+        *((rows, 14336, 3584, BF16, "gelu_tanh") for rows in (64, 160, 192)),  # Gemma 2 9B
+        (320, 14336, 3584, FP8, "gelu_tanh"),
         *(
-            pytest.param(rows, 14336, 4096, dtype, marks=pytest.mark.matrix)
+            pytest.param(rows, 14336, 4096, dtype, activation, marks=pytest.mark.matrix)
             for dtype, many in ((BF16, (32, 136, 256)), (FP8, (8, 40, 128)))
             for rows in many
+            for activation in ("silu", "gelu_tanh")
         ),
     ],
 )
 def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
-    rows: int, out: int, inner: int, dtype: Any, compile_with_ptxas_output: Any
+    rows: int, out: int, inner: int, dtype: Any, activation: Activation, compile_with_ptxas_output: Any
 ) -> None:
     shape = jax.ShapeDtypeStruct
     x, weight = shape((2, rows // 2, inner), dtype), shape((2 * out, inner), dtype)
     if dtype == FP8:
         x = QuantizedActivation(x, shape((2, rows // 2), F32), BF16)
         weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
-    program, printed = compile_with_ptxas_output(gated_matmul, x, weight)
+    program, printed = compile_with_ptxas_output(gated_matmul, x, weight, activation=activation)
     assert [launch.name for launch in program.launches] == ["kCustomCall"]
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
 
@@ -270,6 +294,8 @@ def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monke
     assert not tiles_for(few[BF16], weights["bf16"]), "XLA is as fast"
     assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
     assert not tiles_for(x8, weights["fp8_dynamic"])
+    assert tiles_for(rows[BF16], bf16, "gelu_tanh")
+    assert not tiles_for(rows[BF16], bf16, "gelu"), "the kernel has no erf"
 
 
 @mosaic
@@ -292,6 +318,16 @@ def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
     monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
     assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
     assert kernel_padding(1, 60, weight, F32) == 0
+    assert kernel_padding(1, 60, weight, BF16, "gelu_tanh") == 4
+    assert kernel_padding(1, 60, weight, BF16, "gelu") == 0, "XLA needs no padding"
+
+
+@mosaic
+@pytest.mark.parametrize(("activation", "runs_kernel"), [("gelu_tanh", True), ("gelu", False)])
+def test_gated_matmul_on_h200_runs_the_kernel_for_gelu_by_tanh_alone(activation: Activation, runs_kernel: bool) -> None:
+    x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), BF16)
+    program = compile_for_h200(partial(gated_matmul, activation=activation), x, weight)
+    assert program.count("kCustomCall") == runs_kernel
 
 
 @mosaic
@@ -332,6 +368,21 @@ def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
         got = gated_matmul(x, weight)
         assert error(got, x, weight) < 4e-3
         assert error(got, x.at[rows - 1].set(0), weight) > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 40, 72, 160, 192, 320])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+def test_gated_matmul_on_gpu_of_gelu_matches_float64(activation: Activation, rows: int) -> None:
+    x, weight = problem(rows, 14336, 3584)
+    got = gated_matmul(x, weight, activation=activation)
+    most = 4e-3 if tiles_for(x, weight, activation) else 2e-2  # XLA also rounds gate and up
+    assert error(got, x, weight, activation) < most
+    assert error(got, x, weight, "silu") > 0.1, "control: another function"
+    quantized, x8 = quantize(weight, "fp8_dynamic"), QuantizedActivation(*quantize_rows(x), BF16)
+    got, factors = gated_matmul(x8, quantized, activation=activation), (exact(x8), exact(quantized))
+    assert error(got, *factors, activation) < 2e-2
+    assert error(got, *factors, "silu") > 0.1, "control: another function"
 
 
 @pytest.mark.gpu

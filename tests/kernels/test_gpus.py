@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from pallas_kernels import (
     append_attention,
     gather_rows,
     move_rows,
+    norm_columns,
     paged_attention,
     quantize_rows,
     rotate_append,
@@ -30,6 +31,7 @@ from pallas_kernels import (
     top_log_probs,
 )
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, matmul
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support.gpus import GPUS, compile_for
@@ -138,6 +140,14 @@ def norm(rows: int, parts: int) -> Case:
     return partial(add_rms_norm, eps=1e-5, implementation="pallas"), (shape(rows, HIDDEN), delta, shape(HIDDEN))
 
 
+def post_norm(parts: int, norms: int) -> Case:
+    """Return the case of a norm before the sum, a factor, and `norms` norms after the sum, all weights in float32."""
+    run = partial(add_rms_norm, eps=1e-5, factor=0.25, implementation="pallas")
+    weights = [shape(HIDDEN, dtype=F32)] * (1 + norms)
+    arrays = shape(5, HIDDEN), shape(parts, 5, HIDDEN, dtype=F32 if parts > 1 else BF16), *weights
+    return lambda x, delta, first, *others: run(x, delta, *others, post_norm=first), arrays
+
+
 def threshold(rows: int) -> Case:
     controls = [shape(rows, dtype=dtype) for dtype in (F32, I32, F32, F32)]
     return partial(sampling_threshold, implementation="pallas"), (shape(rows, VOCAB, dtype=F32), *controls)
@@ -180,6 +190,12 @@ CASES: dict[str, Case] = {
     "norm": norm(5, 1),
     "norm of 4 partial sums": norm(61, 4),
     "norm of 8 bfloat16 partial sums": norm(80, 8),
+    "norms before and after the sum": post_norm(4, 1),
+    "norm before the sum": post_norm(1, 0),
+    "norms of queries and keys": (
+        lambda sums, *weights: norm_columns(sums, *weights, eps=1e-6, dtype=BF16, implementation="pallas"),
+        (shape(2, 5, 12288, dtype=F32), *[shape(4096, dtype=F32)] * 2),
+    ),
     "sampling threshold": threshold(5),
     "sample tokens": sample(5),
     "gather rows": gather(),
@@ -196,7 +212,10 @@ FLOAT8: dict[str, Case] = {
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),
     "quantise rows": (partial(quantize_rows, implementation="pallas"), (shape(5, HIDDEN),)),
-    "gate and quantise": (partial(quantize_rows, gate="silu", implementation="pallas"), (shape(5, 28672),)),
+    **{
+        f"{gate} and quantise": (partial(quantize_rows, gate=gate, implementation="pallas"), (shape(5, 28672),))
+        for gate in get_args(Activation)
+    },
     **{f"product {rows} {kind}": product(rows, kind) for rows, kind in ((5, "fp8_dynamic"), (61, "fp8"))},
     **{f"product {rows} in groups": grouped_product(rows) for rows in (5, 61, 160)},
     **{f"product by XLA, {kind}": xla_product(kind) for kind in ("fp8", "fp8_dynamic")},
@@ -213,12 +232,20 @@ DEFAULT = {
         "norm of 4 partial sums",
         "sampling threshold",
         "sample tokens",
-        "gate and quantise",
+        "gelu and quantise",
+        "norms before and after the sum",
         "top 10 of a vocabulary",
         "attention 61, deterministic",
         "product 5, deterministic, float32",
     ),
-    "H100": ("product 160 in groups", "append", "gather rows", "scatter rows", "top 59 in order"),
+    "H100": (
+        "product 160 in groups",
+        "append",
+        "norms of queries and keys",
+        "gather rows",
+        "scatter rows",
+        "top 59 in order",
+    ),
 }
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantize_rows
+from pallas_kernels.layers.quantize_rows import Activation, activate
+from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
 
 
@@ -20,13 +22,13 @@ def rows(inner: int, dtype: str) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def expected(x: jax.Array, gate: bool) -> np.ndarray:
+def expected(x: jax.Array, activation: str | None) -> np.ndarray:
     """Return the float64 values that are to be quantised; gated values are rounded once to the dtype of `x`."""
     wide = np.asarray(x, np.float64)
-    if not gate:
+    if activation is None:
         return wide
     gate, up = np.split(wide, 2, axis=-1)
-    return np.asarray(jnp.asarray(gate / (1 + np.exp(-gate)) * up, x.dtype), np.float64)
+    return np.asarray(jnp.asarray(ACTIVATIONS[activation](gate) * up, x.dtype), np.float64)
 
 
 def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
@@ -37,12 +39,31 @@ def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, w
     return float((np.abs(got - exact) / (step / 2)).max())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_function_of_each_value_matches_float64(name: Activation, dtype: str) -> None:
+    x = jnp.linspace(-10, 10, 4001).astype(dtype)
+    got = np.asarray(jax.jit(activate, static_argnums=1)(x, name), np.float64)
+    wide = np.asarray(x, np.float64)
+    errors = {other: (np.abs(got - exact(wide)) / (1 + np.abs(wide))).max() for other, exact in ACTIVATIONS.items()}
+    # GELU is rounded once. silu is rounded after each of three operations.
+    assert errors.pop(name) < (5e-7 if dtype == "float32" else 2**-7 if name == "silu" else 2**-8)
+    if dtype == "float32":
+        assert min(errors.values()) > 1e-4, "control: the other functions"
+
+
+def test_unknown_activation_function_raises_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"silu, gelu_tanh, gelu, got 'relu'"):
+        quantize_rows(jnp.zeros((1, 64)), gate="relu")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("inner", [64, 200])
+@pytest.mark.parametrize(
+    ("inner", "gate"), [(64, None), (200, None), (64, "silu"), (200, "silu"), (64, "gelu"), (200, "gelu_tanh")]
+)
 def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
-    inner: int, gate: bool, dtype: str, implementation: str
+    inner: int, gate: Activation | None, dtype: str, implementation: str
 ) -> None:
     x = rows(inner, dtype)
     wanted = expected(x, gate)
@@ -53,12 +74,15 @@ def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
     # A little more than half a step, for halfway cases and for the rounding of gated values.
     assert half_step_error(values, scale, wanted) < 1.01 + 32 * loose
     assert not np.asarray(values, np.float32)[1, 2].any(), "a row of zeros stays one"
+    if gate and dtype == "float32":
+        others = [expected(x, other) for other in ACTIVATIONS if other != gate]
+        assert all((np.abs(np.abs(other).max(-1) / 448 / scale - 1) > 1e-5).any() for other in others), "control"
 
 
 def test_row_quantisation_with_one_common_scale_has_an_error_above_tolerance() -> None:
     """Negative control: rows of small values have large relative errors."""
     x = rows(64, "float32")
-    wanted = expected(x, gate=False)
+    wanted = expected(x, None)
     common, own = np.abs(wanted).max() / 448, np.maximum(np.abs(wanted).max(-1), 1e-37) / 448
     values = (wanted / common).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     assert half_step_error(values * common / own[..., None], own, wanted) > 2
@@ -69,8 +93,10 @@ def test_row_quantisation_of_too_wide_rows_raises() -> None:
         quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
 
 
-@pytest.mark.parametrize(("inner", "gate"), [(4096, False), (8192, False), (28672, True)])
-def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: int, gate: bool) -> None:
+@pytest.mark.parametrize(
+    ("inner", "gate"), [(4096, None), (8192, None), (28672, "silu"), (28672, "gelu_tanh"), (18432, "gelu")]
+)
+def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: int, gate: Activation | None) -> None:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return quantize_rows(x, gate=gate, implementation="pallas")
 
@@ -79,8 +105,10 @@ def test_row_quantisation_compiled_for_h200_is_one_launch_without_spills(inner: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gate", [False, True])
-def test_row_quantisation_on_gpu_matches_float64(gate: bool) -> None:
+@pytest.mark.parametrize("gate", [None, *ACTIVATIONS])
+def test_row_quantisation_on_gpu_matches_float64(gate: Activation | None) -> None:
     x = rows(28672, "bfloat16")
     values, scale = quantize_rows(x, gate=gate, implementation="pallas")
     assert half_step_error(values, scale, expected(x, gate)) < 1.3
+    if gate:
+        assert half_step_error(values, scale, expected(x, "gelu" if gate == "silu" else "silu")) > 2, "control"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +99,95 @@ def test_residual_norm_with_two_weights_equals_two_separate_norms(
     jax.tree.map(np.testing.assert_array_equal, first, alone)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Granite": {"factor": 0.22, "norms": 1},
+    "Gemma": {"post_norm": True, "norms": 1, "weights": "float32"},
+    "OLMo": {"post_norm": True, "norms": 0, "weights": "float32"},
+    "all": {"post_norm": True, "factor": 0.22, "norms": 2, "weights": "bfloat16"},
+}
+
+
+def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(values, dtype), np.float64)
+
+
+def normed(values: np.ndarray, weight: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return the float64 norm of rows; a bfloat16 weight multiplies the rounded quotient."""
+    quotient = values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS)
+    quotient = quotient if weight.dtype == jnp.float32 else rounded(quotient, dtype)
+    return rounded(quotient * np.asarray(weight, np.float64), dtype)
+
+
+def float64_outputs(x: Any, delta: Any, weights: list[Any], post_norm: Any, factor: float) -> list[np.ndarray]:
+    """Return the sum and its norms, computed in float64; each step that the module names is rounded to x's dtype."""
+    step = rounded(np.asarray(delta, np.float64).sum(0), x.dtype)
+    step = step if post_norm is None else normed(step, post_norm, x.dtype)
+    total = rounded(np.asarray(x, np.float64) + rounded(step * factor, x.dtype), x.dtype)
+    return [total, *(normed(total, weight, x.dtype) for weight in weights)]
+
+
+def mean_error(got: Sequence[Any], wanted: Sequence[np.ndarray]) -> float:
+    """Return the largest mean error of the outputs, in units of the mean size of their values."""
+    pairs = [(np.asarray(one, np.float64), other) for one, other in zip(got, wanted, strict=True)]
+    return max(float(np.abs(one - other).mean() / np.abs(other).mean()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "implementation", "deterministic"),
+    [
+        *((family, implementation, False) for family in OPTIONS for implementation in ("reference", "pallas")),
+        ("all", "reference", True),
+    ],
+)
+def test_residual_norm_with_options_of_each_family_matches_float64(
+    family: str, implementation: str, deterministic: bool, dtype: str
+) -> None:
+    options = OPTIONS[family]
+    x, delta, weight = inputs(96, dtype, 2)
+    weight = weight.astype(options.get("weights", dtype))
+    weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
+    factor = options.get("factor", 1.0)
+    run = partial(add_rms_norm, x, delta, eps=EPS, deterministic=deterministic, implementation=implementation)
+    got = run(*weights, post_norm=post, factor=factor)
+    assert [(one.shape, one.dtype) for one in got] == [(x.shape, x.dtype)] * (1 + len(weights))
+    error = partial(mean_error, got)
+    # A compiler may leave out roundings; most values are equal nevertheless.
+    assert error(float64_outputs(x, delta, weights, post, factor)) < (2e-6 if dtype == "float32" else 2e-3)
+    if factor != 1:
+        assert error(float64_outputs(x, delta, weights, post, 1.0)) > 0.1, "control: without the factor"
+    if post is not None:
+        assert error(float64_outputs(x, delta, weights, None, factor)) > 0.1, "control: without the norm of delta"
+        assert error(float64_outputs(x, delta, weights, post - 1, factor)) > 0.1, "control: a weight without its 1"
+        late = [normed(one, post, x.dtype) for one in float64_outputs(x, delta, weights, None, factor)]
+        assert error(late) > 0.1, "control: the norm after the sum"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("is_post_norm", [False, True])
+def test_residual_norm_multiplies_float32_weights_before_it_rounds(is_post_norm: bool, implementation: str) -> None:
+    """One of the sum's operands is zero, so the norm of the other operand is the only operation that rounds."""
+    x, _, weight = inputs(4096, "bfloat16")
+    weight = 1 + 2e-3 * weight.astype(jnp.float32)  # bfloat16 cannot represent these weights
+    run = partial(add_rms_norm, eps=EPS, implementation=implementation)
+
+    def norm_of_x(weight: jnp.ndarray) -> Any:
+        return run(0 * x, x[None], post_norm=weight)[0] if is_post_norm else run(x, 0 * x[None], weight)[1]
+
+    wanted = normed(np.asarray(x, np.float64), np.asarray(weight), x.dtype)
+    assert mean_error([norm_of_x(weight)], [wanted]) < 1e-5
+    assert mean_error([norm_of_x(weight.astype(x.dtype))], [wanted]) > 1e-3, "control: rounded weights"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_residual_norm_multiplies_delta_by_a_factor_that_bfloat16_cannot_represent(implementation: str) -> None:
+    x, delta, _ = inputs(4096, "bfloat16")
+    (got,) = add_rms_norm(0 * x, delta, eps=EPS, factor=0.22, implementation=implementation)
+    wanted = rounded(np.asarray(delta[0], np.float64) * 0.22, x.dtype)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), wanted)
+    assert np.any(np.asarray(got != delta[0] * jnp.asarray(0.22, x.dtype))), "control: a rounded factor"
+
+
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
@@ -104,12 +195,14 @@ def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int,
     row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
     scale = jnp.arange(96, dtype=jnp.float32) / 64
     scaled = Scaled(delta, row_scale, scale)
-    call = partial(add_rms_norm, eps=EPS, implementation=implementation)
+    options: dict[str, Any] = {"post_norm": weight[::-1], "factor": 0.5} if parts == 2 else {}
+    call = partial(add_rms_norm, eps=EPS, implementation=implementation, **options)
     for got, wanted in zip(call(x, scaled, weight), call(x, delta * row_scale[..., None] * scale, weight), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     quantized = call(x, scaled, weight, quantize_output=True)[1]
     assert half_step_error(quantized.values, quantized.scale, np.asarray(call(x, scaled, weight)[1], np.float64)) < 1.3
-    for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]}):
+    # A norm of delta cancels the row scales.
+    for changed in ({"scale": scale[::-1]}, {"row_scale": row_scale[:, ::-1]})[: 1 if options else 2]:
         wrong = dataclasses.replace(scaled, **changed)
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
@@ -125,6 +218,22 @@ def test_residual_norm_of_too_wide_rows_raises() -> None:
     x = jnp.zeros((1, 20000))
     with pytest.raises(NotImplementedError, match="16384 columns"):
         add_rms_norm(x, x[None], jnp.zeros(20000), eps=EPS, implementation="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", OPTIONS)
+def test_residual_norm_on_gpu_with_options_of_each_family_matches_float64(family: str, dtype: str) -> None:
+    options = OPTIONS[family]
+    x, delta, weight = inputs(3584, dtype, 4)
+    weight = weight.astype(options.get("weights", dtype))
+    weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
+    got = add_rms_norm(
+        x, delta, *weights, eps=EPS, post_norm=post, factor=options.get("factor", 1.0), implementation="pallas"
+    )
+    wanted = float64_outputs(x, delta, weights, post, options.get("factor", 1.0))
+    assert mean_error(got, wanted) < (2e-6 if dtype == "float32" else 2e-3)
+    assert mean_error(got, float64_outputs(x, delta, weights, None, 1.0)) > 0.1, "control: without the options"
 
 
 @pytest.mark.gpu

@@ -13,8 +13,10 @@ import pytest
 
 from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, quantize, reduce_partials
+from pallas_kernels.layers.quantize_rows import Activation
+from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, matmul, quantize, reduce_partials
 from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
+from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
@@ -45,6 +47,18 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     assert got.dtype == jnp.float32
     assert error(got, x, weight) < 1e-5  # float32 sums of 2048 products of exact bfloat16 factors
     assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
+
+
+@pytest.mark.parametrize(("gate", "kind"), [("silu", None), ("gelu_tanh", "fp8_dynamic")])
+def test_product_of_gate_and_up_multiplies_activation_of_gate_by_up(gate: Activation, kind: Any) -> None:
+    x, weight = problem(5, 1024, 2048, "bfloat16")
+    both, stored = jnp.concatenate([x, x[:, ::-1]], axis=-1), quantize(weight, kind) if kind else weight
+    own, up = np.asarray(x, np.float64), np.asarray(x[:, ::-1], np.float64)
+    most = 0.25 if kind else 0.03  # two roundings to four bits; rounding of the gated values to eight bits
+    for product in (split_matmul(both, stored, gate=gate), matmul(both, stored, gate=gate, dtype=jnp.float32)[None]):
+        errors = {name: error(product, function(own) * up, weight) for name, function in ACTIVATIONS.items()}
+        assert errors[gate] < most
+        assert errors["gelu" if gate == "silu" else "silu"] > 2 * most, "control: another function"
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(2048, 2), (4096, 4), (8192, 8)])
