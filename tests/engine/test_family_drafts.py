@@ -16,7 +16,8 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-FAMILIES = sorted(path.name for path in (Path(__file__).parents[1] / "data" / "golden" / "families").iterdir())
+FOLDERS = Path(__file__).parents[1] / "data" / "golden" / "families"
+FAMILIES = sorted(path.parent.name for path in FOLDERS.glob("*/config.json"))
 CHAIN, DYNAMIC = Tree.chain(4), Tree.topk(12, 3, 4)
 STATIC = Tree.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
 
