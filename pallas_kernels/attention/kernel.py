@@ -11,8 +11,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention.kv_range import KVRange, kv_range, tile_ranges, visible_rows
-from pallas_kernels.attention.ptx import divmod_u32, replace_nonfinite, scaled_exp2, unpack_fp8
+from pallas_kernels.attention.kv_range import KVRange, kv_range, oldest_rows, tile_ranges, visible_rows
+from pallas_kernels.attention.ptx import divmod_u32, replace_nonfinite, scaled_exp2, scaled_tanh, unpack_fp8
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
 
 
@@ -20,9 +20,15 @@ class Arithmetic(NamedTuple):
     """Static parameters that say how the kernel computes scores and sums."""
 
     scale: float  # factor of the scores
+    softcap: float | None  # limit of the scores; None: no limit
     dtype: jnp.dtype  # dtype of the operands of the matrix products
     precision: Any  # precision of the matrix products
     interpret: bool  # the kernel is interpreted on a CPU, with jax operations instead of PTX instructions
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether functions are computed to the precision of float32."""
+        return self.interpret or self.dtype == jnp.float32
 
 
 class KVRefs(NamedTuple):
@@ -42,13 +48,15 @@ def attend_kernel(
     v_ref,
     page_table_ref,
     lengths_ref,
-    *refs,  # the mask, if there is one; then the outputs of `attend`
+    mask_ref,
+    sinks_ref,  # as in `attend`
+    *out_refs,
     # static parameters
     tiles,
     arithmetic,
 ):
     """Attends to one split for queries that are rotated already, in one Pallas program (`attend`)."""
-    batch, (mask_ref, *out_refs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
+    batch = pl.program_id(2)
 
     def load_queries(query, head, layout):
         refs = [q_ref.at[batch, query[:, None], head[:, None], channels] for channels in layout.channels]
@@ -56,7 +64,7 @@ def attend_kernel(
 
     pairs = q_ref.shape[-1] // k_ref.shape[-1]
     kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)
-    attend(load_queries, kv, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
+    attend(load_queries, kv, sinks_ref, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
 
 
 class GridIndex(NamedTuple):
@@ -127,6 +135,14 @@ class ContextReader:
         page = pltriton.load(self.kv.page_table.at[self.grid.batch, column])
         return (page, row) if self.tiles.depths else (page,)
 
+    def load_path(self):
+        """Returns the path of the block's query, padded with -1; None if queries have no paths."""
+        if not self.tiles.depths:
+            return None
+        depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))
+        path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
+        return pltriton.load(path, mask=depth < self.tiles.depths, other=-1)
+
     def load(self, row, page, source, *, masked):
         """Loads the keys and values of one tile.
 
@@ -192,9 +208,20 @@ def online_softmax_update(
     return SoftmaxSums(acc, new_top, total)
 
 
+def sink_weight(sink: Array, top: Array) -> Array:
+    """Returns the term that sinks add to a sum of weights 2**(score - top); it may be infinite.
+
+    Args:
+        sink: score of each sink.
+        top: base-2 score to which the weights refer; -inf if there are no weights.
+    """
+    return jnp.exp2(sink.astype(jnp.float32) * math.log2(math.e) - top)
+
+
 def attend(
     load_queries,
     kv,
+    sinks_ref,
     out_refs,
     # static parameters
     *,
@@ -211,6 +238,7 @@ def attend(
         load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]. It
             runs before any tile of the cache is read, and may write to the cache.
         kv: references to the cache and the mask.
+        sinks_ref: score of each query head's sink [H]; None: no sinks, or the merging kernel adds them.
         out_refs: the output [B, T, H, D]. With several splits, the outputs of the splits [B, T, H, splits, D] and their
             base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
         tiles: static sizes of the call.
@@ -241,11 +269,16 @@ def attend(
 
         # Queries. Padding rows load a real row (clamped index), so no mask is needed. Their results are not stored.
         loaded_query = jnp.minimum(query, tiles.queries - 1)
-        q = load_queries(loaded_query, kv_head * tiles.group + jnp.minimum(member, tiles.group - 1), layout)
+        loaded_head = kv_head * tiles.group + jnp.minimum(member, tiles.group - 1)
+        q = load_queries(loaded_query, loaded_head, layout)
         if q[0].dtype != arithmetic.dtype:  # this dtype's range may be smaller, so scale first, in float32
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
+        oldest = oldest_rows(query, words, context.load_path(), rows, tiles) if tiles.window else None
+        if arithmetic.softcap is not None:  # base-2 scores become limit * tanh(score / limit)
+            limit = arithmetic.softcap * math.log2(math.e)
+            scores_factor, factor = factor / limit, limit
 
         def step(index, carry, *, masked):
             sums, (page, *source) = carry
@@ -254,8 +287,10 @@ def attend(
             scores = sum(
                 pltriton.dot(*pair, trans_b=True, precision=arithmetic.precision) for pair in zip(q, k, strict=True)
             )
+            if arithmetic.softcap is not None:
+                scores = scaled_tanh(scores, scores_factor, arithmetic.is_exact)
             if masked:
-                visible = visible_rows(row, context.first_row(index), is_loaded, query, words, rows, tiles)
+                visible = visible_rows(row, context.first_row(index), is_loaded, query, words, oldest, rows, tiles)
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # Rows that were not loaded, or that only a padding query sees, may hold NaN: 0 * NaN is NaN.
                 v = [replace_nonfinite(half, arithmetic.interpret) for half in v]
@@ -272,6 +307,8 @@ def attend(
 
         # Normalise and store. Divide once per row, because a division takes as long as several multiplications.
         total = jnp.max(sums.total, axis=1)
+        if sinks_ref is not None:
+            total += sink_weight(pltriton.load(sinks_ref.at[loaded_head]), sums.top * factor)
         at = (batch, query[:, None], head[:, None], *([split] if tiles.splits > 1 else []))
         inverse = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
         mask = is_real[:, None] & layout.is_column

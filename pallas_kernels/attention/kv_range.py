@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -21,7 +22,7 @@ class KVRange(NamedTuple):
     end: Array  # one past the last row to read
     lowest: Array | int  # first row that any query sees
     unmasked_from: Array | int  # every query sees all committed rows from this row on
-    window_start: Array | int  # first row of query 0's window; causal: query t's window starts t rows later; 0: none
+    window_start: Array | int  # first row of the window of a query that sees one new row; 0: no window
 
 
 def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
@@ -32,17 +33,21 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
         block: index of the block; a block has `tiles.packed` packed rows (pairs of a query and a head of the group).
         tiles: static sizes of the kernel call.
     """
-    new_rows: Array | int = tiles.new
-    if not tiles.words and not tiles.depths:  # causal: the block reads no row after its last query's row
-        new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
+    # The numbers of new rows that the block's queries see are from `fewest` to `most`.
+    fewest: Array | int = 1
+    most = new_rows = tiles.new
+    if tiles.is_causal:  # the block reads no row after its last query's row
+        fewest = block * tiles.packed // tiles.group + 1
+        most = ((block + 1) * tiles.packed - 1) // tiles.group + 1
+        new_rows = jnp.minimum(most, new_rows)
     first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if not tiles.window:
         return KVRange(length, first, end, tiles.start, tiles.start, 0)
     window_start = length - tiles.window + 1
-    first = jnp.maximum(first, window_start + (0 if tiles.words else block * tiles.packed // tiles.group))
-    lowest = unmasked_from = jnp.maximum(first, tiles.start)
-    if not tiles.words:  # the last query's window starts last
-        unmasked_from = jnp.maximum(lowest, window_start + ((block + 1) * tiles.packed - 1) // tiles.group)
+    first = jnp.maximum(first, window_start + fewest - 1)
+    lowest = jnp.maximum(first, tiles.start)
+    most = most if tiles.is_causal else min(most, tiles.window)
+    unmasked_from = jnp.maximum(lowest, window_start + most - 1)
     return KVRange(length, first, end, lowest, unmasked_from, window_start)
 
 
@@ -71,8 +76,32 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
     return [(begin, open_from, True)] * bool(hides_first) + [(open_from, new_from, False), (new_from, end, True)]
 
 
+def oldest_rows(query: Array, words: list[Array], path: Array | None, rows: KVRange, tiles: Tiles) -> Array:
+    """Returns the first row of each query's window [packed]; if queries have paths, of the one query's window.
+
+    Args:
+        query: query number of each packed row [packed].
+        words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        path: the path of the one query, with -1 for entries that do not exist [depths, padded]; None: no paths.
+        rows: rows that the Pallas program reads.
+        tiles: static sizes of the kernel call.
+    """
+    if tiles.is_causal:
+        return rows.window_start + query
+    if path is not None:
+        return rows.window_start - 1 + jnp.sum((path >= 0).astype(jnp.int32))
+    return rows.window_start - 1 + sum(jax.lax.population_count(word).astype(jnp.int32) for word in words)
+
+
 def visible_rows(
-    row: Array, first: Array, is_loaded: Array, query: Array, words: list[Array], rows: KVRange, tiles: Tiles
+    row: Array,
+    first: Array,
+    is_loaded: Array,
+    query: Array,
+    words: list[Array],
+    oldest: Array | None,
+    rows: KVRange,
+    tiles: Tiles,
 ) -> Array:
     """Returns the attention mask of one tile, which says which rows of the tile each query sees.
 
@@ -82,6 +111,7 @@ def visible_rows(
         is_loaded: whether a row exists and any query sees it [tile].
         query: query number of each packed row [packed].
         words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        oldest: first row of each query's window, as `oldest_rows` returns it; None: no window.
         rows: rows that the Pallas program reads.
         tiles: static sizes of the kernel call.
 
@@ -89,13 +119,14 @@ def visible_rows(
         bool [packed, tile], or [1, tile] where all queries see the same rows.
     """
     if tiles.depths:
-        return is_loaded[None, :]
+        return is_loaded[None, :] if oldest is None else (is_loaded & (row >= oldest))[None, :]
     if tiles.words:
-        bounds = (rows.lowest - rows.length, rows.end - rows.length)
+        lowest = rows.lowest if oldest is None else jnp.maximum(rows.lowest, oldest)
+        bounds = (lowest - rows.length, rows.end - rows.length)
         return mask_tile(words, first - rows.length, *bounds, tiles.tile)
     visible = (row - rows.length)[None, :] <= jnp.minimum(query, rows.end - rows.length - 1)[:, None]
     if tiles.start:
         visible &= row[None, :] >= rows.lowest
-    if tiles.window:
-        visible &= row[None, :] >= (rows.window_start + query)[:, None]
+    if oldest is not None:
+        visible &= row[None, :] >= oldest[:, None]
     return visible

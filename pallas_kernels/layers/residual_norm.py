@@ -10,6 +10,7 @@ norm alone to two kernels; for a few rows, their time is nothing but launch over
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,14 +27,18 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 WIDEST = 16384  # columns that a Pallas program can hold in registers
 
 
-def _quotient(total: Array, eps: float, size: int) -> Array:
-    """Returns total / sqrt(mean(total^2) + eps) in float32, for rows of `size` columns padded with zeros."""
-    wide = total.astype(jnp.float32)
-    mean = jnp.sum(wide * wide, axis=-1, keepdims=True) / size
-    return wide * jax.lax.rsqrt(mean + eps)
+def quotients(parts: Sequence[Array], eps: float, size: int) -> list[Array]:
+    """Returns x / sqrt(mean(x^2) + eps) in float32 for rows x of `size` columns, inside or outside of a kernel.
+
+    The rows may be given in several parts [..., columns], each padded with zeros.
+    """
+    wide = [part.astype(jnp.float32) for part in parts]
+    first, *others = (jnp.sum(part * part, axis=-1, keepdims=True) for part in wide)
+    inverse = jax.lax.rsqrt(sum(others, first) / size + eps)
+    return [part * inverse for part in wide]
 
 
-def _weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
+def weighted(quotient: Array, weight: Array, dtype: jnp.dtype) -> Array:
     """Multiplies a float32 quotient by the weight of a norm; float32 weights are multiplied before rounding."""
     if weight.dtype == jnp.float32:
         return (quotient * weight).astype(dtype)
@@ -48,7 +53,7 @@ def rms_norm(
     The mean is computed in float32. The quotient is rounded to x's dtype before it is multiplied by the weight, unless
     the weight is float32: then the product is rounded instead.
     """
-    return _weighted(_quotient(x, eps, x.shape[-1]), weight, x.dtype)
+    return weighted(*quotients([x], eps, x.shape[-1]), weight, x.dtype)
 
 
 def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
@@ -58,8 +63,8 @@ def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
     if factor != 1.0:
         delta = (delta * factor).astype(x.dtype)
     total = x + delta
-    quotient = _quotient(total, eps, x.shape[-1])
-    normed = [_weighted(quotient, weight, x.dtype) for weight in weights]
+    (quotient,) = quotients([total], eps, x.shape[-1])
+    normed = [weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
@@ -99,9 +104,9 @@ def _kernel(
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
-    quotient = _quotient(total, eps, hidden)
+    (quotient,) = quotients([total], eps, hidden)
     for index, weight in enumerate(weights):
-        normed = _weighted(quotient, weight, total.dtype)
+        normed = weighted(quotient, weight, total.dtype)
         if quantize_output:
             normed, norm_refs[1 + per_norm * index][row] = scaled_rows(normed, FP8)
         pltriton.store(norm_refs[per_norm * index].at[row, column], normed, mask=inside)
