@@ -11,8 +11,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention.kv_range import KVRange, kv_range, oldest_rows, tile_ranges, visible_rows
-from pallas_kernels.attention.ptx import divmod_u32, replace_nonfinite, scaled_exp2, scaled_tanh, unpack_fp8
+from pallas_kernels.attention.kv_range import KVRange, kv_range, tile_ranges, visible_rows
+from pallas_kernels.attention.ptx import count_ones, divmod_u32, replace_nonfinite, scaled_exp2, scaled_tanh, unpack_fp8
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
 
 
@@ -135,13 +135,23 @@ class ContextReader:
         page = pltriton.load(self.kv.page_table.at[self.grid.batch, column])
         return (page, row) if self.tiles.depths else (page,)
 
-    def load_path(self):
-        """Returns the path of the block's query, padded with -1; None if queries have no paths."""
-        if not self.tiles.depths:
-            return None
-        depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))
-        path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
-        return pltriton.load(path, mask=depth < self.tiles.depths, other=-1)
+    def oldest_rows(self, query, words):
+        """Returns the first row of each query's window [packed]; if queries have paths, of the one query's window.
+
+        Args:
+            query: query number of each packed row [packed].
+            words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        """
+        if self.tiles.is_causal:
+            return self.rows.window_start + query
+        if words:
+            seen = sum(count_ones(word, self.arithmetic.interpret) for word in words)
+        else:
+            depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))
+            path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
+            path = pltriton.load(path, mask=depth < self.tiles.depths, other=-1)
+            seen = jnp.sum((path >= 0).astype(jnp.int32))
+        return self.rows.window_start + seen - 1
 
     def load(self, row, page, source, *, masked):
         """Loads the keys and values of one tile.
@@ -275,7 +285,7 @@ def attend(
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
-        oldest = oldest_rows(query, words, context.load_path(), rows, tiles) if tiles.window else None
+        oldest = context.oldest_rows(query, words) if tiles.window else None
         if arithmetic.softcap is not None:  # base-2 scores become limit * tanh(score / limit)
             limit = arithmetic.softcap * math.log2(math.e)
             scores_factor, factor = factor / limit, limit

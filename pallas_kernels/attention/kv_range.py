@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -35,7 +34,8 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
     """
     # The numbers of new rows that the block's queries see are from `fewest` to `most`.
     fewest: Array | int = 1
-    most = new_rows = tiles.new
+    most: Array | int = tiles.new if tiles.is_causal else min(tiles.new, tiles.window)
+    new_rows: Array | int = tiles.new
     if tiles.is_causal:  # the block reads no row after its last query's row
         fewest = block * tiles.packed // tiles.group + 1
         most = ((block + 1) * tiles.packed - 1) // tiles.group + 1
@@ -46,7 +46,6 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
     window_start = length - tiles.window + 1
     first = jnp.maximum(first, window_start + fewest - 1)
     lowest = jnp.maximum(first, tiles.start)
-    most = most if tiles.is_causal else min(most, tiles.window)
     unmasked_from = jnp.maximum(lowest, window_start + most - 1)
     return KVRange(length, first, end, lowest, unmasked_from, window_start)
 
@@ -76,23 +75,6 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
     return [(begin, open_from, True)] * bool(hides_first) + [(open_from, new_from, False), (new_from, end, True)]
 
 
-def oldest_rows(query: Array, words: list[Array], path: Array | None, rows: KVRange, tiles: Tiles) -> Array:
-    """Returns the first row of each query's window [packed]; if queries have paths, of the one query's window.
-
-    Args:
-        query: query number of each packed row [packed].
-        words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
-        path: the path of the one query, with -1 for entries that do not exist [depths, padded]; None: no paths.
-        rows: rows that the Pallas program reads.
-        tiles: static sizes of the kernel call.
-    """
-    if tiles.is_causal:
-        return rows.window_start + query
-    if path is not None:
-        return rows.window_start - 1 + jnp.sum((path >= 0).astype(jnp.int32))
-    return rows.window_start - 1 + sum(jax.lax.population_count(word).astype(jnp.int32) for word in words)
-
-
 def visible_rows(
     row: Array,
     first: Array,
@@ -111,7 +93,7 @@ def visible_rows(
         is_loaded: whether a row exists and any query sees it [tile].
         query: query number of each packed row [packed].
         words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
-        oldest: first row of each query's window, as `oldest_rows` returns it; None: no window.
+        oldest: first row of each query's window [packed], or of the one query's if queries have paths; None: no window.
         rows: rows that the Pallas program reads.
         tiles: static sizes of the kernel call.
 

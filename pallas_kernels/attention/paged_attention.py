@@ -146,8 +146,9 @@ def run_kernels(
     )(*inputs)
     attended, written_pools = found[: len(attended)], found[len(attended) :]
     if quantize_output and 1 < tiles.splits <= MERGED:
-        merged = _merge_and_quantize(*attended, lengths, sinks, dtype=q.dtype, tiles=tiles, interpret=interpret)
-        return [merged, *written_pools]
+        parts, log_sum_exp = attended
+        options = {"dtype": q.dtype, "tiles": tiles, "interpret": interpret}
+        return [_merge_and_quantize(parts, log_sum_exp, lengths, sinks, **options), *written_pools]
     merged = attended[0]
     if tiles.splits > 1:
         merged = pl.pallas_call(

@@ -103,6 +103,20 @@ def scaled_tanh(values: Array, factor: float, exact: bool) -> Array:
     return tanh
 
 
+def count_ones(words: Array, interpret: bool) -> Array:
+    """Returns the number of bits that are 1 in each 32-bit word, as int32."""
+    if interpret:
+        return jax.lax.population_count(words).astype(jnp.int32)
+    (count,) = pltriton.elementwise_inline_asm(
+        "popc.b32 $0, $1;",
+        args=[words],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+    )
+    return count
+
+
 def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
     """Returns row // page and row % page for non-negative int32 rows.
 

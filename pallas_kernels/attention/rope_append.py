@@ -97,7 +97,8 @@ def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype):
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
         if bias_ref is not None:
-            total += pltriton.load(bias_ref.at[columns], **mask).astype(jnp.float32)
+            own = jnp.broadcast_to(columns, total.shape)  # as many as the mask has
+            total += pltriton.load(bias_ref.at[own], **mask).astype(jnp.float32)
         return total.astype(dtype)
 
     count = qkv_ref.shape[0]

@@ -53,7 +53,7 @@ def rms_norm(
     The mean is computed in float32. The quotient is rounded to x's dtype before it is multiplied by the weight, unless
     the weight is float32: then the product is rounded instead.
     """
-    return weighted(*quotients([x], eps, x.shape[-1]), weight, x.dtype)
+    return weighted(quotients([x], eps, x.shape[-1])[0], weight, x.dtype)
 
 
 def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):

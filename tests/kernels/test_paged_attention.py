@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ WINDOWS = [
     Case(window=16, queries=1, tree="causal", group=2),
     Case(window=100, queries=60, tree="causal", start=1),
     Case(window=7, queries=17, tree="causal", lengths="full"),
-    Case(window=2, tree="random", page=64, lengths="full"),
+    Case(window=5, tree="random", page=64, lengths="full"),
     Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
     Case(window=40, queries=17, tree="random", lengths="zero"),
     Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
@@ -46,15 +47,23 @@ QUANTIZED_OUTPUT = [  # contexts have three splits
     Case(dtype="bfloat16", dim=64),
     Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
     Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
-    Case(dtype="bfloat16", window=33),
+    Case(dtype="bfloat16", window=33, softcap=2.0, sinks=True),
     Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", dim=128, group=2, lengths="full"),
+]
+SCORES = [  # options of the scores, alone and together
+    Case(softcap=2.0, tree="causal", start=1),
+    Case(sinks=True, lengths="zero"),
+    Case(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
+    Case(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
+    Case(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
+    Case(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
 ]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
 
 
 def check(case: Case, implementation: str) -> None:
     problem = PROBLEMS(case)
-    out = paged_attention(*problem.arrays, start=case.start, window=case.window, implementation=implementation)
+    out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
     assert out.dtype == problem.q.dtype
     assert problem.error(out) <= problem.tolerance
 
@@ -84,12 +93,37 @@ def test_paged_attention_with_a_window_ignores_older_rows(case, implementation):
     check(case, implementation)
 
 
+def check_scores(case: Case, implementation: str) -> None:
+    """Assert that attention matches float64, and differs from float64 if one option of the scores is another one."""
+    problem = PROBLEMS(case)
+    out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
+    assert problem.error(out) <= problem.tolerance
+    finite = problem.finite()
+    wrong: list[dict[str, Any]] = [{"softcap": None}] if case.softcap else []
+    if case.sinks:
+        wrong += [{"sinks": None}, {"sinks": problem.options["sinks"] + np.log(2)}]  # left out, and counted twice
+    if case.window:
+        wrong += [{"window": case.window - 1}, {"window": case.window + 1}]
+    for changed in wrong:
+        assert problem.error(out, finite.expected_with(**changed)) > 2 * problem.tolerance, changed
+
+
+@pytest.mark.parametrize("case", cover.thinned(SCORES, every=3, name=str, is_halved=True))
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_paged_attention_with_softcap_or_sinks_or_scale_or_window_matches_float64(case, implementation):
+    check_scores(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SCORES, ids=str)
+def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_matches_float64(case):
+    check_scores(case, "pallas")
+
+
 def check_quantized_output(case: Case, implementation: str) -> None:
     """Assert that quantised attention is off by at most half a float8 step: 2**-4 of a value or 2**-10 of its scale."""
     problem = PROBLEMS(case)
-    quantized = paged_attention(
-        *problem.arrays, start=case.start, window=case.window, quantize_output=True, implementation=implementation
-    )
+    quantized = paged_attention(*problem.arrays, **problem.options, quantize_output=True, implementation=implementation)
     values, scale = (np.asarray(array, np.float64) for array in (quantized.values, quantized.scale))
     assert quantized.values.dtype == jnp.float8_e4m3fn and quantized.dtype == problem.q.dtype
     wanted = problem.expected.reshape(values.shape)
@@ -116,8 +150,8 @@ def test_paged_attention_on_gpu_with_quantize_output_matches_float64(case):
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("pallas", marks=pytest.mark.once)])
 def test_paged_attention_of_large_scores_does_not_overflow(implementation):
     """Base-2 scores reach several hundred: every split and both merge kernels must subtract the maximum."""
-    problem = make_problem(Case(), scale=30.0)
-    attend = functools.partial(paged_attention, *problem.arrays, scale=30.0, implementation=implementation)
+    problem = make_problem(Case(scale=30.0))
+    attend = functools.partial(paged_attention, *problem.arrays, **problem.options, implementation=implementation)
     out, row = attend(), attend(quantize_output=True)
     assert problem.error(out) <= 100 * problem.tolerance
     real = problem.real
@@ -230,10 +264,10 @@ def test_paged_attention_of_rows_beyond_the_page_table_ignores_them():
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_with_a_scale_multiplies_scores_by_it(implementation):
-    problem = make_problem(Case(), scale=0.7)
-    out = paged_attention(*problem.arrays, scale=0.7, implementation=implementation)
+    problem = make_problem(Case(scale=0.7))
+    out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
     assert problem.error(out) <= problem.tolerance
-    assert problem.error(paged_attention(*problem.arrays, implementation=implementation)) > 0.05
+    assert problem.error(out, problem.expected_with(scale=None)) > 0.05
 
 
 @pytest.mark.once
@@ -303,12 +337,17 @@ def test_paged_attention_reference_with_a_window_reads_only_its_pages(tree):
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
 
 
-def test_paged_attention_with_invalid_window_or_scale_raises():
+def test_paged_attention_with_invalid_options_of_scores_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
         with pytest.raises(ValueError, match=f"scale must be None or above 1e-30 and finite, got {scale}"):
             paged_attention(*make_problem(Case()).arrays, scale=scale)
+    for softcap in (-1.0, 0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"softcap must be None or above 0 and finite, got {softcap}"):
+            paged_attention(*make_problem(Case()).arrays, softcap=softcap)
+    with pytest.raises(ValueError, match=r"sinks must be None or \[8\], one per query head, got \(4,\)"):
+        paged_attention(*make_problem(Case()).arrays, jnp.zeros(4))
 
 
 @pytest.mark.parametrize(
