@@ -57,7 +57,7 @@ class Level:
             implementation=view.implementation,
             base=None if self.bits is None else view.lengths,
             new_rows=None if self.bits is None else self.draft_rows,
-            window=window if window is None or self.bits is None else window - self.depth,
+            window=window,
         )
 
 

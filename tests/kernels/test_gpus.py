@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import (
+    HeadTransform,
     add_rms_norm,
     ancestor_bits,
     append,
@@ -60,6 +61,26 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
     return attend, (q, *pools(dim, dtype), table, shape(1, dtype=I32), *bits)
 
 
+def scores(rows: int, dim: int, dtype: Any = BF16, *, deterministic: bool = False) -> Case:
+    """Return the case of attention with a window, a softcap and sinks; 60 rows are a tree, the others are causal."""
+    arrays = [shape(1, rows, HEADS, dim), *pools(dim, dtype), shape(1, 128, dtype=I32), shape(1, dtype=I32)]
+    mask = shape(1, 60, 9, dtype=I32) if deterministic else shape(1, 60, 2, dtype=jnp.uint32)
+
+    def attend(sinks: Any, *arrays: Any) -> Any:
+        mask = arrays[5] if rows == 60 else None
+        masks = {"paths": mask} if deterministic else {}
+        options = {"window": 512, "softcap": 30.0, "deterministic": deterministic, "implementation": "pallas"}
+        return paged_attention(*arrays[:5], None if deterministic else mask, sinks, **options, **masks)
+
+    return attend, (shape(HEADS), *arrays, *([mask] if rows == 60 else []))
+
+
+def head_transform(rows: int, dim: int) -> HeadTransform:
+    """Return the shapes of a transform with a bias, norms and separate tables of queries."""
+    width = (HEADS + 2 * KV_HEADS) * dim
+    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), 1e-6)
+
+
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
     """Return the case of deterministic attention for a chain, a prefill chunk, or (with `depths`) a tree."""
 
@@ -80,23 +101,24 @@ def prefill(dim: int) -> Case:
     return attend, (q, *pools(dim, BF16), table, shape(1, dtype=I32))
 
 
-def rotation(dim: int, dtype: Any = BF16) -> Case:
-    qkv, inv_freq = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+def rotation(dim: int, dtype: Any = BF16, transform: HeadTransform | None = None) -> Case:
+    qkv = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32)
+    transform = transform or HeadTransform(shape(2, 1, 5, dim // 2, dtype=F32))
     rows = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, 5, dtype=jnp.bool))
     rotate = partial(rotate_append, heads=HEADS, dtype=BF16, implementation="pallas")
-    return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), inv_freq, *rows)
+    return rotate, (*pools(dim, dtype), qkv, transform, *rows)
 
 
-def appended(rows: int, dim: int, start: int = 0, *, quantize_output: bool = False) -> Case:
-    qkv, inv_freq = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+def appended(rows: int, dim: int, transform: HeadTransform | None = None, **options: Any) -> Case:
+    qkv = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32)
+    transform = transform or HeadTransform(shape(2, 1, rows, dim // 2, dtype=F32))
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
-        options = {"start": start, "quantize_output": quantize_output, "implementation": "pallas"}
-        found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, **options)
+        found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, implementation="pallas", **options)
         return jax.tree.leaves(found)
 
-    return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), inv_freq, *where)
+    return attend, (*pools(dim, BF16), qkv, transform, *where)
 
 
 def append_or_move(dtype: Any, *, move: bool) -> Case:
@@ -163,6 +185,14 @@ CASES: dict[str, Case] = {
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
     "attention after append, drafting": appended(1, 128, start=1),
+    **{f"attention {rows} x {dim}, all options": scores(rows, dim) for rows in (1, 5, 60) for dim in (64, 128, 256)},
+    **{f"prefill {dim}, all options": scores(512, dim) for dim in (64, 128, 256)},
+    **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
+    **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (64, 80, 128, 256)},
+    **{
+        f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
+        for dim in (64, 80, 96, 128, 256)
+    },
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -187,6 +217,7 @@ CASES: dict[str, Case] = {
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
     "attention after append, quantised": appended(5, 128, quantize_output=True),
+    **{f"attention {rows} x {dim} fp8, all options": scores(rows, dim, FP8) for rows in (5, 60) for dim in (64, 128)},
     "rotate fp8": rotation(128, FP8),
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),
@@ -211,7 +242,15 @@ DEFAULT = {
         "attention 61, deterministic",
         "product 5, deterministic, float32",
     ),
-    "H100": ("append", "gather rows", "scatter rows", "top 59 in order"),
+    "H100": (
+        "append",
+        "gather rows",
+        "scatter rows",
+        "top 59 in order",
+        "attention 60 x 128, all options",
+        "attention after append 128, all options",
+        "attention 60, all options, deterministic",
+    ),
 }
 
 
