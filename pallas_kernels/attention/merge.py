@@ -9,7 +9,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention.kernel import sink_weight
+from pallas_kernels.attention.softmax import sink_weight
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 

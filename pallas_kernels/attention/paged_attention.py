@@ -31,10 +31,11 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import num_words
-from pallas_kernels.attention.kernel import Arithmetic, attend_kernel
+from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.attention.merge import MERGED, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
+from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
