@@ -196,7 +196,7 @@ def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | No
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     dim, page = q.shape[-1], k_pool.shape[2]
     if dim not in HEAD_DIMS:
-        return f"head_dim must be a multiple of 16 up to 256, got {dim}"
+        return f"head_dim must be a multiple of 16 up to 512, got {dim}"
     if page > 128:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:

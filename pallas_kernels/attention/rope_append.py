@@ -241,7 +241,7 @@ def _pallas(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, hea
 def _unsupported(k_pool: Array) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     if k_pool.shape[3] not in HEAD_DIMS:
-        return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
+        return f"head_dim must be a multiple of 16 up to 512, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     return None

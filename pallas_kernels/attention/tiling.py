@@ -82,7 +82,7 @@ def choose_tiles(
 
     # Packed rows. 64 rows with four warps are as fast as 128 rows with eight warps at 1k rows of context, and faster at
     # 8k. A float32 product is three TF32 products, which need four times as many registers.
-    most = max(4096 // dim, MMA_ROWS) if wide else 64
+    most = max(4096 // dim, MMA_ROWS) if wide else min(64 * 256 // dim, 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
 

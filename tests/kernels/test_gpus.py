@@ -185,13 +185,19 @@ CASES: dict[str, Case] = {
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
     "attention after append, drafting": appended(1, 128, start=1),
-    **{f"attention {rows} x {dim}, all options": scores(rows, dim) for rows in (1, 5, 60) for dim in (64, 128, 256)},
-    **{f"prefill {dim}, all options": scores(512, dim) for dim in (64, 128, 256)},
+    **{
+        f"attention {rows} x {dim}, all options": scores(rows, dim)
+        for rows in (1, 5, 60)
+        for dim in (64, 128, 256, 512)
+    },
+    **{f"prefill {dim}, all options": scores(512, dim) for dim in (64, 128, 256, 512)},
     **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
-    **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (64, 80, 128, 256)},
+    **{
+        f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (64, 80, 128, 256, 512)
+    },
     **{
         f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
-        for dim in (64, 80, 96, 128, 256)
+        for dim in (64, 80, 96, 128, 256, 512)
     },
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
@@ -258,11 +264,12 @@ def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
     """Return (GPU, case) of each kernel that spills registers; the list depends on the version of ptxas."""
     spilling = {(gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)}
     spilling |= {("L40", "attention 61 x 128")}
+    spilling |= {(gpu, f"{name} 128, all options") for gpu in ("A100", "L40") for name in ("attention 60 x", "prefill")}
     if jax_version < (0, 12):
         return spilling | {("A100", f"attention 61 x {dim}") for dim in (80, 96)}
     spilling -= {("A100", "prefill 96")}
     spilling |= {("L40", name) for name in ("attention 61 x 80", "attention 61 x 96", "ancestor bits")}
-    return spilling | {("B200", "attention 61 x 128")}
+    return spilling | {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
 
 
 SPILLS = spilling_cases(jax.__version_info__)
