@@ -38,6 +38,7 @@ from tests.support.gpus import GPUS, compile_for
 HEADS, KV_HEADS, PAGE, PAGES, HIDDEN, VOCAB = 32, 8, 16, 2049, 4096, 128256  # Llama-3.1-8B
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 F32, I32 = jnp.float32, jnp.int32
+DIMS = (64, 128, 256, 512)  # head_dims
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -185,19 +186,13 @@ CASES: dict[str, Case] = {
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
     "attention after append, drafting": appended(1, 128, start=1),
-    **{
-        f"attention {rows} x {dim}, all options": scores(rows, dim)
-        for rows in (1, 5, 60)
-        for dim in (64, 128, 256, 512)
-    },
-    **{f"prefill {dim}, all options": scores(512, dim) for dim in (64, 128, 256, 512)},
+    **{f"attention {rows} x {dim}, all options": scores(rows, dim) for rows in (1, 5, 60) for dim in DIMS},
+    **{f"prefill {dim}, all options": scores(512, dim) for dim in DIMS},
     **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
-    **{
-        f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (64, 80, 128, 256, 512)
-    },
+    **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (80, *DIMS)},
     **{
         f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
-        for dim in (64, 80, 96, 128, 256, 512)
+        for dim in (80, 96, *DIMS)
     },
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
