@@ -4,7 +4,7 @@ from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.kv_pages import append, move_rows
 from pallas_kernels.attention.paged_attention import paged_attention
-from pallas_kernels.attention.rope_append import rotate_append
+from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
@@ -18,6 +18,7 @@ from pallas_kernels.state.gather_rows import gather_rows
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 __all__ = [
+    "HeadTransform",
     "add_rms_norm",
     "ancestor_bits",
     "append",

@@ -57,7 +57,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
     Args:
         words: the queries' packed bits, one array [queries] per word.
         first: row number of column 0.
-        low, high: first visible row, and one past the last visible row.
+        low, high: first visible row, for all queries or for each [queries], and one past the last visible row.
         tile: number of columns.
 
     Returns:

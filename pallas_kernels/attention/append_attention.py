@@ -20,17 +20,25 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from pallas_kernels.attention.ancestor_bits import num_words
 from pallas_kernels.attention.kernel import KVRefs, attend
 from pallas_kernels.attention.kv_pages import Pool
-from pallas_kernels.attention.paged_attention import arithmetic, paged_attention, run_kernels, unsupported
+from pallas_kernels.attention.paged_attention import (
+    arithmetic,
+    check_scores,
+    paged_attention,
+    run_kernels,
+    unsupported,
+)
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.rope_append import (
+    KEYS,
+    QUERIES,
     HeadTransform,
-    check_width,
+    check_heads,
     column_loader,
-    kernel_inputs,
     load_cos_sin,
+    load_norm,
     load_rotated,
     rotate_append,
-    unsupported_transform,
+    written_rows,
 )
 from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
@@ -46,9 +54,11 @@ def _kernel(
     _v_in,
     page_table_ref,  # [B, P] int32
     lengths_ref,  # [B] int32, committed rows
-    *refs,  # mask_ref [B, T, W] uint32, if there are bits;
-    # cos_sin_ref [2, B, T, D / 2] float32; pool_row_ref [B, T] int32: page * page size + row in the page; -1: no row;
-    # outputs: as in `attend`, then k_ref and v_ref [pages, KH, page, D]
+    mask_ref,  # [B, T, W] uint32; None: causal
+    sinks_ref,  # as in `attend`
+    transform,  # a `HeadTransform` of references
+    pool_row_ref,  # [B, T] int32: page * page size + row in the page; -1: no row
+    *refs,  # outputs: as in `attend`, then k_ref and v_ref [pages, KH, page, D]
     # static parameters
     tiles,
     arithmetic,
@@ -56,8 +66,8 @@ def _kernel(
     dtype,  # of the queries: the model's dtype
 ):
     """Writes the new rows in the tiles of one split, then attends to the split, in one Pallas program (`attend`)."""
-    mask_ref, cos_sin_ref, pool_row_ref, *out_refs, k_ref, v_ref = refs if tiles.words else (None, *refs)
-    kv_head, sequence, half = pl.program_id(1), pl.program_id(2), cos_sin_ref.shape[-1]
+    *out_refs, k_ref, v_ref = refs
+    kv_head, sequence, half = pl.program_id(1), pl.program_id(2), transform.cos_sin.shape[-1]
     split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
@@ -69,20 +79,22 @@ def _kernel(
         channels = layout.channels
 
         def columns(token):
-            return column_loader(qkv_ref, (), sequence, token, dtype)
+            return column_loader(qkv_ref, (), transform.bias, sequence, token, dtype)
 
-        def rotated(token, head, rows):
-            cos_sin = load_cos_sin(cos_sin_ref, sequence, token, channels[0], layout.load_mask(rows))
-            halves = load_rotated(columns(token), head * dim, channels, cos_sin, layout.load_mask(rows))
+        def rotated(token, head, rows, tables, weight_ref):
+            mask = layout.load_mask(rows)
+            cos_sin = load_cos_sin(transform.cos_sin, sequence, token, channels[0], mask, tables)
+            norm = load_norm(weight_ref, transform.eps, channels, layout.load_mask(1))
+            halves = load_rotated(columns(token), head * dim, channels, norm, cos_sin, mask)
             return [half.astype(dtype) for half in halves]
 
-        queries = rotated(query[:, None], head[:, None], tiles.packed)
+        queries = rotated(query[:, None], head[:, None], tiles.packed, QUERIES, transform.q_norm)
         # Load MOST_ROWS new rows, and write only the rows in tiles of this split.
         row = jnp.arange(MOST_ROWS)[:, None]
         is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
         token = jnp.minimum(row, tokens - 1)
         pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
-        key = rotated(token, heads + kv_head, MOST_ROWS)
+        key = rotated(token, heads + kv_head, MOST_ROWS, KEYS, transform.k_norm)
         start = (heads + kv_heads + kv_head) * dim
         value = [columns(token)(start + part, layout.load_mask(MOST_ROWS)) for part in channels]
         mask = (pool_row >= 0) & (channels[0] < half)
@@ -95,7 +107,7 @@ def _kernel(
         return queries
 
     kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)
-    attend(load_queries, kv, out_refs, parts=2, tiles=tiles, arithmetic=arithmetic)
+    attend(load_queries, kv, sinks_ref, out_refs, parts=2, tiles=tiles, arithmetic=arithmetic)
 
 
 def _pallas(
@@ -121,10 +133,10 @@ def _pallas(
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
     wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=window, wide=wide)
-    qkv, *new = kernel_inputs(qkv, transform, page_table, lengths, valid, k_pool.shape[2])
-    inputs = (qkv, k_pool, v_pool, page_table, lengths, *([] if bits is None else [bits]), *new)
+    pool_rows = written_rows(page_table, lengths, valid, k_pool.shape[2])
+    inputs = (qkv, k_pool, v_pool, page_table, lengths, bits, sinks, transform, pool_rows)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    how = arithmetic(q, k_pool, scale, interpret)
+    how = arithmetic(q, k_pool, scale, softcap, interpret)
     options = {"q": q, "tiles": tiles, "arithmetic": how, "quantize_output": quantize_output, "pools": (1, 2)}
     return tuple(run_kernels(kernel, inputs, name="append_attention", **options))
 
@@ -181,7 +193,8 @@ def append_attention(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernels do not support the shape or dtype.
     """
-    check_width(qkv, k_pool, heads)
+    check_heads(qkv, k_pool, heads, transform)
+    check_scores(heads, sinks, window, scale, softcap)
     tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
@@ -191,8 +204,7 @@ def append_attention(
     options |= {"window": window, "scale": scale, "softcap": softcap}
     kernel, two_kernels = (functools.partial(run, **options) for run in (_pallas, _two_kernels))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
-    limits = unsupported(q, k_pool, bits, sinks, window, softcap) or unsupported_transform(k_pool, transform)
-    if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or limits:
+    if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):
         return two_kernels(*arguments, implementation=implementation)
     reference = functools.partial(two_kernels, implementation="reference")
     return dispatch(implementation, None, kernel, reference, *arguments)

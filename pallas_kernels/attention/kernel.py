@@ -12,17 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention.kv_range import KVRange, kv_range, tile_ranges, visible_rows
-from pallas_kernels.attention.ptx import divmod_u32, replace_nonfinite, scaled_exp2, unpack_fp8
+from pallas_kernels.attention.ptx import count_ones, divmod_u32, replace_nonfinite, scaled_tanh, unpack_fp8
+from pallas_kernels.attention.softmax import Arithmetic, SoftmaxSums, online_softmax_update, sink_weight
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
-
-
-class Arithmetic(NamedTuple):
-    """Static parameters that say how the kernel computes scores and sums."""
-
-    scale: float  # factor of the scores
-    dtype: jnp.dtype  # dtype of the operands of the matrix products
-    precision: Any  # precision of the matrix products
-    interpret: bool  # the kernel is interpreted on a CPU, with jax operations instead of PTX instructions
 
 
 class KVRefs(NamedTuple):
@@ -42,13 +34,15 @@ def attend_kernel(
     v_ref,
     page_table_ref,
     lengths_ref,
-    *refs,  # the mask, if there is one; then the outputs of `attend`
+    mask_ref,
+    sinks_ref,  # as in `attend`
+    *out_refs,
     # static parameters
     tiles,
     arithmetic,
 ):
     """Attends to one split for queries that are rotated already, in one Pallas program (`attend`)."""
-    batch, (mask_ref, *out_refs) = pl.program_id(2), refs if tiles.words or tiles.depths else (None, *refs)
+    batch = pl.program_id(2)
 
     def load_queries(query, head, layout):
         refs = [q_ref.at[batch, query[:, None], head[:, None], channels] for channels in layout.channels]
@@ -56,7 +50,7 @@ def attend_kernel(
 
     pairs = q_ref.shape[-1] // k_ref.shape[-1]
     kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)
-    attend(load_queries, kv, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
+    attend(load_queries, kv, sinks_ref, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
 
 
 class GridIndex(NamedTuple):
@@ -127,6 +121,24 @@ class ContextReader:
         page = pltriton.load(self.kv.page_table.at[self.grid.batch, column])
         return (page, row) if self.tiles.depths else (page,)
 
+    def oldest_rows(self, query, words):
+        """Returns the first row of each query's window [packed]; if queries have paths, of the one query's window.
+
+        Args:
+            query: query number of each packed row [packed].
+            words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        """
+        if self.tiles.is_causal:
+            return self.rows.window_start + query
+        if words:
+            seen = sum(count_ones(word, self.arithmetic.interpret) for word in words)
+        else:
+            depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))
+            path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
+            path = pltriton.load(path, mask=depth < self.tiles.depths, other=-1)
+            seen = jnp.sum((path >= 0).astype(jnp.int32))
+        return self.rows.window_start + seen - 1
+
     def load(self, row, page, source, *, masked):
         """Loads the keys and values of one tile.
 
@@ -157,44 +169,10 @@ class ContextReader:
         return k, v, is_loaded
 
 
-class SoftmaxSums(NamedTuple):
-    """The running sums of an online softmax, for each packed row (pair of a query and a query head)."""
-
-    values: list[Array]  # weighted sum of values, float32 [packed, width] for each vector
-    top: Array  # largest score, float32 [packed]
-    total: Array  # sum of weights, float32 [packed, MMA_ROWS], equal in all columns
-
-
-def online_softmax_update(
-    sums: SoftmaxSums, scores: Array, v: list[Array], factor: float, arithmetic: Arithmetic
-) -> SoftmaxSums:
-    """Returns the running sums after one more tile of the context is added.
-
-    Args:
-        sums: the sums over the earlier tiles.
-        scores: float32 [packed, tile].
-        v: values of the tile, one array [tile, width] per vector.
-        factor: factor of the scores in the softmax weights 2**(factor * score).
-        arithmetic: how the sums are computed.
-    """
-    acc, top, total = sums
-    dtype, precision, interpret = v[0].dtype, arithmetic.precision, arithmetic.interpret
-    ones = jnp.ones((scores.shape[1], MMA_ROWS), dtype)  # a product with ones takes less time than a sum over columns
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    fade = scaled_exp2(top - base, factor, jnp.zeros_like(base), interpret)[:, None]  # exactly 1 where top is unchanged
-    offset = jnp.broadcast_to((base * factor)[:, None], scores.shape)
-    weights = scaled_exp2(scores, factor, offset, interpret).astype(dtype)
-    total, *acc = (
-        before * fade + pltriton.dot(weights, right, precision=precision)
-        for before, right in zip([total, *acc], [ones, *v], strict=True)
-    )
-    return SoftmaxSums(acc, new_top, total)
-
-
 def attend(
     load_queries,
     kv,
+    sinks_ref,
     out_refs,
     # static parameters
     *,
@@ -211,6 +189,7 @@ def attend(
         load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]. It
             runs before any tile of the cache is read, and may write to the cache.
         kv: references to the cache and the mask.
+        sinks_ref: score of each query head's sink [H]; None: no sinks, or the merging kernel adds them.
         out_refs: the output [B, T, H, D]. With several splits, the outputs of the splits [B, T, H, splits, D] and their
             base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
         tiles: static sizes of the call.
@@ -241,11 +220,16 @@ def attend(
 
         # Queries. Padding rows load a real row (clamped index), so no mask is needed. Their results are not stored.
         loaded_query = jnp.minimum(query, tiles.queries - 1)
-        q = load_queries(loaded_query, kv_head * tiles.group + jnp.minimum(member, tiles.group - 1), layout)
+        loaded_head = kv_head * tiles.group + jnp.minimum(member, tiles.group - 1)
+        q = load_queries(loaded_query, loaded_head, layout)
         if q[0].dtype != arithmetic.dtype:  # this dtype's range may be smaller, so scale first, in float32
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
+        oldest = context.oldest_rows(query, words) if tiles.window else None
+        if arithmetic.softcap is not None:  # base-2 scores become limit * tanh(score / limit)
+            limit = arithmetic.softcap * math.log2(math.e)
+            scores_factor, factor = factor / limit, limit
 
         def step(index, carry, *, masked):
             sums, (page, *source) = carry
@@ -254,8 +238,10 @@ def attend(
             scores = sum(
                 pltriton.dot(*pair, trans_b=True, precision=arithmetic.precision) for pair in zip(q, k, strict=True)
             )
+            if arithmetic.softcap is not None:
+                scores = scaled_tanh(scores, scores_factor, arithmetic.is_exact)
             if masked:
-                visible = visible_rows(row, context.first_row(index), is_loaded, query, words, rows, tiles)
+                visible = visible_rows(row, context.first_row(index), is_loaded, query, words, oldest, rows, tiles)
                 scores = jnp.where(visible, scores, -jnp.inf)
                 # Rows that were not loaded, or that only a padding query sees, may hold NaN: 0 * NaN is NaN.
                 v = [replace_nonfinite(half, arithmetic.interpret) for half in v]
@@ -272,6 +258,8 @@ def attend(
 
         # Normalise and store. Divide once per row, because a division takes as long as several multiplications.
         total = jnp.max(sums.total, axis=1)
+        if sinks_ref is not None:
+            total += sink_weight(pltriton.load(sinks_ref.at[loaded_head]), sums.top * factor)
         at = (batch, query[:, None], head[:, None], *([split] if tiles.splits > 1 else []))
         inverse = (1.0 / jnp.where(total == 0, 1.0, total))[:, None]
         mask = is_real[:, None] & layout.is_column

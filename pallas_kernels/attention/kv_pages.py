@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, LARGEST
 
 LAYERS = 8  # most layers whose rows one kernel moves, because the kernel's code grows with every layer
-HEAD_DIMS = range(16, 257, 16)  # head_dims that the kernels support; registers are padded to powers of two
+HEAD_DIMS = range(16, 513, 16)  # head_dims that the kernels support; registers are padded to powers of two
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 

@@ -21,7 +21,7 @@ class KVRange(NamedTuple):
     end: Array  # one past the last row to read
     lowest: Array | int  # first row that any query sees
     unmasked_from: Array | int  # every query sees all committed rows from this row on
-    window_start: Array | int  # first row of query 0's window; causal: query t's window starts t rows later; 0: none
+    window_start: Array | int  # first row of the window of a query that sees one new row; 0: no window
 
 
 def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
@@ -32,17 +32,21 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
         block: index of the block; a block has `tiles.packed` packed rows (pairs of a query and a head of the group).
         tiles: static sizes of the kernel call.
     """
+    # The numbers of new rows that the block's queries see are from `fewest` to `most`.
+    fewest: Array | int = 1
+    most: Array | int = tiles.new if tiles.is_causal else min(tiles.new, tiles.window)
     new_rows: Array | int = tiles.new
-    if not tiles.words and not tiles.depths:  # causal: the block reads no row after its last query's row
-        new_rows = jnp.minimum(((block + 1) * tiles.packed - 1) // tiles.group + 1, new_rows)
+    if tiles.is_causal:  # the block reads no row after its last query's row
+        fewest = block * tiles.packed // tiles.group + 1
+        most = ((block + 1) * tiles.packed - 1) // tiles.group + 1
+        new_rows = jnp.minimum(most, new_rows)
     first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
     if not tiles.window:
         return KVRange(length, first, end, tiles.start, tiles.start, 0)
     window_start = length - tiles.window + 1
-    first = jnp.maximum(first, window_start + (0 if tiles.words else block * tiles.packed // tiles.group))
-    lowest = unmasked_from = jnp.maximum(first, tiles.start)
-    if not tiles.words:  # the last query's window starts last
-        unmasked_from = jnp.maximum(lowest, window_start + ((block + 1) * tiles.packed - 1) // tiles.group)
+    first = jnp.maximum(first, window_start + fewest - 1)
+    lowest = jnp.maximum(first, tiles.start)
+    unmasked_from = jnp.maximum(lowest, window_start + most - 1)
     return KVRange(length, first, end, lowest, unmasked_from, window_start)
 
 
@@ -72,7 +76,14 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
 
 
 def visible_rows(
-    row: Array, first: Array, is_loaded: Array, query: Array, words: list[Array], rows: KVRange, tiles: Tiles
+    row: Array,
+    first: Array,
+    is_loaded: Array,
+    query: Array,
+    words: list[Array],
+    oldest: Array | None,
+    rows: KVRange,
+    tiles: Tiles,
 ) -> Array:
     """Returns the attention mask of one tile, which says which rows of the tile each query sees.
 
@@ -82,6 +93,7 @@ def visible_rows(
         is_loaded: whether a row exists and any query sees it [tile].
         query: query number of each packed row [packed].
         words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
+        oldest: first row of each query's window [packed], or of the one query's if queries have paths; None: no window.
         rows: rows that the Pallas program reads.
         tiles: static sizes of the kernel call.
 
@@ -89,13 +101,14 @@ def visible_rows(
         bool [packed, tile], or [1, tile] where all queries see the same rows.
     """
     if tiles.depths:
-        return is_loaded[None, :]
+        return is_loaded[None, :] if oldest is None else (is_loaded & (row >= oldest))[None, :]
     if tiles.words:
-        bounds = (rows.lowest - rows.length, rows.end - rows.length)
+        lowest = rows.lowest if oldest is None else jnp.maximum(rows.lowest, oldest)
+        bounds = (lowest - rows.length, rows.end - rows.length)
         return mask_tile(words, first - rows.length, *bounds, tiles.tile)
     visible = (row - rows.length)[None, :] <= jnp.minimum(query, rows.end - rows.length - 1)[:, None]
     if tiles.start:
         visible &= row[None, :] >= rows.lowest
-    if tiles.window:
-        visible &= row[None, :] >= (rows.window_start + query)[:, None]
+    if oldest is not None:
+        visible &= row[None, :] >= oldest[:, None]
     return visible

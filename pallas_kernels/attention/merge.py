@@ -9,6 +9,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.attention.softmax import sink_weight
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 
@@ -20,6 +21,7 @@ def merge_kernel(
     parts_ref,  # [B, T, H, splits, D] float32, attention over each split
     log_sum_exp_ref,  # [B, T, H, splits] float32, base 2
     lengths_ref,  # [B] int32
+    sinks_ref,  # [H]; None: no sinks
     # outputs
     out_ref,  # [B, T, H, D] in the model's dtype
     # static parameters
@@ -50,7 +52,9 @@ def merge_kernel(
         return acc, new_top, total * fade + jnp.sum(weight)
 
     empty = (jnp.zeros(channels.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
-    acc, _, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, at_once), step, empty)
+    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(tiles.splits, at_once), step, empty)
+    if sinks_ref is not None:
+        total += sink_weight(sinks_ref[head], top)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
     pltriton.store(out_ref.at[batch, query, head, channels], out, mask=is_channel)
 
@@ -60,6 +64,7 @@ def merge_and_quantize_kernel(
     parts_ref,  # [B, T, H, splits, D] float32, attention over each split
     log_sum_exp_ref,  # [B, T, H, splits] float32, base 2
     lengths_ref,  # [B] int32
+    sinks_ref,  # [H]; None: no sinks
     # outputs
     values_ref,  # [B, T, H, D] float8_e4m3fn
     scale_ref,  # [B, T] float32
@@ -85,6 +90,8 @@ def merge_and_quantize_kernel(
     weights = [jnp.exp2(weight - jnp.where(top == -jnp.inf, 0.0, top)) for weight in weights]
     acc = sum(part * weight[:, None] for part, weight in zip(parts, weights, strict=True))
     total = sum(weights)
+    if sinks_ref is not None:
+        total += sink_weight(pltriton.load(sinks_ref.at[head], mask=is_head, other=0), top)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))[:, None]).astype(dtype)
     # Quantise.
     values, scale_ref[batch, query] = scaled_rows(out, FP8, dims=2)
@@ -93,10 +100,10 @@ def merge_and_quantize_kernel(
 
 def _is_written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | int], Array]:
     """Returns a function that tells, for a split's index, whether this query's result for the split was written."""
-    new_rows = tiles.new if tiles.words or tiles.depths else query + 1
+    new_rows = query + 1 if tiles.is_causal else tiles.new
     first = jnp.minimum(tiles.start, length)
     if tiles.window:
-        first = jnp.maximum(first, length - tiles.window + 1 + (0 if tiles.words else query))
+        first = jnp.maximum(first, length - tiles.window + 1 + (query if tiles.is_causal else 0))
     end_row = jnp.minimum(length + new_rows, tiles.capacity)
     begin, end = first // tiles.tile, pl.cdiv(end_row, tiles.tile)
     return lambda split: own_tiles(begin, split, tiles.splits) < own_tiles(end, split, tiles.splits)

@@ -6,7 +6,7 @@ Query t of sequence b sees row r if r >= start and one of these is true:
     r < lengths[b]                                       the row is committed
     r = lengths[b] + j and bit j of bits[b,t] is set     the row is one of M new rows; without bits: j <= t, and M = T
 If a window is given, query t sees the newest `window` of these rows only, its own row included: a query that sees n new
-rows sees the committed rows r >= lengths[b] + n - window. With bits, n must not exceed the window.
+rows sees the committed rows r >= lengths[b] + n - window. With bits or paths, n must be from 1 to the window.
 
 With a softcap, a score x = scale * q . K becomes softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118). With sinks,
 exp(sinks[h]) is added to the sum that divides the softmax (gpt-oss, arXiv:2508.10925).
@@ -31,10 +31,11 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import num_words
-from pallas_kernels.attention.kernel import Arithmetic, attend_kernel
+from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
 from pallas_kernels.attention.merge import MERGED, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
+from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
@@ -53,49 +54,51 @@ def _quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, softcap, **options):
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, **options):
     wide = compute_dtype(q, k_pool) == jnp.float32
     tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
-    return _run(q, k_pool, v_pool, page_table, lengths, bits, tiles=tiles, **options)
+    return _run(q, k_pool, v_pool, page_table, lengths, bits, sinks, tiles=tiles, **options)
 
 
-def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, scale, softcap, interpret):
+def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, **options):
     wide, outputs = compute_dtype(q, k_pool) == jnp.float32, []
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
         committed = lengths if path is not None else lengths + first  # rows of earlier calls count as committed
-        tiles = fixed_tiles(part, k_pool, page_table, path, start=start, wide=wide)
-        options = {"tiles": tiles, "scale": scale, "quantize_output": False, "interpret": interpret}
-        outputs.append(_run(part, k_pool, v_pool, page_table, committed, path, **options))
+        tiles = fixed_tiles(part, k_pool, page_table, path, start=start, window=window, wide=wide)
+        arrays = (part, k_pool, v_pool, page_table, committed, path, sinks)
+        outputs.append(_run(*arrays, tiles=tiles, quantize_output=False, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
-def _run(q, k_pool, v_pool, page_table, lengths, mask, *, tiles, scale, quantize_output, interpret):
-    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, *([] if mask is None else [mask]))
-    options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, k_pool, scale, interpret)}
+def _run(q, k_pool, v_pool, page_table, lengths, mask, sinks, *, tiles, scale, softcap, quantize_output, interpret):
+    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, mask, sinks)
+    options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, k_pool, scale, softcap, interpret)}
     return run_kernels(attend_kernel, inputs, name="paged_attention", quantize_output=quantize_output, **options)[0]
 
 
-def arithmetic(q: Array | jax.ShapeDtypeStruct, k_pool: Array, scale: float, interpret: bool) -> Arithmetic:
+def arithmetic(
+    q: Array | jax.ShapeDtypeStruct, k_pool: Array, scale: float, softcap: float | None, interpret: bool
+) -> Arithmetic:
     """Chooses how the kernel multiplies and adds, by the dtypes of queries and pools.
 
     Args:
         q: the queries, or their shape and dtype.
         k_pool: a pool.
-        scale: factor of the scores.
+        scale, softcap: as in `paged_attention`.
         interpret: whether the kernel is interpreted on a CPU.
     """
     dtype = compute_dtype(q, k_pool)
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if dtype == jnp.float32 and not interpret else jax.lax.Precision.HIGHEST
-    return Arithmetic(scale, dtype, precision, interpret)
+    return Arithmetic(scale, softcap, dtype, precision, interpret)
 
 
 def run_kernels(
     kernel: Callable,
-    inputs: Sequence[Array],
+    inputs: Sequence[Any],
     *,
     q: Array | jax.ShapeDtypeStruct,
     tiles: Tiles,
@@ -111,7 +114,8 @@ def run_kernels(
 
     Args:
         kernel: the attention kernel, a function of references.
-        inputs: the kernel's inputs, in order: an array, the pools of K and V, the page table, the lengths, and others.
+        inputs: the kernel's inputs, in order: an array, the pools of K and V, the page table, the lengths, the mask or
+            None, the sinks or None, and others.
         q: the queries, or their shape and dtype.
         tiles: static sizes of the call.
         arithmetic: how scores and sums are computed.
@@ -124,11 +128,13 @@ def run_kernels(
         `pools`.
     """
     batch, queries, heads, dim = q.shape
-    interpret, lengths = arithmetic.interpret, inputs[4]
+    interpret, lengths, sinks = arithmetic.interpret, inputs[4], inputs[6]
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     partial_out = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
     log_sum_exp = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
-    attended = [out] if tiles.splits == 1 else [partial_out, log_sum_exp]
+    attended = [out]
+    if tiles.splits > 1:  # the merging kernel adds the sinks
+        attended, inputs = [partial_out, log_sum_exp], (*inputs[:6], None, *inputs[7:])
     kv_heads = inputs[1].shape[1]
     found = pl.pallas_call(
         functools.partial(kernel, tiles=tiles, arithmetic=arithmetic),
@@ -141,7 +147,9 @@ def run_kernels(
     )(*inputs)
     attended, written_pools = found[: len(attended)], found[len(attended) :]
     if quantize_output and 1 < tiles.splits <= MERGED:
-        return [_merge_and_quantize(attended, lengths, q.dtype, tiles=tiles, interpret=interpret), *written_pools]
+        parts, log_sum_exp = attended
+        options = {"dtype": q.dtype, "tiles": tiles, "interpret": interpret}
+        return [_merge_and_quantize(parts, log_sum_exp, lengths, sinks, **options), *written_pools]
     merged = attended[0]
     if tiles.splits > 1:
         merged = pl.pallas_call(
@@ -151,14 +159,14 @@ def run_kernels(
             compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="paged_attention_merge",
-        )(*attended, lengths)
+        )(*attended, lengths, sinks)
     merged = _quantize_heads(merged, "pallas" if interpret else "auto") if quantize_output else merged
     return [merged, *written_pools]
 
 
-def _merge_and_quantize(attended, lengths, dtype, *, tiles, interpret):
-    """Runs the kernel that merges the splits in `attended` and quantises the result; `dtype` is the model's dtype."""
-    batch, queries, heads, _, dim = attended[0].shape
+def _merge_and_quantize(parts, log_sum_exp, lengths, sinks, *, dtype, tiles, interpret):
+    """Runs the kernel that merges the splits and quantises the result; `dtype` is the model's dtype."""
+    batch, queries, heads, _, dim = parts.shape
     width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
     values, scale = pl.pallas_call(
         functools.partial(merge_and_quantize_kernel, tiles=tiles, dtype=dtype),
@@ -170,7 +178,7 @@ def _merge_and_quantize(attended, lengths, dtype, *, tiles, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=min(max(width // 128, 1), 32), num_stages=1),
         interpret=interpret,
         name="paged_attention_merge_and_round",
-    )(*attended, lengths)
+    )(parts, log_sum_exp, lengths, sinks)
     return QuantizedActivation(values.reshape(batch, queries, -1), scale, dtype)
 
 
@@ -184,20 +192,11 @@ def _pairs(pool: Array) -> Array:
     return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
 
 
-def unsupported(
-    q: Array | jax.ShapeDtypeStruct,
-    k_pool: Array,
-    bits: Array | None,
-    sinks: Array | None,
-    window: int | None,
-    softcap: float | None,
-) -> str | None:
+def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     dim, page = q.shape[-1], k_pool.shape[2]
-    if sinks is not None or softcap is not None or (window is not None and bits is not None):
-        return "no sinks, no softcap, no window of tree nodes"
     if dim not in HEAD_DIMS:
-        return f"head_dim must be a multiple of 16 up to 256, got {dim}"
+        return f"head_dim must be a multiple of 16 up to 512, got {dim}"
     if page > 128:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:
@@ -220,16 +219,24 @@ def _check_arrays(q, k_pool, v_pool, page_table, lengths):
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
 
 
-def _check_options(q, bits, new_rows, window, scale):
+def check_scores(heads, sinks, window, scale, softcap):
+    """Raises ValueError unless the options with which scores are computed are valid."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be None or [{heads}], one per query head, got {sinks.shape}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1, got {window}")
+    if scale is not None and not LEAST_SCALE < scale < math.inf:
+        raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be None or above 0 and finite, got {softcap}")
+
+
+def _check_new_rows(q, bits, new_rows):
     batch, queries = q.shape[:2]
     if bits is not None and bits.shape != (batch, queries, num_words(new_rows)):
         raise ValueError(f"bits must be {(batch, queries, num_words(new_rows))}, got {bits.shape}")
     if bits is None and new_rows != queries:
         raise ValueError(f"without bits the {queries} queries are the new rows, got new_rows={new_rows}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be None or at least 1, got {window}")
-    if scale is not None and not LEAST_SCALE < scale < math.inf:
-        raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
 
 
 @functools.partial(
@@ -284,10 +291,10 @@ def paged_attention(
         window: size of the sliding window in rows, the query's own row included. Pages outside every query's window
             are not read. None: no window.
         scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
-        softcap: limit of the scores; None: no limit.
+        softcap: limit of the scores, above 0; None: no limit.
         quantize_output: return a `QuantizedActivation` of rows [B, T, H * D].
         deterministic: make the bits of a query's output depend only on the query, and on the sequence of keys and
-            values that the query sees.
+            values that the query sees; with a window, also on the number of older rows.
         paths: replaces `bits` if `deterministic`; index of the new row that each query sees at each depth
             [B, T, depths]. The query's own row comes last, then -1. None: causal.
         implementation: "auto": the kernel if the program is compiled for an NVIDIA GPU and the kernel supports the
@@ -304,7 +311,8 @@ def paged_attention(
     """
     new_rows = q.shape[1] if new_rows is None else new_rows
     _check_arrays(q, k_pool, v_pool, page_table, lengths)
-    _check_options(q, bits, new_rows, window, scale)
+    _check_new_rows(q, bits, new_rows)
+    check_scores(q.shape[2], sinks, window, scale, softcap)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
@@ -317,8 +325,7 @@ def paged_attention(
         options = {"start": start, "window": window, "scale": scale, "softcap": softcap}
         kernel, reference = (functools.partial(run, **options) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths, sinks)
-        limits = unsupported(q, k_pool, None, sinks, window, softcap) or ("no window" if window else None)
-        return dispatch(implementation, limits, kernel, reference, *arguments)
+        return dispatch(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits, sinks)
     options = {
         "new_rows": new_rows,
@@ -329,5 +336,4 @@ def paged_attention(
         "quantize_output": quantize_output,
     }
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
-    limits = unsupported(q, k_pool, bits, sinks, window, softcap)
-    return dispatch(implementation, limits, kernel, reference, *arguments)
+    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)

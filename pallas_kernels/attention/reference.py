@@ -124,8 +124,8 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
     def attend_query(q, table, length, path):
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
-        last = jnp.minimum(last, most)
         lowest = jnp.asarray(start) if window is None else jnp.maximum(last - window, start)
+        last = jnp.minimum(last, most)
         packed = q.reshape(kv_heads, heads // kv_heads, dim)
 
         def step(index, carry):

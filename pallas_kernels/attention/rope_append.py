@@ -8,7 +8,9 @@ x_i c_i - x_{i+D/2} s_i and x_{i+D/2} c_i + x_i s_i. They are computed in float3
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, cast_to_pool, locate
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import STATIC, PartialSums, reduce_partials, split_scales, sum_f32
-from pallas_kernels.layers.residual_norm import rms_norm
+from pallas_kernels.layers.residual_norm import quotients, rms_norm, weighted
 from pallas_kernels.layers.row_blocks import in_row_blocks
+
+KEYS, QUERIES, ALL = slice(0, 2), slice(-2, None), slice(None)  # the rotary tables of keys, of queries, and of both
 
 
 @jax.tree_util.register_dataclass
@@ -34,11 +38,6 @@ class HeadTransform:
     q_norm: Float[Array, " D"] | None = None  # weight of the norm of a query head; None: no norm
     k_norm: Float[Array, " D"] | None = None  # weight of the norm of a key head; None: no norm
     eps: float = field(default=0.0, metadata=STATIC)  # epsilon of both norms
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether queries and keys are rotated by the same tables, and nothing else is done."""
-        return self.bias is None and self.q_norm is None and self.k_norm is None and self.cos_sin.shape[0] == 2
 
 
 def rotate(x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 B T half"]) -> Float[Array, "B T H D"]:
@@ -61,7 +60,7 @@ def _split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
         q = rms_norm(q, transform.q_norm, transform.eps)
     if transform.k_norm is not None:
         k = rms_norm(k, transform.k_norm, transform.eps)
-    return rotate(q, cos_sin[-2:]), rotate(k, cos_sin[:2]), v
+    return rotate(q, cos_sin[QUERIES]), rotate(k, cos_sin[KEYS]), v
 
 
 def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, heads, dtype, deterministic=False):
@@ -78,15 +77,16 @@ def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, 
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
-def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
+def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype):
     """Returns a function `load(columns, mask)` for use in a kernel, which loads columns of one row of the projection.
 
-    `load` adds up the partial sums, applies the scales and rounds to `dtype`. Its argument `mask` is a dictionary with
-    the options `mask` and `other` of the loads, or an empty dictionary.
+    `load` adds up the partial sums, applies the scales, adds the bias and rounds to `dtype`. Its argument `mask` is a
+    dictionary with the options `mask` and `other` of the loads, or an empty dictionary.
 
     Args:
         qkv_ref: partial sums [parts, B, T, (H + 2 KH) * D].
         scale_refs: scales of the rows [B, T] and of the columns [(H + 2 KH) * D]; empty: no scales.
+        bias_ref: bias of the columns [(H + 2 KH) * D]; None: no bias.
         sequence, token: indices of the row (scalars or arrays).
         dtype: the model's dtype.
     """
@@ -96,35 +96,68 @@ def column_loader(qkv_ref, scale_refs, sequence, token, dtype):
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
+        if bias_ref is not None:
+            own = jnp.broadcast_to(columns, total.shape)  # as many as the mask has
+            total += pltriton.load(bias_ref.at[own], **mask).astype(jnp.float32)
         return total.astype(dtype)
 
     count = qkv_ref.shape[0]
     return load
 
 
-def load_cos_sin(cos_sin_ref, sequence, token, channel, mask):
-    """Loads the cosines and the sines of rows, inside a kernel; returns [cosines, sines].
+def load_cos_sin(cos_sin_ref, sequence, token, channel, mask, tables=ALL):
+    """Loads the cosines and the sines of rows, inside a kernel; returns a list of tables, as in `HeadTransform`.
 
     Args:
-        cos_sin_ref: float32 [2, B, T, D / 2], as in `HeadTransform`.
+        cos_sin_ref: float32 [2 or 4, B, T, D / 2], as in `HeadTransform`.
         sequence, token: indices of the rows.
         channel: channels of the first half of a head.
         mask: options of the loads, `mask` and `other`; empty: no mask.
+        tables: the tables to load: `KEYS`, `QUERIES` or `ALL`.
     """
-    return [pltriton.load(cos_sin_ref.at[index, sequence, token, channel], **mask) for index in range(2)]
+    indices = range(cos_sin_ref.shape[0])[tables]
+    return [pltriton.load(cos_sin_ref.at[index, sequence, token, channel], **mask) for index in indices]
 
 
-def load_rotated(load, start, channels, cos_sin, mask):
-    """Loads heads of the projection and rotates them, inside a kernel; returns both halves of the heads in float32.
+class HeadNorm(NamedTuple):
+    """The norm of query heads or of key heads, loaded in a kernel."""
+
+    weights: list[Array]  # for the first half of a head, and for the second half
+    eps: float
+    size: int  # number of channels of a head
+
+
+def load_norm(weight_ref, eps, channels, mask):
+    """Loads the weight of a norm, inside a kernel; returns a `HeadNorm`, or None if there is no norm.
+
+    Args:
+        weight_ref: weight [D]; None: no norm.
+        eps: epsilon of the norm.
+        channels: channels of the first half of a head, and channels of the second half.
+        mask: options of the loads, `mask` and `other`; empty: no mask.
+    """
+    if weight_ref is None:
+        return None
+    return HeadNorm([pltriton.load(weight_ref.at[half], **mask) for half in channels], eps, weight_ref.shape[0])
+
+
+def load_rotated(load, start, channels, norm, cos_sin, mask):
+    """Loads heads of the projection, norms and rotates them, inside a kernel; returns both halves in float32.
 
     Args:
         load: function that `column_loader` returned.
         start: first column of the heads in the projection.
         channels: channels of the first half of a head, and channels of the second half.
-        cos_sin: cosines and sines that `load_cos_sin` returned.
-        mask: options of the loads, `mask` and `other`; empty: no mask.
+        norm: norm that `load_norm` returned.
+        cos_sin: cosines and sines of keys or of queries, which `load_cos_sin` returned.
+        mask: options of the loads, `mask` and `other`; empty: no mask. Masked channels must be 0.
     """
-    first, second = (load(start + half, mask).astype(jnp.float32) for half in channels)
+    halves: Iterable[Array] = (load(start + half, mask) for half in channels)
+    if norm is not None:
+        halves = list(halves)
+        both = zip(quotients(halves, norm.eps, norm.size), norm.weights, strict=True)
+        halves = [weighted(quotient, weight, halves[0].dtype) for quotient, weight in both]
+    first, second = (half.astype(jnp.float32) for half in halves)
     cos, sin = cos_sin
     return first * cos - second * sin, second * cos + first * sin
 
@@ -132,11 +165,15 @@ def load_rotated(load, start, channels, cos_sin, mask):
 def _kernel(
     # inputs
     qkv_ref,  # [parts, B, T, (H + 2 KH) * D]
-    cos_sin_ref,  # [2, B, T, D / 2] float32
+    transform,  # a `HeadTransform` of references
     pool_row_ref,  # [B, T] int32: page * page size + row in the page; -1: not written
-    *refs,  # scales of rows [B, T] and of columns [(H + 2 KH) * D], if the projection has scales;
-    # k_in, v_in: the pools, which the outputs alias;
-    # outputs: q_ref [B, T, H, D], k_ref and v_ref [pages, KH, page, D]
+    scale_refs,  # scales of rows [B, T] and of columns [(H + 2 KH) * D]; empty: no scales
+    _k_in,  # [pages, KH, page, D]; k_ref aliases it
+    _v_in,
+    # outputs
+    q_ref,  # [B, T, H, D]
+    k_ref,  # [pages, KH, page, D]
+    v_ref,
     # static parameters
     heads,  # query heads
 ):
@@ -144,23 +181,24 @@ def _kernel(
 
     No load depends on the result of another load, so all loads are in flight at once.
     """
-    *scale_refs, _k_in, _v_in, q_ref, k_ref, v_ref = refs
     token, kv_head, sequence = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, kv_heads, page, dim = k_ref.shape
     half, group = dim // 2, heads // kv_heads
     channel, pool_row = jnp.arange(pl.next_power_of_2(half)), pool_row_ref[sequence, token]
     is_channel, channels = channel < half, [channel, half + channel]
     mask = {"mask": is_channel, "other": 0}
-    cos_sin = load_cos_sin(cos_sin_ref, sequence, token, channel, mask)
-    load = column_loader(qkv_ref, scale_refs, sequence, token, q_ref.dtype)
+    tables = load_cos_sin(transform.cos_sin, sequence, token, channel, mask)
+    load = column_loader(qkv_ref, scale_refs, transform.bias, sequence, token, q_ref.dtype)
 
     # Load and rotate both halves of the group's queries [group, D / 2], the key [D / 2] and the value [D / 2].
     member = jnp.arange(pl.next_power_of_2(group))[:, None]
     head, is_query = kv_head * group + member, (member < group) & is_channel[None, :]
-    query_cos_sin = [part[None, :] for part in cos_sin]
-    query_mask = {"mask": is_query, "other": 0}
-    query = load_rotated(load, head * dim, [part[None, :] for part in channels], query_cos_sin, query_mask)
-    key = load_rotated(load, (heads + kv_head) * dim, channels, cos_sin, mask)
+    query_tables, start = [part[None, :] for part in tables[QUERIES]], head * dim
+    columns = [part[None, :] for part in channels]
+    q_norm = load_norm(transform.q_norm, transform.eps, columns, {"mask": is_channel[None, :], "other": 0})
+    k_norm = load_norm(transform.k_norm, transform.eps, channels, mask)
+    query = load_rotated(load, start, columns, q_norm, query_tables, {"mask": is_query, "other": 0})
+    key = load_rotated(load, (heads + kv_head) * dim, channels, k_norm, tables[KEYS], mask)
     value = [load((heads + kv_heads + kv_head) * dim + part, mask) for part in channels]
 
     # Store half by half.
@@ -172,50 +210,55 @@ def _kernel(
             pltriton.store(ref.at[at], values, mask=(pool_row >= 0) & is_channel)
 
 
-def kernel_inputs(qkv, transform, page_table, first_row, valid, page):
-    """Returns the inputs of a kernel that writes new rows: projection, cosines and sines, pool rows, scales if any.
+def written_rows(page_table, first_row, valid, page):
+    """Returns the pool row to which each new row is written [B, T]; -1 for rows that are not written.
 
-    A pool row is the number of a row in the whole pool: page number * page size + row in the page. Rows that are not
-    written have pool row -1.
+    A pool row is the number of a row in the whole pool: page number * page size + row in the page.
     """
-    qkv, scales = split_scales(qkv)
     rows = first_row[:, None] + jnp.arange(valid.shape[1], dtype=jnp.int32)
     pages, places, exists = locate(page_table, rows, page)
-    return qkv, transform.cos_sin, jnp.where(valid & exists, pages * page + places, -1), *scales
+    return jnp.where(valid & exists, pages * page + places, -1)
 
 
 def _pallas(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, heads, dtype, interpret):
     batch, tokens = valid.shape
-    inputs = kernel_inputs(qkv, transform, page_table, first_row, valid, k_pool.shape[2])
+    qkv, scales = split_scales(qkv)
+    inputs = (qkv, transform, written_rows(page_table, first_row, valid, k_pool.shape[2]), scales)
+    first_pool = len(jax.tree.leaves(inputs))
     q = jax.ShapeDtypeStruct((batch, tokens, heads, k_pool.shape[3]), dtype)
     pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool)]
     return pl.pallas_call(
         functools.partial(_kernel, heads=heads),
         grid=(tokens, k_pool.shape[1], batch),
         out_shape=[q, *pools],
-        input_output_aliases={len(inputs): 1, len(inputs) + 1: 2},
+        input_output_aliases={first_pool: 1, first_pool + 1: 2},
         compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="rotate_append",
     )(*inputs, k_pool, v_pool)
 
 
-def unsupported_transform(k_pool: Array, transform: HeadTransform) -> str | None:
+def _unsupported(k_pool: Array) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
-    if not transform.is_plain:
-        return "no bias, norms of heads or separate tables of queries"
     if k_pool.shape[3] not in HEAD_DIMS:
-        return f"head_dim must be a multiple of 16 up to 256, got {k_pool.shape[3]}"
+        return f"head_dim must be a multiple of 16 up to 512, got {k_pool.shape[3]}"
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
     return None
 
 
-def check_width(qkv: PartialSums, k_pool: Array, heads: int) -> None:
-    """Raises ValueError unless the projection's width fits `heads` query heads and the pool's KV heads."""
+def check_heads(qkv: PartialSums, k_pool: Array, heads: int, transform: HeadTransform) -> None:
+    """Raises ValueError unless projection and transform fit `heads` query heads and the pool's KV heads."""
     kv_heads, dim = k_pool.shape[1], k_pool.shape[3]
-    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or heads % kv_heads:
-        raise ValueError(f"qkv must be {(heads + 2 * kv_heads) * dim} wide, got {qkv.shape[-1]}")
+    width, tables = (heads + 2 * kv_heads) * dim, transform.cos_sin.shape
+    if qkv.shape[-1] != width or heads % kv_heads:
+        raise ValueError(f"qkv must be {width} wide, got {qkv.shape[-1]}")
+    if tables[0] not in (2, 4) or tables[1:] != (*qkv.shape[1:3], dim // 2):
+        raise ValueError(f"cos_sin must be {(2, *qkv.shape[1:3], dim // 2)}, or 4 tables, got {tables}")
+    for name, size in (("bias", width), ("q_norm", dim), ("k_norm", dim)):
+        weight = getattr(transform, name)
+        if weight is not None and weight.shape != (size,):
+            raise ValueError(f"{name} must be None or {(size,)}, got {weight.shape}")
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "dtype", "deterministic", "implementation"))
@@ -257,8 +300,8 @@ def rotate_append(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the head_dim or the dtype.
     """
-    check_width(qkv, k_pool, heads)
+    check_heads(qkv, k_pool, heads, transform)
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, transform, page_table, first_row, valid)
-    return dispatch(implementation, unsupported_transform(k_pool, transform), kernel, reference, *arguments)
+    return dispatch(implementation, _unsupported(k_pool), kernel, reference, *arguments)

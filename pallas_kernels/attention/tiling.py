@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     page: int  # rows per page
     capacity: int  # rows that the page table can address
     start: int  # first row that queries may see
-    window: int  # sliding window in rows, counted back from the query's own row; 0: no window
+    window: int  # sliding window: number of newest rows that a query sees; 0: no window
     packed: int  # packed rows per program, padded; a packed row is a pair of a query and a query head of the group
     tile: int  # rows of context per loop iteration
     splits: int  # splits of a context; different programs read different splits
@@ -41,6 +41,11 @@ class Tiles(NamedTuple):
     stages: int  # tiles in flight (pipeline stages)
     fixed: bool = False  # deterministic: the order of a query's sums depends only on the rows that it sees
     depths: int = 0  # entries of a query's path; a program then holds one query; 0: queries have no paths
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees the new rows up to its own; it has neither bits nor a path."""
+        return not self.words and not self.depths
 
     @property
     def span(self) -> int:
@@ -77,7 +82,7 @@ def choose_tiles(
 
     # Packed rows. 64 rows with four warps are as fast as 128 rows with eight warps at 1k rows of context, and faster at
     # 8k. A float32 product is three TF32 products, which need four times as many registers.
-    most = max(4096 // dim, MMA_ROWS) if wide else 64
+    most = max(4096 // dim, MMA_ROWS) if wide else min(64 * 256 // dim, 64)
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
 
@@ -130,13 +135,22 @@ def choose_tiles(
     )
 
 
-def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None, *, start: int, wide: bool) -> Tiles:
+def fixed_tiles(
+    q: Array,
+    k_pool: Array,
+    page_table: Array,
+    paths: Array | None,
+    *,
+    start: int,
+    window: int | None,
+    wide: bool,
+) -> Tiles:
     """Returns the sizes for deterministic attention.
 
     All sizes that determine the order of a query's sums depend only on heads, head_dim and dtypes.
 
     Args:
-        q, k_pool, page_table, start: as in `paged_attention`.
+        q, k_pool, page_table, start, window: as in `paged_attention`.
         paths: [B, T, depths], as in `paged_attention`; None: causal.
         wide: whether the matrix products are computed in float32.
     """
@@ -152,7 +166,7 @@ def fixed_tiles(q: Array, k_pool: Array, page_table: Array, paths: Array | None,
         page=page,
         capacity=page_table.shape[1] * page,
         start=start,
-        window=0,
+        window=window or 0,
         packed=max(pl.next_power_of_2(group), MMA_ROWS),
         tile=min(max(8 * 1024 // (dim * width), MMA_ROWS), 64),
         splits=FIXED_SPLITS,

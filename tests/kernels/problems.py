@@ -40,9 +40,14 @@ class Case:
     lengths: str = "ragged"
     pool: str | None = None  # dtype of the pools; None means `dtype`
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
-        return "-".join(str(value) for value in dataclasses.astuple(self))
+        shown = [str(getattr(self, name)) for name in FACTORS]
+        others = ("pool", "window", "scale", "softcap", "sinks")
+        return "-".join([*shown, *(f"{name} {getattr(self, name)}" for name in others if getattr(self, name))])
 
 
 @dataclasses.dataclass
@@ -55,7 +60,8 @@ class Problem:
     page_table: Any
     lengths: Any
     bits: Any
-    start: int
+    options: dict[str, Any]  # start, window, scale, softcap and sinks
+    new_rows: list[list[list[int]]]  # as in `tests.reference.attention`
     expected: np.ndarray  # float64 [B, T, H, D]
     real: np.ndarray  # bool [B, T]: False for padding queries
 
@@ -73,9 +79,24 @@ class Problem:
         largest = float(np.nanmax(np.abs(np.asarray(self.v_pool, np.float64))))
         return largest * (2**-8 if self.q.dtype == jnp.bfloat16 else 40 * 2**-24)
 
-    def error(self, out: Any) -> float:
+    def finite(self) -> Problem:
+        """Return the problem with 0.5 instead of NaN, so that a wrong row leads to a wrong number and not to NaN."""
+        pools = {name: jnp.nan_to_num(getattr(self, name), nan=0.5) for name in ("k_pool", "v_pool")}
+        return dataclasses.replace(self, **pools)
+
+    def expected_with(self, **changed: Any) -> np.ndarray:
+        """Return the expected result if some options were others, in float64 [B, T, H, D]."""
+        numbers = [np.asarray(x, np.float32) for x in (self.q, self.k_pool, self.v_pool)]
+        options = self.options | changed
+        sinks = None if options["sinks"] is None else np.asarray(options["sinks"], np.float64)
+        tables = np.asarray(self.page_table), np.asarray(self.lengths)
+        with np.errstate(invalid="ignore"):
+            return attention(*numbers, *tables, self.new_rows, **options | {"sinks": sinks})
+
+    def error(self, out: Any, expected: np.ndarray | None = None) -> float:
         """Return the largest difference from the expected result over real queries; a NaN counts as infinite."""
-        difference = np.abs(np.asarray(out, np.float64) - self.expected)[self.real]
+        expected = self.expected if expected is None else expected
+        difference = np.abs(np.asarray(out, np.float64) - expected)[self.real]
         return float(np.nan_to_num(difference, nan=np.inf).max())
 
 
@@ -113,8 +134,8 @@ def make_lengths(kind: str, queries: int) -> np.ndarray:
     }[kind].astype(np.int32)
 
 
-def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Problem:
-    """Return a problem with random values in rows that real queries see, and NaN in all other rows of the pools."""
+def make_problem(case: Case, *, seed: int = 0) -> Problem:
+    """Return a problem with random values in rows that some real query sees, and NaN in all other rows of the pools."""
     generator = np.random.default_rng(seed)
     lengths = make_lengths(case.lengths, case.queries)
     batch, kv_heads, columns = len(lengths), 2, ROWS // case.page
@@ -125,10 +146,9 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
     shape = (batch * columns + 1, kv_heads, case.page, case.dim)
     k_pool, v_pool = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
     new_rows = [[ancestors(tree, node) for node in range(case.queries)] for tree in parents]
-    moves = np.arange(case.queries) * (case.tree == "causal")
-    oldest = lengths[:, None] - (case.window or ROWS) + 1 + moves
     for b, length in enumerate(lengths):
-        rows = [*range(max(case.start, oldest[b, 0]), length), *(length + j for j in np.flatnonzero(real[b]))]
+        oldest = length - (case.window or ROWS) + 1  # first row of the first query's window
+        rows = [*range(max(case.start, oldest), length), *(length + j for j in np.flatnonzero(real[b]))]
         for pool in (k_pool, v_pool):
             for row in rows:
                 place = (page_table[b, row // case.page], slice(None), row % case.page)
@@ -138,9 +158,10 @@ def make_problem(case: Case, *, scale: float | None = None, seed: int = 0) -> Pr
     q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
     q = jnp.asarray(q, case.dtype)
     k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
-    numbers = [np.asarray(x, np.float32) for x in (q, k_pool, v_pool)]
-    with np.errstate(invalid="ignore"):
-        expected = attention(*numbers, page_table, lengths, new_rows, start=case.start, oldest=oldest, scale=scale)
+    sinks = jnp.asarray(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
+    options = {name: getattr(case, name) for name in ("start", "window", "scale", "softcap")} | {"sinks": sinks}
     chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
     bits = {"causal": None, "chain": chain}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
-    return Problem(q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits, case.start, expected, real)
+    arrays = (q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits)
+    problem = Problem(*arrays, options, new_rows, np.zeros(()), real)
+    return dataclasses.replace(problem, expected=problem.expected_with())

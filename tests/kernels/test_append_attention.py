@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ancestor_bits, append_attention
+from pallas_kernels import HeadTransform, ancestor_bits, append_attention
 from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import make_tree
 from tests.kernels.test_quantize_rows import half_step_error
-from tests.kernels.test_rope_append import oracle
+from tests.kernels.test_rope_append import arguments, head_weights, oracle, rotation
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
@@ -50,10 +50,16 @@ def problem(
     parts: int,
     start: int,
     lengths: Sequence[int] = LENGTHS,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    weights: str | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Return arguments of `append_attention` and the parents of the new rows [batch, tokens].
+    """Return what `arguments` turns into arguments of `append_attention`, and the parents of new rows [batch, tokens].
 
-    The pools hold NaN in rows that are hidden or not committed, and in the null page.
+    The pools hold NaN in rows that are hidden or not committed, and in the null page. Rows before a window hold
+    numbers. ``weights`` is the dtype of a bias and of the norms' weights.
     """
     rng = np.random.default_rng(0)
     batch, columns, heads = len(lengths), CAPACITY // page, group * KV_HEADS
@@ -66,12 +72,12 @@ def problem(
     parents = np.stack([make_tree("causal" if tree == "causal" else "random", tokens, rng) for _ in lengths])
     depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
     qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
-    arguments = dict(
+    given = dict(
         k_pool=jnp.asarray(pools[0], dtype),
         v_pool=jnp.asarray(pools[1], dtype),
         qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
-        positions=jnp.asarray(np.array(lengths)[:, None] + depth, jnp.int32),
-        inv_freq=jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32),
+        **rotation(np.array(lengths)[:, None] + depth, dim),
+        **(head_weights(heads, KV_HEADS, dim, weights) if weights else {}),
         page_table=jnp.asarray(table, jnp.int32),
         lengths=jnp.asarray(lengths, jnp.int32),
         valid=jnp.ones((batch, tokens), bool),
@@ -79,23 +85,28 @@ def problem(
         heads=heads,
         start=start,
         dtype=jnp.dtype(dtype),
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=jnp.asarray(rng.normal(size=heads) + 2, dtype) if sinks else None,
     )
-    return arguments, parents
+    return given, parents
 
 
-def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> list[float]:
+def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray, *, norms_last: bool = False) -> list[float]:
     """Return the largest error of the attention and of each pool against float64, divided by the dtype's tolerance.
 
-    A NaN counts as an infinite error.
+    A NaN counts as an infinite error. ``norms_last`` is as in `oracle`.
     """
     heads, dtype = p["heads"], p["dtype"]
-    rotation = {**p, "first_row": p["lengths"]}
-    q, k_pool, v_pool = oracle(rotation, heads)
+    q, k_pool, v_pool = oracle({**p, "first_row": p["lengths"]}, heads, norms_last=norms_last)
     q = np.asarray(jnp.asarray(q, dtype), np.float64)
     held = p["k_pool"].dtype
     pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
-    expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows, start=p["start"])
+    options = {name: p[name] for name in ("start", "window", "scale", "softcap")}
+    options["sinks"] = None if p["sinks"] is None else np.asarray(p["sinks"], np.float64)
+    expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows, **options)
     most = TOLERANCES[str(held)]
     differences = []
     for one, wanted in zip(found, (expected, *pools), strict=True):
@@ -110,7 +121,47 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray) -> li
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_append_attention_of_random_trees_matches_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
-    assert max(errors(append_attention(**p, implementation=implementation), p, parents)) < 1
+    assert max(errors(append_attention(**arguments(p), implementation=implementation), p, parents)) < 1
+
+
+OPTIONS: list[dict[str, Any]] = [
+    EXAMPLE | dict(window=70, softcap=2.0, sinks=True, weights="float32"),
+    EXAMPLE | dict(dim=128, dtype="bfloat16", window=24, softcap=2.0, sinks=True, weights="float32"),
+    EXAMPLE
+    | dict(tree="causal", tokens=8, page=1, group=8, dim=80, dtype="bfloat16", window=5, scale=0.02)
+    | dict(weights="bfloat16"),
+    EXAMPLE | dict(tokens=9, window=12, softcap=2.0, sinks=True, weights="float32"),  # two kernels
+]
+
+
+def check_options(p: dict[str, Any], parents: np.ndarray, implementation: str) -> None:
+    """Assert that attention matches float64, and differs from float64 without one option or with another one."""
+    found = append_attention(**arguments(p), implementation=implementation)
+    assert max(errors(found, p, parents)) < 1
+    wrong: list[dict[str, Any]] = [{"softcap": None}] if p["softcap"] else []
+    if p["sinks"] is not None:
+        wrong += [{"sinks": None}, {"sinks": p["sinks"] + np.log(2)}]  # left out, and counted twice
+    if p["window"]:
+        wrong += [{"window": p["window"] - 1}, {"window": p["window"] + 1}]
+    if p.get("bias") is not None:
+        wrong += [{"bias": None}, {"q_norm": None}, {"k_norm": None}, {"slope": 0}]
+        assert max(errors(found, p, parents, norms_last=True)) > 2
+    for changed in wrong:
+        assert max(errors(found, p | changed, parents)) > 1.5, changed
+
+
+@pytest.mark.parametrize("case", cover.thinned(OPTIONS, every=4, name=cover.label, is_halved=True))
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_append_attention_with_options_of_heads_and_scores_matches_float64(
+    case: dict[str, Any], implementation: str
+) -> None:
+    check_options(*problem(**case, lengths=(62, 255, 511)), implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OPTIONS, ids=cover.label)
+def test_append_attention_on_gpu_with_options_of_heads_and_scores_matches_float64(case: dict[str, Any]) -> None:
+    check_options(*problem(**case), "pallas")
 
 
 FEW = EXAMPLE | {"tokens": 3, "dim": 16, "dtype": "bfloat16"}  # few enough for a Pallas program of 16 packed rows
@@ -137,8 +188,7 @@ def tiles_of_200_sequences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("tiles_of_200_sequences")
 def test_append_attention_of_unsplit_contexts_matches_float64() -> None:
-    p, parents = problem(**FEW)
-    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+    check_options(*problem(**FEW, lengths=(0, 62, 255, 632), sinks=True, softcap=2.0), "pallas")
 
 
 @pytest.mark.once
@@ -151,8 +201,8 @@ def test_append_attention_with_quantize_output_returns_the_attention_quantised(
     if not is_split:
         request.getfixturevalue("tiles_of_200_sequences")
     p, _ = problem(**EXAMPLE | {"dtype": "bfloat16"} if is_split else FEW)
-    out, *pools = append_attention(**p, implementation=implementation)
-    row, *same = append_attention(**p, quantize_output=True, implementation=implementation)
+    out, *pools = append_attention(**arguments(p), implementation=implementation)
+    row, *same = append_attention(**arguments(p), quantize_output=True, implementation=implementation)
     wanted = np.asarray(out, np.float64).reshape(row.shape)
     assert row.dtype == out.dtype and half_step_error(row.values, row.scale, wanted) < 1.1
     np.testing.assert_allclose(row.scale, np.abs(wanted).max(-1) / 448, rtol=2**-7, atol=1e-37)
@@ -165,10 +215,10 @@ def test_append_attention_with_quantize_output_returns_the_attention_quantised(
 def test_append_attention_with_one_changed_argument_has_an_error_above_tolerance(wrong: str) -> None:
     """Negative control: the tolerance detects each changed argument."""
     p, parents = problem(**EXAMPLE)
-    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+    assert max(errors(append_attention(**arguments(p), implementation="pallas"), p, parents)) < 1
     other = {"bits": None, "inv_freq": p["inv_freq"][::-1], "start": 0}
     changed = p | {wrong: other[wrong] if wrong in other else p[wrong] + 1}
-    assert max(errors(append_attention(**changed, implementation="pallas"), p, parents)) > 10
+    assert max(errors(append_attention(**arguments(changed), implementation="reference"), p, parents)) > 10
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
@@ -176,7 +226,7 @@ def test_append_attention_with_invalid_rows_does_not_write_them(implementation: 
     p, parents = problem(**EXAMPLE)
     valid = np.arange(5) < np.array([0, 1, 3, 5, 4])[:, None]
     p |= {"valid": jnp.asarray(valid)}
-    found = append_attention(**p, implementation=implementation)
+    found = append_attention(**arguments(p), implementation=implementation)
     assert max(errors(found, p, parents)[1:]) < 1  # NaN in rows that are not written, also in the null page
     assert np.isfinite(np.asarray(found[0])[valid]).all()  # a row sees only its ancestors, which are earlier rows
 
@@ -184,9 +234,13 @@ def test_append_attention_with_invalid_rows_does_not_write_them(implementation: 
 def test_append_attention_with_wrong_shapes_raises() -> None:
     p, _ = problem(**EXAMPLE)
     with pytest.raises(ValueError, match=r"qkv must be 768 wide, got 760"):
-        append_attention(**p | {"qkv": p["qkv"][..., :-8]})
+        append_attention(**arguments(p) | {"qkv": p["qkv"][..., :-8]})
     with pytest.raises(ValueError, match="bits must be"):
-        append_attention(**p | {"bits": jnp.tile(p["bits"], 2)})
+        append_attention(**arguments(p) | {"bits": jnp.tile(p["bits"], 2)})
+    with pytest.raises(ValueError, match=r"sinks must be None or \[8\]"):
+        append_attention(**arguments(p) | {"sinks": jnp.zeros(9)})
+    with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
+        append_attention(**arguments(p) | {"window": 0})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +249,7 @@ def test_append_attention_with_wrong_shapes_raises() -> None:
 def test_append_attention_in_two_kernels_matches_float64(tokens: int, page: int, pool: str) -> None:
     p, parents = problem(**EXAMPLE | {"tokens": tokens, "page": page}, lengths=(0, 62, 511))
     p |= {name: p[name].astype(pool) for name in ("k_pool", "v_pool")}
-    assert max(errors(append_attention(**p), p, parents)) < 1
+    assert max(errors(append_attention(**arguments(p)), p, parents)) < 1
 
 
 def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize_output: bool = False) -> Any:
@@ -203,7 +257,7 @@ def compile_attention(batch: int, rows: int, parts: int, start: int, *, quantize
     pools = [shape((batch * 75 + 1, 8, 16, 128), "bfloat16")] * 2
     qkv = shape((parts, batch, rows, 6144), "float32" if parts > 1 and batch * rows <= 64 else "bfloat16")
     where = shape((batch, 75), "int32"), shape((batch,), "int32"), shape((batch, rows), "bool")
-    arrays = (*pools, qkv, shape((batch, rows), "int32"), shape((64,), "float32"), *where)
+    arrays = (*pools, qkv, HeadTransform(shape((2, batch, rows, 64), "float32")), *where)
     options = {"heads": 32, "start": start, "dtype": jnp.dtype("bfloat16"), "quantize_output": quantize_output}
     call = partial(append_attention, bits=None, **options)
     return compile_for_h200(call, *arrays, donate_argnums=(0, 1), fail_on_spills=True)
@@ -247,7 +301,7 @@ def test_append_attention_with_quantize_output_launches_one_more_kernel(batch: i
 @pytest.mark.parametrize("case", CASES, ids=cover.label)
 def test_append_attention_on_gpu_matches_float64(case: dict[str, Any]) -> None:
     p, parents = problem(**case)
-    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+    assert max(errors(append_attention(**arguments(p), implementation="pallas"), p, parents)) < 1
 
 
 @pytest.mark.gpu
@@ -263,4 +317,4 @@ def test_append_attention_on_gpu_of_many_sequences_matches_float64(
     options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}
     tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], **options)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, packed, 2)
-    assert max(errors(append_attention(**p, implementation="pallas"), p, parents)) < 1
+    assert max(errors(append_attention(**arguments(p), implementation="pallas"), p, parents)) < 1

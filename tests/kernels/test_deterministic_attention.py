@@ -20,6 +20,9 @@ CASES = [
     Case(queries=9, tree="padded", group=8, page=64),
     Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
     Case(queries=60, tree="chain", lengths="zero"),
+    Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
+    Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
+    Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
 ]
 IMPLEMENTATIONS = ("reference", "pallas")
 LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
@@ -41,10 +44,13 @@ def paths_of(problem: Problem) -> jax.Array | None:
 def check(case: Case, implementation: str) -> None:
     problem = make_problem(case)
     arrays = (*problem.arrays[:-1], None)
-    options: dict[str, Any] = dict(start=case.start, implementation=implementation, deterministic=True)
+    options: dict[str, Any] = dict(implementation=implementation, deterministic=True) | problem.options
     out = paged_attention(*arrays, paths=paths_of(problem), **options)
     assert out.dtype == problem.q.dtype
     assert problem.error(out) <= problem.tolerance
+    if case.window:  # control: windows that are one row shorter or longer
+        for window in (case.window - 1, case.window + 1):
+            assert problem.error(out, problem.finite().expected_with(window=window)) > 2 * problem.tolerance
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -53,14 +59,12 @@ def test_deterministic_attention_of_random_problems_matches_float64(case: Case, 
     check(case, implementation)
 
 
-def test_deterministic_attention_with_bits_or_window_or_quantisation_raises() -> None:
+def test_deterministic_attention_with_bits_or_quantisation_raises() -> None:
     problem = make_problem(Case())
     arrays = problem.arrays[:-1]
-    with pytest.raises(ValueError, match="neither bits nor a window"):
+    with pytest.raises(ValueError, match="pass paths instead of bits"):
         paged_attention(*arrays, problem.bits, deterministic=True)
-    with pytest.raises(ValueError, match="neither bits nor a window"):
-        paged_attention(*arrays, None, window=3, deterministic=True)
-    with pytest.raises(ValueError, match="nor quantize_output"):
+    with pytest.raises(ValueError, match="leave out quantize_output"):
         paged_attention(*arrays, None, quantize_output=True, deterministic=True)
     with pytest.raises(ValueError, match="expected deterministic=True"):
         paged_attention(*arrays, None, paths=paths_of(problem))
@@ -69,12 +73,13 @@ def test_deterministic_attention_with_bits_or_window_or_quantisation_raises() ->
 class Text:
     """The keys, values and queries of one sequence, for calls with any page size and batch."""
 
-    def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True) -> None:
+    def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True, **options: Any) -> None:
         rng = np.random.default_rng(0)
         self.k, self.v = rng.normal(size=(2, LENGTH + NEW, KV_HEADS, DIM))
         self.q = rng.normal(size=(LENGTH + NEW, 4 * KV_HEADS, DIM))
         self.dtype = dtype
-        self.attend = jax.jit(partial(paged_attention, implementation=implementation, deterministic=deterministic))
+        options |= {"implementation": implementation, "deterministic": deterministic}
+        self.attend = jax.jit(partial(paged_attention, **options))
 
     def run(self, length: int, rows: list[int], *, page: int = 16, mates: int = 0, paths: Any = None) -> np.ndarray:
         """Return the attention of the text's queries `rows`, whose keys and values follow `length` committed rows.
@@ -111,33 +116,48 @@ def one_by_one(text: Text) -> np.ndarray:
     return np.concatenate([text.run(row, [row]) for row in range(FIRST, LENGTH)])
 
 
-def in_other_calls(text: Text) -> dict[str, np.ndarray]:
-    """Return the attention of the compared queries by calls that differ in number of queries, page size or batch."""
+def in_other_calls(text: Text, *names: str) -> dict[str, np.ndarray]:
+    """Return the attention of the compared queries by calls that differ in number of queries, page size or batch.
+
+    Args:
+        text: the text.
+        names: names of the calls; none: all of them.
+    """
     chain = list(range(FIRST, LENGTH))
-    return {
-        "chain": text.run(FIRST, chain),
-        "chunk": text.run(FIRST - 24, list(range(FIRST - 24, LENGTH)))[24:],
-        "pages of 1 row": text.run(FIRST, chain, page=1),
-        "pages of 5 rows": text.run(FIRST, chain, page=5),
-        "batch of 3": text.run(FIRST, chain, mates=2),
+    calls = {
+        "chain": lambda: text.run(FIRST, chain),
+        "chunk": lambda: text.run(FIRST - 24, list(range(FIRST - 24, LENGTH)))[24:],
+        "pages of 1 row": lambda: text.run(FIRST, chain, page=1),
+        "pages of 5 rows": lambda: text.run(FIRST, chain, page=5),
+        "batch of 3": lambda: text.run(FIRST, chain, mates=2),
     }
+    return {name: calls[name]() for name in names or calls}
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("dtype", "implementation"),
+    ("dtype", "implementation", "window"),
     [
-        ("bfloat16", "reference"),
-        ("bfloat16", "pallas"),
-        pytest.param("float32", "reference", marks=pytest.mark.slow),
-        pytest.param("float32", "pallas", marks=pytest.mark.matrix),
+        ("bfloat16", "reference", None),
+        ("bfloat16", "pallas", None),
+        ("bfloat16", "pallas", 64),
+        pytest.param("float32", "reference", None, marks=pytest.mark.slow),
+        pytest.param("float32", "reference", 64, marks=pytest.mark.slow),
+        pytest.param("float32", "pallas", None, marks=pytest.mark.matrix),
+        pytest.param("float32", "pallas", 64, marks=pytest.mark.matrix),
     ],
 )
-def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype: str, implementation: str) -> None:
-    """A query's bits are equal alone, in a chain, in a chunk, in a batch, in a tree, and with other page sizes."""
-    text = Text(dtype, implementation)
+def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(
+    dtype: str, implementation: str, window: int | None
+) -> None:
+    """A query's bits are equal alone, in a chain, in a chunk, in a batch, in a tree, and with other page sizes.
+
+    The windows of the compared queries begin in two tiles of the context, and scores are limited if there is a window.
+    """
+    options = {} if window is None else {"window": window, "softcap": 2.0, "scale": 0.4}
+    text = Text(dtype, implementation, **options)
     alone = one_by_one(text)
-    for name, out in in_other_calls(text).items():
+    for name, out in in_other_calls(text, *(["chain", "chunk"] if window else [])).items():
         np.testing.assert_array_equal(out, alone, err_msg=name)
     # Nodes 1, 3 and 4 are a chain below the root; nodes 2 and 5 belong to other branches.
     nodes = [FIRST, FIRST + 1, 3, FIRST + 2, FIRST + 3, 7]
@@ -165,5 +185,6 @@ def test_deterministic_attention_on_gpu_matches_float64(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_attention_on_gpu_of_a_query_has_equal_bits_in_every_call(dtype: str) -> None:
-    test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype, "pallas")
+@pytest.mark.parametrize("window", [None, 64])
+def test_deterministic_attention_on_gpu_of_a_query_has_equal_bits_in_every_call(dtype: str, window: int | None) -> None:
+    test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(dtype, "pallas", window)

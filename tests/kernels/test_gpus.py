@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import (
+    HeadTransform,
     add_rms_norm,
     ancestor_bits,
     append,
@@ -39,6 +40,7 @@ from tests.support.gpus import GPUS, compile_for
 HEADS, KV_HEADS, PAGE, PAGES, HIDDEN, VOCAB = 32, 8, 16, 2049, 4096, 128256  # Llama-3.1-8B
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 F32, I32 = jnp.float32, jnp.int32
+DIMS = (64, 128, 256, 512)  # head_dims
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -62,6 +64,26 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
     return attend, (q, *pools(dim, dtype), table, shape(1, dtype=I32), *bits)
 
 
+def scores(rows: int, dim: int, dtype: Any = BF16, *, deterministic: bool = False) -> Case:
+    """Return the case of attention with a window, a softcap and sinks; 60 rows are a tree, the others are causal."""
+    arrays = [shape(1, rows, HEADS, dim), *pools(dim, dtype), shape(1, 128, dtype=I32), shape(1, dtype=I32)]
+    mask = shape(1, 60, 9, dtype=I32) if deterministic else shape(1, 60, 2, dtype=jnp.uint32)
+
+    def attend(sinks: Any, *arrays: Any) -> Any:
+        mask = arrays[5] if rows == 60 else None
+        masks = {"paths": mask} if deterministic else {}
+        options = {"window": 512, "softcap": 30.0, "deterministic": deterministic, "implementation": "pallas"}
+        return paged_attention(*arrays[:5], None if deterministic else mask, sinks, **options, **masks)
+
+    return attend, (shape(HEADS), *arrays, *([mask] if rows == 60 else []))
+
+
+def head_transform(rows: int, dim: int) -> HeadTransform:
+    """Return the shapes of a transform with a bias, norms and separate tables of queries."""
+    width = (HEADS + 2 * KV_HEADS) * dim
+    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), 1e-6)
+
+
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
     """Return the case of deterministic attention for a chain, a prefill chunk, or (with `depths`) a tree."""
 
@@ -82,23 +104,24 @@ def prefill(dim: int) -> Case:
     return attend, (q, *pools(dim, BF16), table, shape(1, dtype=I32))
 
 
-def rotation(dim: int, dtype: Any = BF16) -> Case:
-    qkv, inv_freq = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+def rotation(dim: int, dtype: Any = BF16, transform: HeadTransform | None = None) -> Case:
+    qkv = shape(4, 1, 5, (HEADS + 2 * KV_HEADS) * dim, dtype=F32)
+    transform = transform or HeadTransform(shape(2, 1, 5, dim // 2, dtype=F32))
     rows = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, 5, dtype=jnp.bool))
     rotate = partial(rotate_append, heads=HEADS, dtype=BF16, implementation="pallas")
-    return rotate, (*pools(dim, dtype), qkv, shape(1, 5, dtype=I32), inv_freq, *rows)
+    return rotate, (*pools(dim, dtype), qkv, transform, *rows)
 
 
-def appended(rows: int, dim: int, start: int = 0, *, quantize_output: bool = False) -> Case:
-    qkv, inv_freq = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32), shape(dim // 2, dtype=F32)
+def appended(rows: int, dim: int, transform: HeadTransform | None = None, **options: Any) -> Case:
+    qkv = shape(2, 1, rows, (HEADS + 2 * KV_HEADS) * dim, dtype=F32)
+    transform = transform or HeadTransform(shape(2, 1, rows, dim // 2, dtype=F32))
     where = (shape(1, 128, dtype=I32), shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool))
 
     def attend(*arrays: Any) -> Any:
-        options = {"start": start, "quantize_output": quantize_output, "implementation": "pallas"}
-        found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, **options)
+        found = append_attention(*arrays, None, heads=HEADS, dtype=BF16, implementation="pallas", **options)
         return jax.tree.leaves(found)
 
-    return attend, (*pools(dim, BF16), qkv, shape(1, rows, dtype=I32), inv_freq, *where)
+    return attend, (*pools(dim, BF16), qkv, transform, *where)
 
 
 def append_or_move(dtype: Any, *, move: bool) -> Case:
@@ -178,6 +201,14 @@ CASES: dict[str, Case] = {
     **{f"rotate {dim}": rotation(dim) for dim in (64, 96, 128, 256)},
     **{f"attention after append {dim}": appended(5, dim) for dim in (64, 80, 96, 128, 256)},
     "attention after append, drafting": appended(1, 128, start=1),
+    **{f"attention {rows} x {dim}, all options": scores(rows, dim) for rows in (1, 5, 60) for dim in DIMS},
+    **{f"prefill {dim}, all options": scores(512, dim) for dim in DIMS},
+    **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
+    **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (80, *DIMS)},
+    **{
+        f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
+        for dim in (80, 96, *DIMS)
+    },
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -208,6 +239,7 @@ CASES: dict[str, Case] = {
 FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
     "attention after append, quantised": appended(5, 128, quantize_output=True),
+    **{f"attention {rows} x {dim} fp8, all options": scores(rows, dim, FP8) for rows in (5, 60) for dim in (64, 128)},
     "rotate fp8": rotation(128, FP8),
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),
@@ -245,6 +277,9 @@ DEFAULT = {
         "gather rows",
         "scatter rows",
         "top 59 in order",
+        "attention 60 x 128, all options",
+        "attention after append 128, all options",
+        "attention 60, all options, deterministic",
     ),
 }
 
@@ -253,11 +288,12 @@ def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
     """Return (GPU, case) of each kernel that spills registers; the list depends on the version of ptxas."""
     spilling = {(gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)}
     spilling |= {("L40", "attention 61 x 128")}
+    spilling |= {(gpu, f"{name} 128, all options") for gpu in ("A100", "L40") for name in ("attention 60 x", "prefill")}
     if jax_version < (0, 12):
         return spilling | {("A100", f"attention 61 x {dim}") for dim in (80, 96)}
     spilling -= {("A100", "prefill 96")}
     spilling |= {("L40", name) for name in ("attention 61 x 80", "attention 61 x 96", "ancestor bits")}
-    return spilling | {("B200", "attention 61 x 128")}
+    return spilling | {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
 
 
 SPILLS = spilling_cases(jax.__version_info__)

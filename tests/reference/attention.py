@@ -17,7 +17,9 @@ def ancestors(parents: np.ndarray, node: int) -> list[int]:
     return path
 
 
-def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, oldest=None, scale=None) -> np.ndarray:
+def attention(
+    q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, window=None, scale=None, softcap=None, sinks=None
+) -> np.ndarray:
     """Compute the softmax attention of every query over the cache rows it attends to.
 
     Args:
@@ -27,7 +29,10 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, olde
         lengths: committed rows of each sequence [B].
         new_rows: new_rows[b][t] lists the j for which query t of sequence b attends to row lengths[b] + j.
         start: first row that any query attends to.
-        oldest: oldest[b][t] is the first row that query t of sequence b attends to.
+        window: number of newest rows that a query attends to, out of the rows it would attend to without a window.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        softcap: c, if a score x becomes c * tanh(x / c); None: scores are unchanged.
+        sinks: score of one more row for each query head [H], whose value is 0; None: no such row.
 
     Returns:
         float64 [B, T, H, D].
@@ -38,14 +43,18 @@ def attention(q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, olde
     out = np.zeros(q.shape, np.float64)
     for b in range(batch):
         for t in range(queries):
-            seen = [*range(lengths[b]), *(lengths[b] + j for j in new_rows[b][t])]
-            rows = [row for row in seen if row >= max(start, 0 if oldest is None else oldest[b][t])]
+            seen = [*range(lengths[b]), *(lengths[b] + j for j in sorted(new_rows[b][t]))]
+            rows = [row for row in seen[-(window or len(seen)) :] if row >= start]
             if not rows:
                 continue
             keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)
             values = np.stack([read_row(v_pool, page_table, b, row) for row in rows]).astype(np.float64)
             for h in range(heads):
                 scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) * scale
+                scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = np.append(scores, sinks[h])
                 weights = np.exp(scores - scores.max())
-                out[b, t, h] = weights @ values[:, h // group] / weights.sum()
+                weights /= weights.sum()
+                out[b, t, h] = weights[: len(rows)] @ values[:, h // group]
     return out

@@ -1,0 +1,113 @@
+"""Compare `paged_attention` with float64 for windows, and for scores with a limit, with sinks or with another scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import paged_attention
+from pallas_kernels.attention.ptx import count_ones, scaled_tanh
+from tests.kernels.problems import Case, make_problem
+from tests.support import cover
+
+SCORES = [  # options of the scores, alone and together
+    Case(softcap=2.0, tree="causal", start=1),
+    Case(sinks=True, lengths="zero"),
+    Case(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
+    Case(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
+    Case(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
+    Case(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
+]
+
+
+def check_scores(case: Case, implementation: str) -> None:
+    """Assert that attention matches float64, and differs from float64 if one option of the scores is another one."""
+    problem = make_problem(case)
+    out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
+    assert problem.error(out) <= problem.tolerance
+    finite = problem.finite()
+    wrong: list[dict[str, Any]] = [{"softcap": None}] if case.softcap else []
+    if case.sinks:
+        wrong += [{"sinks": None}, {"sinks": problem.options["sinks"] + np.log(2)}]  # left out, and counted twice
+    if case.window:
+        wrong += [{"window": case.window - 1}, {"window": case.window + 1}]
+    for changed in wrong:
+        assert problem.error(out, finite.expected_with(**changed)) > 2 * problem.tolerance, changed
+
+
+@pytest.mark.parametrize("case", cover.thinned(SCORES, every=3, name=str, is_halved=True))
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_paged_attention_with_softcap_or_sinks_or_scale_or_window_matches_float64(case, implementation):
+    check_scores(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SCORES, ids=str)
+def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_matches_float64(case):
+    check_scores(case, "pallas")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_paged_attention_with_a_scale_multiplies_scores_by_it(implementation):
+    problem = make_problem(Case(scale=0.7))
+    out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
+    assert problem.error(out) <= problem.tolerance
+    assert problem.error(out, problem.expected_with(scale=None)) > 0.05
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("tree", ["causal", "random"])
+def test_paged_attention_with_window_off_by_one_has_an_error_above_tolerance(tree, implementation):
+    problem = make_problem(Case(tree=tree, queries=5, window=12, lengths="full")).finite()
+    out = paged_attention(*problem.arrays, window=12, implementation=implementation)
+    errors = [problem.error(out, problem.expected_with(window=window)) for window in (12, 11, 13)]
+    assert errors[0] <= problem.tolerance and min(errors[1:]) > 10 * problem.tolerance
+
+
+@pytest.mark.once
+def test_paged_attention_with_one_window_for_all_tree_nodes_has_an_error_above_tolerance():
+    """The window of each node ends at the node; the control moves all windows to that of the root."""
+    problem = make_problem(Case(tree="random", queries=5, window=12, lengths="full")).finite()
+    out = paged_attention(*problem.arrays, window=12, implementation="pallas")
+    moved = {seen: problem.expected_with(window=11 + seen) for seen in range(1, 6)}
+    fixed = [[moved[len(new)][b, node] for node, new in enumerate(rows)] for b, rows in enumerate(problem.new_rows)]
+    assert problem.error(out, problem.expected_with(window=12)) <= problem.tolerance
+    assert problem.error(out, np.array(fixed)) > 10 * problem.tolerance
+
+
+@pytest.mark.gpu
+def test_tanh_on_gpu_has_the_stated_error_and_bits_are_counted():
+    """The limit of scores uses the first, the window of tree nodes the second."""
+    x = np.concatenate([np.linspace(-20, 20, 4001), np.logspace(-8, 38, 95)]).astype(np.float32)
+    words = np.random.default_rng(0).integers(0, 2**32, x.size, dtype=np.uint32)
+    words[:2] = 0, 2**32 - 1
+
+    def kernel(x_ref, words_ref, tanh_ref, count_ref):
+        tanh_ref[...] = scaled_tanh(x_ref[...], 0.75, exact=False)
+        count_ref[...] = count_ones(words_ref[...], interpret=False)
+
+    out = [jax.ShapeDtypeStruct(x.shape, dtype) for dtype in (jnp.float32, jnp.int32)]
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    tanh, count = pl.pallas_call(kernel, out_shape=out, compiler_params=params)(x, words)
+    assert x.size == 4096 and np.abs(np.asarray(tanh, np.float64) - np.tanh(x.astype(np.float64) * 0.75)).max() < 2**-21
+    np.testing.assert_array_equal(count, [bin(word).count("1") for word in words.tolist()])
+
+
+def test_paged_attention_with_invalid_options_of_scores_raises():
+    with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
+        paged_attention(*make_problem(Case()).arrays, window=0)
+    for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"scale must be None or above 1e-30 and finite, got {scale}"):
+            paged_attention(*make_problem(Case()).arrays, scale=scale)
+    for softcap in (-1.0, 0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"softcap must be None or above 0 and finite, got {softcap}"):
+            paged_attention(*make_problem(Case()).arrays, softcap=softcap)
+    with pytest.raises(ValueError, match=r"sinks must be None or \[8\], one per query head, got \(4,\)"):
+        paged_attention(*make_problem(Case()).arrays, jnp.zeros(4))
