@@ -259,7 +259,7 @@ def paged_attention(
     page_table: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     bits: UInt32[Array, "B T W"] | None,
-    sinks: Float[Array, " H"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     *,
     new_rows: int | None = None,
     start: int = 0,
