@@ -63,8 +63,7 @@ def test_inflated_target_has_the_logits_of_the_small_target(model: dict[str, Any
     large, none = inflate_pair(small, wanted)
     assert none is None and large.head is not None
     layers = wanted.num_layers
-    got = large.config.sizes()
-    assert {name: got[name] for name in sizes_of(wanted)} == sizes_of(wanted)
+    assert {name: getattr(large.config, name) for name in sizes_of(wanted)} == sizes_of(wanted)
     match = compare(small, large, (2, 3, 4), (2, layers // 2, layers - 3), tokens())
     assert match.same, match
 

@@ -64,7 +64,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "layers": (refused(num_layers=6), "layers: expected room for as many"),
     "draft vocabulary": (refused(draft_vocab_size=11), "draft_vocab_size: expected 12 to 36 .* got 11"),
     "padded draft tokens": (refused(draft_vocab_size=37), "draft_vocab_size: expected 12 to 36 .* got 37"),
-    **{flag: (refused_head(**{flag: True}), f"head: expected one layer, .* got {flag}; take") for flag in UNPADDED},
+    **{
+        flag: (
+            refused_head(**{flag: "head" if flag == "qk_norm" else True}),
+            f"head: expected one layer, .* got {flag}; take",
+        )
+        for flag in UNPADDED
+    },
+    "target with head norms": (
+        lambda: inflate_pair(tiny.model(VOCAB, layers=LAYERS, qk_norm="head"), SIZES),
+        "inflate: expected a target with Llama's layers, got llama layers with more",
+    ),
     "two layers": (refused_head(num_layers=2), "got layers besides the first"),
     "no fc": (refused_head(fc=None, fuse=False), "got no fc"),
     "shared output": (refused_head(head=None, draft_vocab_size=VOCAB), "got the target's output head"),

@@ -23,7 +23,7 @@ from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
-from jspec.models.config import ModelConfig
+from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig
 from jspec.models.decoder import Layer, Model
 from jspec.models.quantize import quantized_as
 from jspec.tools.bench import random_models
@@ -206,6 +206,7 @@ def plan(
     if kind := quantized_as((target, head)):
         raise ValueError(f"inflate: expected unquantised weights, got {kind}; inflate first, then quantise")
     old = target.config
+    _check_layers(old)
     grown = dict(num_layers=sizes.num_layers, norm_eps=_eps(old, sizes), tie_word_embeddings=False)
     new = old.resized(**sizes.of_layers(), **grown)
     _check_sizes("target", old, new)
@@ -221,6 +222,17 @@ def plan(
         )
     layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
     return Plan(padder, None if head is None else _plan_head(head.config, padder, sizes, wanted), layer_at)
+
+
+def _check_layers(old: ModelConfig) -> None:
+    """Raise ValueError if a layer of the small target computes more than one of Llama, whose weights can be padded."""
+    for layer in old.layers:
+        own = layer.attention
+        plain = LayerConfig(GQA(own.heads, own.kv_heads, own.head_dim, rope=own.rope), Dense(layer.mlp.width))
+        if layer != plain or own.rope.kind not in ("default", "llama3"):
+            raise ValueError(
+                f"inflate: expected a target with Llama's layers, got {old.family} layers with more; take another"
+            )
 
 
 def _eps(old: Config, sizes: Sizes) -> float:
