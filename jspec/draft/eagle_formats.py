@@ -19,7 +19,7 @@ from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
 from jspec.draft.head_layers import check_tensors, read_layers, with_count
 from jspec.draft.head_weights import head_weights
-from jspec.models.config import unsupported
+from jspec.models.layer_config import unsupported
 from jspec.models.load import Format, check_count
 from jspec.models.params import Params
 

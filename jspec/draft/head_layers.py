@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from convert.fields import Fields
-from jspec.models.config import GQA, unsupported
 from jspec.models.families.llama import Llama
 from jspec.models.families.phi import Phi3
 from jspec.models.families.qwen import Qwen, Qwen2, Qwen3
 from jspec.models.hf_config import read_layer_types
+from jspec.models.layer_config import GQA, unsupported
 from jspec.models.weight_map import LAYER, Names
 
 

@@ -27,9 +27,10 @@ from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load
-from jspec.models.config import from_json, positive
+from jspec.models.config import from_json
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
+from jspec.models.layer_config import positive
 from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
 from jspec.models.params import ParamSpec, rows

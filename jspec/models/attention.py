@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
-from jspec.models.config import GQA
+from jspec.models.layer_config import GQA
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.attention import project, project_and_attend
-from jspec.models.config import LayerConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.layers import mlp
 from jspec.models.rope import tables
 from pallas_kernels.attention.rope_append import HeadTransform

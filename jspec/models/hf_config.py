@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from convert.fields import CheckpointError, Fields, require, short
-from jspec.models.config import Rope, check_num_layers, unsupported
+from jspec.models.config import check_num_layers
+from jspec.models.layer_config import Rope, unsupported
 from jspec.models.rope import yarn_magnitude
 from pallas_kernels.layers.quantize_rows import Activation
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.models.config import LayerConfig
+from jspec.models.layer_config import LayerConfig
 from pallas_kernels.attention.kv_pages import move_rows
 
 MAX_POOL_ELEMENTS = 2**31

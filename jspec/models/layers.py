@@ -36,7 +36,7 @@ def mlp(
         gate_up: fused gate and up projections [2 * intermediate, hidden].
         down: down projection [hidden, intermediate].
         implementation: kernel implementation (`pallas_kernels.dispatch`).
-        activation: the gate's activation function, as in `jspec.models.config.Dense`.
+        activation: the gate's activation function, as in `jspec.models.layer_config.Dense`.
         deterministic: use products whose result does not depend on the batch size.
 
     Returns:

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from convert.huggingface import Row, stacked
 from convert.orbax import unflatten
 from convert.sources import Shape
-from jspec.models.config import LayerConfig, ModelConfig
+from jspec.models.config import ModelConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.quantize import quantize_parameters
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from convert.fields import CheckpointError, Fields, named, read_json, require
-from jspec.models.config import unsupported
+from jspec.models.layer_config import unsupported
 
 CONFIG = "quantization_config"  # key of config.json
 MODELOPT = "hf_quant_config.json"  # file in which older versions of ModelOpt describe the quantisation

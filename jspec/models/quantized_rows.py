@@ -21,7 +21,7 @@ import numpy as np
 from convert.fields import CheckpointError, listed, short
 from convert.huggingface import Row, is_stacked
 from convert.sources import FLOAT8, Shape, Source, Tensor
-from jspec.models.config import unsupported
+from jspec.models.layer_config import unsupported
 from jspec.models.quantize import NAMES
 from jspec.models.quantized_config import CONFIG, Scheme
 

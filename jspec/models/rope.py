@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.models.config import Rope
+from jspec.models.layer_config import Rope
 from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
 
 

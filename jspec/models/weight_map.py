@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from convert.huggingface import Row, mapped, same
-from jspec.models.config import DecoderConfig, LayerConfig, ModelConfig
+from jspec.models.config import DecoderConfig, ModelConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.params import Params, model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0

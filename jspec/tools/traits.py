@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 
-from jspec.models.config import GQA, DecoderConfig, LayerConfig, ModelConfig, Rope
+from jspec.models.config import DecoderConfig, ModelConfig
+from jspec.models.layer_config import GQA, LayerConfig, Rope
 
 NORMS = {
     "pre": "before attention and feed-forward",

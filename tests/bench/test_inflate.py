@@ -15,8 +15,8 @@ import pytest
 from jspec import Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_layers
-from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape, create
+from jspec.models.layer_config import Rope
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow

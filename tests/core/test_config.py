@@ -10,8 +10,9 @@ import pytest
 
 from jspec.draft.eagle_formats import read_head
 from jspec.draft.medusa import MedusaConfig
-from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope
+from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
+from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once

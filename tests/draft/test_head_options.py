@@ -16,8 +16,8 @@ from jspec.core.records import TokenBatch
 from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_layers
-from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape, create
+from jspec.models.layer_config import Rope
 from jspec.models.quantize import quantize_weights
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import reduce_partials

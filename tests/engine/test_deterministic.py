@@ -14,8 +14,8 @@ import pytest
 from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
-from jspec.models.config import Rope
 from jspec.models.decoder import forward
+from jspec.models.layer_config import Rope
 from jspec.models.quantize import quantize_weights
 from tests.support import tiny
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Model
-from jspec.models.config import LayerConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from tests.support import tiny

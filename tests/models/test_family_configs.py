@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from convert.fields import CheckpointError
 from jspec import Model
 from jspec.models import families
-from jspec.models.config import ModelConfig, Rope
+from jspec.models.config import ModelConfig
+from jspec.models.layer_config import Rope
 from jspec.tools.testing import last_logits
 from tests.support import tiny
 from tests.support.folders import TARGET

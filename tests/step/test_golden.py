@@ -15,8 +15,8 @@ from jspec.core.records import SlotView
 from jspec.draft import eagle
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
-from jspec.models.config import Rope
 from jspec.models.kv_cache import PoolShape
+from jspec.models.layer_config import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools import demo

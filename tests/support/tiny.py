@@ -18,8 +18,9 @@ from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import METHODS, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
-from jspec.models.config import ModelConfig, Rope
+from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
+from jspec.models.layer_config import Rope
 from jspec.models.params import Params, ParamSpec, model_params
 from jspec.tools import check_head
 

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.draft.draft_model import MAX_PADDING
-from jspec.models.config import GQA, Dense, LayerConfig, Rope
+from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
 from jspec.tools.traits import describe_layers, describe_rope

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
-from jspec.models.config import ModelConfig, unsupported
+from jspec.models.config import ModelConfig
+from jspec.models.layer_config import unsupported
 
 
 class Family(Protocol):

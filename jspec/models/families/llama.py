@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
-from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig, Rope, unsupported
+from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
     FULL,
@@ -20,6 +20,7 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
+from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope, unsupported
 from jspec.models.weight_map import LAYER, Names, model_rows
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from jspec.models.config import Rope
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types
+from jspec.models.layer_config import Rope
 from jspec.models.weight_map import LAYER
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from jspec.models.config import LayerConfig, Rope
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_ropes
+from jspec.models.layer_config import LayerConfig, Rope
 
 NO_ROPE = Rope(kind="none")
 

@@ -8,9 +8,10 @@ import jax
 
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import Eagle3Config
-from jspec.models.config import ModelConfig, Rope
+from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
+from jspec.models.layer_config import Rope
 from jspec.models.params import model_params, random_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)

@@ -10,7 +10,8 @@ import jax
 
 from jspec.core.tree import Tree
 from jspec.draft.head_config import HeadConfig
-from jspec.models.config import GQA, ModelConfig
+from jspec.models.config import ModelConfig
+from jspec.models.layer_config import GQA
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
-from jspec.models.config import GQA, Dense, LayerConfig, ModelConfig
+from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
+from jspec.models.layer_config import GQA, Dense, LayerConfig
 from jspec.models.quantize import quantized_as
 from jspec.tools.bench import random_models
 

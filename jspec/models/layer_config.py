@@ -1,0 +1,261 @@
+"""The configs of a decoder layer and of its parts, as frozen, hashable records that check their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from convert.fields import CheckpointError, short
+from pallas_kernels.layers.quantize_rows import Activation
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+NORMS = ("pre", "post", "both")
+QK_NORMS = (None, "head", "all")
+
+
+def positive(where: str, record: Any, names: Iterable[str]) -> None:
+    """Raise CheckpointError if one of the named attributes of a record is not above 0.
+
+    Args:
+        where: beginning of the error message.
+        record: object with the attributes.
+        names: names of the attributes to check.
+    """
+    _positive(where, {name: getattr(record, name) for name in names})
+
+
+def _positive(where: str, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise CheckpointError(where, f"expected {name} > 0, got {short(value)}; correct config.json")
+
+
+def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
+    """Return the error for a checkpoint option whose value jspec does not support.
+
+    Args:
+        name: name of the option.
+        got: value of the option in the checkpoint.
+        expected: supported values, as text.
+    """
+    return NotImplementedError(f"{name}: expected {expected}, got {short(got)}; this checkpoint is not supported yet")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary position embedding (arXiv:2104.09864); `jspec.models.rope` computes its tables.
+
+    Attributes:
+        theta: rotary base.
+        kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
+            the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753);
+            "none": no rotation.
+        fraction: part of a head's channels that is rotated; the others keep their values at every position.
+        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic").
+        original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
+        low_freq_factor, high_freq_factor: "llama3": limits of the interpolated frequencies, in rotations per
+            ``original_max_position``.
+        beta_fast, beta_slow: "yarn": limits of the interpolated frequencies, in the same unit.
+        truncate: "yarn": round these limits to whole channels.
+        attention_factor: factor of cosines and sines.
+        short_factors, long_factors: "longrope": divisor of each frequency, for texts of up to
+            ``original_max_position`` tokens and for longer texts [rotated channels / 2].
+        is_long: "longrope": use ``long_factors``.
+        temperature: factor b of 1 + b * ln(1 + position // original_max_position), which multiplies rotated queries
+            (Llama 4, Ministral 3); 0: none.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    fraction: float = 1.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise unsupported("rope type", self.kind, " or ".join(map(repr, ROPE_KINDS)))
+        positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
+        if self.fraction > 1:
+            raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
+        if self.kind not in ("default", "linear", "none") or self.temperature:
+            positive("rope", self, ("original_max_position",))
+        if self.kind == "llama3":
+            positive("rope", self, ("low_freq_factor",))
+            if self.high_freq_factor <= self.low_freq_factor:
+                raise CheckpointError(
+                    "rope", f"expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
+                    f"{self.low_freq_factor}; correct config.json",
+                )  # fmt: skip
+        if self.kind == "yarn":
+            positive("rope", self, ("beta_fast", "beta_slow"))
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of a head's channels that are rotated."""
+        return int(head_dim * self.fraction)
+
+    def for_length(self, max_len: int) -> Rope:
+        """Return the embedding for texts of up to ``max_len`` tokens; `DecoderConfig.for_length` documents errors."""
+        if self.kind == "dynamic" and max_len > self.original_max_position:
+            raise unsupported(
+                "max_len", max_len, f"at most {self.original_max_position} with rotary embeddings of type 'dynamic'"
+            )
+        return replace(self, is_long=self.kind == "longrope" and max_len > self.original_max_position)
+
+    def check(self, head_dim: int) -> None:
+        """Check the values that depend on the head's number of channels.
+
+        Raises:
+            ValueError: the number of rotated channels is odd, or "longrope" has another number of factors.
+        """
+        rotated = self.rotated(head_dim)
+        if rotated % 2 or not rotated:
+            raise CheckpointError(
+                "partial_rotary_factor",
+                f"expected to rotate an even number of channels, got {rotated} of {head_dim}; correct config.json",
+            )
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if self.kind == "longrope" and (len(factors) != rotated // 2 or not min(factors) > 0):
+                raise CheckpointError(
+                    name, f"expected {rotated // 2} numbers above 0, got {short(list(factors))}; correct config.json"
+                )
+
+
+@dataclass(frozen=True)
+class GQA:
+    """The config of grouped-query attention (arXiv:2305.13245).
+
+    Attributes:
+        heads: number of query heads.
+        kv_heads: number of key heads, which is also the number of value heads.
+        head_dim: number of channels of a head.
+        bias: whether the query, key and value projections have a bias.
+        output_bias: whether the output projection has a bias.
+        qk_norm: norm of queries and keys before the rotation: "head": of each head; "all": of all heads together; None:
+            none.
+        window: number of newest tokens that a query attends to, its own included; None: all.
+        rope: rotary position embedding.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
+        sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: str | None = None
+    window: int | None = None
+    rope: Rope = Rope()
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Number of channels of all query heads in total."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Number of channels of all key heads in total; all value heads have as many."""
+        return self.kv_heads * self.head_dim
+
+    def check(self) -> None:
+        """Check the sizes and options of the attention.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
+        named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        limits = {"sliding_window": self.window, "attention scale": self.scale, "attn_logit_softcapping": self.softcap}
+        _positive("config", named | {name: limit for name, limit in limits.items() if limit is not None})
+        if self.heads % self.kv_heads:
+            raise CheckpointError(
+                "num_key_value_heads",
+                f"expected a divisor of num_attention_heads {self.heads}, got {self.kv_heads}; correct config.json",
+            )
+        if self.head_dim % 2:
+            raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
+        if self.qk_norm not in QK_NORMS:
+            raise unsupported("qk_norm", self.qk_norm, " or ".join(map(repr, QK_NORMS)))
+        self.rope.check(self.head_dim)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The config of a gated feed-forward (arXiv:2002.05202).
+
+    Attributes:
+        width: number of intermediate channels.
+        activation: the gate's activation function: "silu", "gelu_tanh" (the approximation of GELU by tanh) or "gelu".
+    """
+
+    width: int
+    activation: Activation = "silu"
+
+    def check(self) -> None:
+        """Check the width and the activation.
+
+        Raises:
+            ValueError: the width is not positive.
+            NotImplementedError: the activation is not supported.
+        """
+        _positive("config", {"intermediate_size": self.width})
+        if self.activation not in ACTIVATIONS:
+            raise unsupported("hidden_act", self.activation, " or ".join(map(repr, ACTIVATIONS)))
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The config of a decoder layer.
+
+    Attributes:
+        attention: config of the attention.
+        mlp: config of the feed-forward.
+        norms: placement of the norms: "pre": before the attention and before the feed-forward; "post": after both;
+            "both": before and after both.
+        residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
+            stream.
+    """
+
+    attention: GQA
+    mlp: Dense
+    norms: str = "pre"
+    residual_scale: float = 1.0
+
+    def check(self) -> None:
+        """Check the sizes and options of the layer.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
+        self.attention.check()
+        self.mlp.check()
+        _positive("config", {"residual_multiplier": self.residual_scale})
+        if self.norms not in NORMS:
+            raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
+
+    @property
+    def has_pre_norms(self) -> bool:
+        """Whether attention and feed-forward have norms before them."""
+        return self.norms != "post"
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether attention and feed-forward have norms after them."""
+        return self.norms != "pre"
