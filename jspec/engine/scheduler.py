@@ -6,43 +6,58 @@ Requests are served by priority; requests of equal priority in order of arrival.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jspec.core.records import block_rows
 from jspec.engine.page_pool import PagePool, page_digests
 from jspec.engine.request import Request
 
+LEAST_USE = 0.75  # share of a prefill's rows below which a smaller prefill is taken, and another one after it
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """A plan to dispatch one chunk of one prompt.
+class Piece:
+    """A piece of one request's prompt in a prefill.
 
     Attributes:
-        start: position of the chunk's first token in the prompt.
-        count: number of tokens in the chunk.
-        bucket: number of tokens for which the program was compiled; the chunk is padded to it.
+        request: the request.
+        start: position of the piece's first token in the prompt.
+        count: number of tokens in the piece.
         pages: pages of the request, in the order of their rows.
-        is_last: whether the chunk ends the prefill.
-        is_written: whether to write the chunk's cache rows; False: shared pages contain the rows already.
-        root: the token after the chunk, if it was sampled before a preemption; else None.
+        is_last: whether the piece ends the prefill.
+        is_written: whether to write the piece's cache rows; False: shared pages contain the rows already.
+        root: the token after the piece, if it was sampled before a preemption; else None.
     """
 
     request: Request
     start: int
     count: int
-    bucket: int
     pages: list[int]
     is_last: bool
     is_written: bool
     root: int | None
 
     @property
-    def requests(self) -> list[Request]:
-        return [self.request]
+    def emits(self) -> bool:
+        """Return whether the piece's result contains the request's first token."""
+        return self.is_last and self.root is None
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """A plan to dispatch pieces of prompts.
+
+    Attributes:
+        pieces: pieces of different requests, whose prefills have the same outputs.
+        bucket: number of tokens for which the program was compiled; the pieces are padded to it.
+    """
+
+    pieces: list[Piece]
+    bucket: int
 
     @property
-    def emits(self) -> bool:
-        """Return whether the chunk's result contains the request's first token."""
-        return self.is_last and self.root is None
+    def requests(self) -> list[Request]:
+        return [piece.request for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,22 @@ class RoundPlan:
 
 
 Plan = PrefillPlan | RoundPlan
+
+
+def _padded(count: int, size: int) -> int:
+    """Return the number of rows of a piece of ``count`` tokens in a prefill of ``size`` tokens."""
+    rows = block_rows(size)[1]
+    return -(-count // rows) * rows
+
+
+def _bucket_of(rows: int, sizes: Sequence[int]) -> int:
+    """Choose the compiled size of a prefill: the smallest that holds the rows, unless too much of it is padding.
+
+    Then the largest size below is taken, and the rest of the rows is prefilled by the next prefill.
+    """
+    size = next((size for size in sizes if size >= rows), sizes[-1])
+    smaller = [one for one in sizes if one < rows]
+    return smaller[-1] if smaller and rows < LEAST_USE * size else size
 
 
 @dataclass(frozen=True)
@@ -145,7 +176,7 @@ class Scheduler:
         Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when all
         running requests are prefilled, because only then it is known which pages it can share.
         """
-        request = next((request for request in self.running if not request.is_prefilled), None) or self._admit()
+        request = self._next_to_prefill()
         if request is None or not self._is_in_budget(request):
             plan = self._plan_round()
             if plan is not None:
@@ -154,6 +185,15 @@ class Scheduler:
         if request is None or request.state.slot is None:  # the request was preempted while the round was planned
             return None
         return self._plan_prefill(request)
+
+    def _next_to_prefill(self, packed: Sequence[Request] = ()) -> Request | None:
+        """Return the next request with tokens to prefill, admitting one if no running one has any.
+
+        Args:
+            packed: requests that have a piece in the prefill already.
+        """
+        unprefilled = (request for request in self.running if not request.is_prefilled and request not in packed)
+        return next(unprefilled, None) or self._admit()
 
     def on_output_read(self, plan: Plan) -> None:
         """Reduce the in-flight counts of a plan's requests after the plan's result was read."""
@@ -245,39 +285,73 @@ class Scheduler:
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Return whether the budget allows a chunk of the request before the next round; it always allows the first."""
+        """Return whether the budget allows a piece of the request before the next round; it always allows the first."""
         since = self._tokens_since_round
-        return since == 0 or since + self._prefill_bucket(request) <= self.prefill_budget
+        return since == 0 or since + self._prefill_sizes(request)[0] <= self.prefill_budget
 
-    def _prefill_bucket(self, request: Request) -> int:
-        """Return the compiled number of tokens to use for a request's next chunk.
+    def _prefill_sizes(self, first: Request) -> tuple[int, ...]:
+        """Return the compiled numbers of tokens that a prefill may have, ascending.
 
-        While other requests can decode, the number is within the budget; if no number is, it is the smallest.
+        While other requests can decode, the numbers are within the budget; if no number is, it is the smallest.
+
+        Args:
+            first: first request of the prefill.
         """
-        most = request.state.max_chunk or self.limits.prefill_buckets[-1]
+        most = first.state.max_chunk or self.limits.prefill_buckets[-1]
         sizes = tuple(size for size in self.limits.prefill_buckets if size <= most)
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
-            sizes = tuple(size for size in sizes if size <= self.prefill_budget) or sizes[:1]
-        left = request.state.prefill_len - request.state.num_prefilled
-        return next((size for size in sizes if size >= left), sizes[-1])
+            left = self.prefill_budget - self._tokens_since_round
+            sizes = tuple(size for size in sizes if size <= left) or sizes[:1]
+        return sizes
 
-    def _plan_prefill(self, request: Request) -> PrefillPlan:
-        """Plan the next chunk of a request's prefill."""
-        state, bucket = request.state, self._prefill_bucket(request)
+    def _plan_prefill(self, first: Request) -> PrefillPlan:
+        """Plan a prefill of as many requests as fit, in order; the last piece is cut to fit."""
+        sizes = self._prefill_sizes(first)
+        requests = self._pack(first, sizes[-1])
+        bucket = _bucket_of(sum(_padded(count, sizes[-1]) for _, count in requests), sizes)
+        self._tokens_since_round += bucket
+        blocks, rows = block_rows(bucket)
+        pieces = []
+        for request, count in requests:
+            count = min(count, blocks * rows, bucket)
+            if count and len(pieces) < min(self.limits.slots, bucket):
+                pieces.append(self._plan_piece(request, count))
+                blocks -= -(-count // rows)
+        return PrefillPlan(pieces, bucket)
+
+    def _pack(self, first: Request, size: int) -> list[tuple[Request, int]]:
+        """Return requests whose prefills have the same outputs as the first one's, and how many tokens of each fit.
+
+        Args:
+            first: first request of the prefill.
+            size: largest number of tokens of the prefill.
+        """
+        blocks, rows = block_rows(size)
+        packed: list[tuple[Request, int]] = []
+        request: Request | None = first
+        while request is not None and request.prefill_outputs == first.prefill_outputs:
+            count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, size)
+            packed.append((request, count))
+            blocks -= -(-count // rows)
+            if not blocks:
+                break
+            request = self._next_to_prefill([request for request, _ in packed])
+        return packed
+
+    def _plan_piece(self, request: Request, count: int) -> Piece:
+        """Plan the next piece of a request's prefill."""
+        state = request.state
         start = state.num_prefilled
         self._drop_hidden(request, start)
-        count = min(state.prefill_len - start, bucket)
-        self._tokens_since_round += bucket
         state.num_prefilled += count
         state.steps_in_flight += 1
         self.cache_prefix(request, state.num_prefilled)
         pages = self.pages.pages_of(request.id)
         state.num_synced_pages = len(pages)
-        return PrefillPlan(
+        return Piece(
             request,
             start,
             count,
-            bucket,
             pages,
             is_last=request.is_prefilled,
             is_written=start >= state.num_cached_rows,
