@@ -271,6 +271,10 @@ class LogProbs:
     top: Float[Array, "*places top"]  # log-probabilities of the most likely tokens, largest first
     top_ids: Int[Array, "*places top"]  # ids of the most likely tokens, in the same order
 
+    def part(self, first: int, end: int) -> LogProbs:
+        """Return those of the places ``first`` to ``end - 1``, for records with one axis of places."""
+        return jax.tree.map(lambda field: field[first:end], self)
+
 
 @struct.dataclass
 class StepOutput:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree

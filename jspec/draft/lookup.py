@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots

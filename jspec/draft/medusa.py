@@ -23,7 +23,7 @@ from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.fields import CheckpointError, Fields, listed
 from convert.huggingface import Row, renamed
 from convert.sources import Source, Tensor
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load

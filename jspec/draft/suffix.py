@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import final
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.records import Draft, SlotView, TokenBatch
+from jspec.core.records import Draft, PromptBatch, SlotView
 from jspec.core.shorten import short
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params

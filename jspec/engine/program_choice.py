@@ -105,7 +105,7 @@ class ProgramChoice:
     def prefill_keys(self, requests: Sequence[Request]) -> list[ExecutableKey]:
         """Return the keys of the programs that compute the requests' first tokens."""
         keys: list[ExecutableKey] = []
-        kinds = dict.fromkeys((self.longest_chunk(r), *prefill_outputs(r), r.matcher is not None) for r in requests)
+        kinds = dict.fromkeys((self.longest_chunk(request), *request.prefill_outputs) for request in requests)
         for longest, *outputs in kinds:
             chunks = self._chunks if self._compile_ahead else [longest]
             keys += self._prefill_keys(chunks, *outputs)
@@ -142,9 +142,9 @@ class ProgramChoice:
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
-    """Return the key of a prefill, with a token mask if the host computes a mask for the sampled token."""
-    logprobs, prompt_logprobs = prefill_outputs(plan.request)
-    masked = plan.emits and plan.request.matcher is not None
+    """Return the key of a prefill, with token masks if the host computes one for a sampled token."""
+    logprobs, prompt_logprobs, _ = plan.pieces[0].request.prefill_outputs
+    masked = any(piece.emits and piece.request.matcher is not None for piece in plan.pieces)
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
@@ -163,11 +163,6 @@ def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
 def wants_newest(requests: Sequence[Request]) -> bool:
     """Return whether the next round needs grammar masks that the host computes from the newest tokens."""
     return any(request.matcher is not None and request.is_prefilled for request in requests)
-
-
-def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Return two bools: whether a request's prefill returns log-probabilities, and whether those of prompt tokens."""
-    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
 def _modes(is_wanted: bool) -> list[bool]:

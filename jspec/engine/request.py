@@ -231,6 +231,16 @@ class Request:
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
+    def prefill_outputs(self) -> tuple[bool, bool, bool]:
+        """Three bools that say what the prefill computes beside the first token.
+
+        They stand for log-probabilities of the first token, log-probabilities of the prompt, and a mask from the host
+        for the first token.
+        """
+        scores_prompt = self.scores_prompt
+        return scores_prompt or self.params.logprobs is not None, scores_prompt, self.matcher is not None
+
+    @property
     def rows_needed(self) -> int:
         """The number of cache rows for the prompt and all tokens that the request may emit."""
         return len(self.prompt_token_ids) + self.max_new_tokens

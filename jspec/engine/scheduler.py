@@ -15,6 +15,7 @@ from jspec.engine.request import Request
 
 LEAST_USE = 0.75  # share of a prefill's rows below which a smaller prefill is taken, and another one after it
 
+
 @dataclass(frozen=True)
 class Piece:
     """A piece of one request's prompt in a prefill.
@@ -173,8 +174,8 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Plan the next dispatch; None if nothing can be dispatched until results are read.
 
-        Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when all
-        running requests are prefilled, because only then it is known which pages it can share.
+        Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when the
+        prefills of all running requests are planned, because only then it is known which pages it can share.
         """
         request = self._next_to_prefill()
         if request is None or not self._is_in_budget(request):
@@ -186,13 +187,9 @@ class Scheduler:
             return None
         return self._plan_prefill(request)
 
-    def _next_to_prefill(self, packed: Sequence[Request] = ()) -> Request | None:
-        """Return the next request with tokens to prefill, admitting one if no running one has any.
-
-        Args:
-            packed: requests that have a piece in the prefill already.
-        """
-        unprefilled = (request for request in self.running if not request.is_prefilled and request not in packed)
+    def _next_to_prefill(self) -> Request | None:
+        """Return the next request with tokens to prefill, admitting one if no running one has any."""
+        unprefilled = (request for request in self.running if not request.is_prefilled)
         return next(unprefilled, None) or self._admit()
 
     def on_output_read(self, plan: Plan) -> None:
@@ -305,38 +302,39 @@ class Scheduler:
         return sizes
 
     def _plan_prefill(self, first: Request) -> PrefillPlan:
-        """Plan a prefill of as many requests as fit, in order; the last piece is cut to fit."""
+        """Plan a prefill of as many requests as fit, in order; the last piece is cut to fit.
+
+        A piece's full pages are in the prefix cache as soon as it is planned, so a later piece may share them: in every
+        layer, all pieces write their cache rows before any of them reads.
+        """
         sizes = self._prefill_sizes(first)
-        requests = self._pack(first, sizes[-1])
-        bucket = _bucket_of(sum(_padded(count, sizes[-1]) for _, count in requests), sizes)
+        bucket = left = _bucket_of(self._rows_waiting(first, sizes[-1]), sizes)
         self._tokens_since_round += bucket
-        blocks, rows = block_rows(bucket)
-        pieces = []
-        for request, count in requests:
-            count = min(count, blocks * rows, bucket)
-            if count and len(pieces) < min(self.limits.slots, bucket):
-                pieces.append(self._plan_piece(request, count))
-                blocks -= -(-count // rows)
+        (blocks, rows), pieces = block_rows(bucket), list[Piece]()
+        request: Request | None = first
+        while request is not None and blocks and left and request.prefill_outputs == first.prefill_outputs:
+            count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, left)
+            pieces.append(self._plan_piece(request, count))
+            blocks, left = blocks - -(-count // rows), left - count
+            request = self._next_to_prefill() if blocks and left else None
         return PrefillPlan(pieces, bucket)
 
-    def _pack(self, first: Request, size: int) -> list[tuple[Request, int]]:
-        """Return requests whose prefills have the same outputs as the first one's, and how many tokens of each fit.
+    def _rows_waiting(self, first: Request, size: int) -> int:
+        """Return the number of rows for the prompts that could be in one prefill, at most about ``size``.
 
         Args:
-            first: first request of the prefill.
+            first: first request of the prefill, which is running.
             size: largest number of tokens of the prefill.
         """
-        blocks, rows = block_rows(size)
-        packed: list[tuple[Request, int]] = []
-        request: Request | None = first
-        while request is not None and request.prefill_outputs == first.prefill_outputs:
-            count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, size)
-            packed.append((request, count))
-            blocks -= -(-count // rows)
-            if not blocks:
+        running = [request for request in self.running if not request.is_prefilled]
+        rows = 0
+        for request in [*running, *self.waiting[: len(self._free_slots)]]:
+            if rows >= size or request.prefill_outputs != first.prefill_outputs:
                 break
-            request = self._next_to_prefill([request for request, _ in packed])
-        return packed
+            is_running = request.state.slot is not None
+            left = request.state.prefill_len - request.state.num_prefilled if is_running else request.rows_committed
+            rows += _padded(left, size)
+        return rows
 
     def _plan_piece(self, request: Request, count: int) -> Piece:
         """Plan the next piece of a request's prefill."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def prefill_step(
         with jax.named_scope("logprobs"):
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
-            fixed = dict(implementation=view.implementation, deterministic=view.deterministic)
+            fixed: dict[str, Any] = dict(implementation=view.implementation, deterministic=view.deterministic)
             prompt = logprobs.of_prompts(states, batch, pieces.root, partial(params.target.logits_of, **fixed), view)
             out = replace(out, features=features)
     with jax.named_scope("draft"):
@@ -135,7 +136,7 @@ def _first_tokens(
     newest = batch.newest_of(batch.tokens[..., None])[:, 0]
     of_newest = replace(view, root=newest, lengths=length - 1)
     logits = penalties.apply_penalties_at_root(out.logits, of_newest)
-    token = sampler.target_tokens(logits[None], of_newest, jnp.ones((1, 1), jnp.int32))
+    token = sampler.target_tokens(logits[None], of_newest, jnp.ones((len(newest), 1), jnp.int32))
     token = jnp.where(pieces.root[:, None] >= 0, pieces.root[:, None], token)
     scores = None
     if program.logprobs is not None:

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Int, UInt32
 
 from jspec.core.accept_rule import DraftSampling
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
 from jspec.engine.api import Engine
