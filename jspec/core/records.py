@@ -416,10 +416,12 @@ class PrefillInput(NamedTuple):
 
     def unpack(self) -> PrefillInput:
         """Split the packed pieces into their fields on the device; this is the inverse of `PromptPiece.pack`."""
-        scalars = PromptPiece._fields.index("seed")
-        fields: dict[str, Any] = dict(zip(PromptPiece._fields[:scalars], self.pieces.T[:scalars], strict=True))
+        scalars, packed = PromptPiece._fields.index("seed"), jnp.asarray(self.pieces)
+        fields: dict[str, Any] = dict(zip(PromptPiece._fields[:scalars], packed.T[:scalars], strict=True))
         for name in ("temperature", "top_p", "min_p"):
             fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
-        seed, stop_ids, page_row = jnp.split(self.pieces[:, scalars:], [2, 2 + MAX_STOP_IDS], axis=1)
+        seed, stop_ids, page_row = jnp.split(packed[:, scalars:], [2, 2 + MAX_STOP_IDS], axis=1)
         seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
-        return PrefillInput(PromptPiece(**fields, seed=seed, stop_ids=stop_ids, page_row=page_row), self.tokens)
+        return PrefillInput(
+            PromptPiece(**fields, seed=seed, stop_ids=stop_ids, page_row=page_row), jnp.asarray(self.tokens)
+        )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.models.kv_cache import PoolShape
@@ -37,7 +37,8 @@ class LookupRun:
             self.corpus = (self.corpus + self.texts[slot] + [-1])[-CORPUS:]
         for start in range(0, len(tokens), CHUNK):
             chunk = tokens[start : start + CHUNK]
-            batch = TokenBatch(
+            batch = PromptBatch.whole(
+                jnp.array([len(chunk)]),
                 tokens=jnp.array([chunk + [1] * (CHUNK - len(chunk))]),
                 positions=jnp.arange(start, start + CHUNK)[None],
                 valid=jnp.arange(CHUNK)[None] < len(chunk),

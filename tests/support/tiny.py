@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.orbax import unflatten
-from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
 from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import METHODS, HeadConfig
@@ -170,16 +170,25 @@ def load_medusa(folder: Path) -> MedusaHeads:
     return MedusaHeads.from_weights(checkpoint.config, checkpoint.weights)
 
 
-def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaining: int = 1000) -> PrefillInput:
-    """Return the input of a prefill step with a whole prompt as one greedy chunk."""
-    return PrefillInput(
+def prefill_input(
+    ids: list[int], *, page_row: list[int], size: int | None = None, slot: int = 0, slots: int = 1, **fields: Any
+) -> PrefillInput:
+    """Return the input of a prefill step with a whole prompt as one greedy piece.
+
+    Args:
+        page_row: the slot's row of the page table.
+        size: number of tokens of the program; None: those of the prompt.
+        slots: number of slots.
+        fields: other fields of `PromptPiece`.
+    """
+    piece = PromptPiece(
         slot=np.int32(slot),
         start=np.int32(0),
         count=np.int32(len(ids)),
         last=np.int32(1),
         write=np.int32(1),
         root=np.int32(-1),
-        remaining=np.int32(remaining),
+        remaining=np.int32(1000),
         top_k=np.int32(0),
         draft_cap=np.int32(1000),
         controlled=np.int32(0),
@@ -189,8 +198,8 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
         seed=np.zeros(2, np.uint32),
         stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
         page_row=np.asarray(page_row, np.int32),
-        tokens=np.asarray(ids, np.int32),
     )
+    return PrefillInput.pack([piece._replace(**fields)], [ids], len(ids) if size is None else size, slots=slots)
 
 
 def one_layer(target: Model) -> Model:
