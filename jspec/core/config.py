@@ -47,10 +47,10 @@ class EngineConfig:
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
             ``slots`` with ``compile_ahead``, else 1 and ``slots``.
-        prefill_buckets: chunk lengths of the compiled prefill programs in tokens, ascending; a longer prompt is
-            prefilled in several chunks.
+        prefill_buckets: numbers of tokens of the compiled prefill programs, ascending. A prefill takes as many waiting
+            prompts as fit; a longer prompt needs several prefills.
         prefill_budget: largest number of prompt tokens to prefill between two decode steps while a running request
-            waits for tokens; a chunk counts with its padding. None: the largest of ``prefill_buckets``.
+            waits for tokens; padding counts too. None: the largest of ``prefill_buckets``.
         rounds_per_dispatch: number of rounds (draft and verify once) that the device runs per dispatch.
         overlap: dispatch the next program before the last program's result is read; changes no output.
 

@@ -283,7 +283,7 @@ class StepOutput:
     report: Int[Array, "rounds batch columns"]  # packed tokens and counts (`pack_result`)
     trace: Trace | None
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
-    prompt: LogProbs | None = None  # log-probabilities of the token after each token of a chunk, [tokens]
+    prompt: LogProbs | None = None  # those of the token after each token of a prefill, [blocks * rows]
 
 
 class StepResult(NamedTuple):
@@ -327,7 +327,9 @@ def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 
 
-BLOCK = 16  # largest number of rows of a block of prompt tokens
+# Largest number of rows of a block of prompt tokens. It is larger than `append_attention.MOST_ROWS`, so that all blocks
+# of a prefill write their cache rows in one kernel before another kernel reads them.
+BLOCK = 16
 
 
 def block_rows(size: int) -> tuple[int, int]:

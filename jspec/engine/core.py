@@ -151,7 +151,7 @@ class EngineCore:
             queued_at: value of `time.perf_counter` (seconds) from which the request's latencies are measured.
         """
         request.output.queued_at = queued_at
-        request.state.max_chunk = self.runner.choice.longest_chunk(request)
+        request.state.prefill_sizes = self.runner.choice.prefill_sizes(request)
         self.live.add(request)
         self.scheduler.add(request)
 

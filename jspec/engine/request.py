@@ -79,7 +79,7 @@ class RequestState:
         steps_in_flight: number of dispatched steps with this request whose results were not read.
         rounds_in_flight: number of rounds in the steps in flight.
         grammar_position: (number of output tokens read, state of the grammar's automaton after these tokens).
-        max_chunk: length of the longest prefill chunk that the scheduler may plan, in tokens; None: any.
+        prefill_sizes: compiled numbers of tokens of the prefills with this request, ascending; empty: all numbers.
         awaits_rounds: whether the programs of the request's rounds are still to be compiled, so no round may run it.
     """
 
@@ -94,7 +94,7 @@ class RequestState:
     steps_in_flight: int = 0
     rounds_in_flight: int = 0
     grammar_position: tuple[int, int] = (0, 0)
-    max_chunk: int | None = None
+    prefill_sizes: tuple[int, ...] = ()
     awaits_rounds: bool = False
 
     @property

@@ -8,9 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from jspec.core.records import block_rows
-from jspec.engine.page_pool import PagePool, page_digests
+from jspec.engine.page_pool import Digest, PagePool, page_digests
 from jspec.engine.request import Request
 
 LEAST_USE = 0.75  # share of a prefill's rows below which a smaller prefill is taken, and another one after it
@@ -79,16 +80,10 @@ class RoundPlan:
 Plan = PrefillPlan | RoundPlan
 
 
-def _padded(count: int, size: int) -> int:
-    """Return the number of rows of a piece of ``count`` tokens in a prefill of ``size`` tokens."""
-    rows = block_rows(size)[1]
-    return -(-count // rows) * rows
-
-
 def _bucket_of(rows: int, sizes: Sequence[int]) -> int:
     """Choose the compiled size of a prefill: the smallest that holds the rows, unless too much of it is padding.
 
-    Then the largest size below is taken, and the rest of the rows is prefilled by the next prefill.
+    Then it is the next smaller size, and the next prefill takes the rest.
     """
     size = next((size for size in sizes if size >= rows), sizes[-1])
     smaller = [one for one in sizes if one < rows]
@@ -102,7 +97,7 @@ class SchedulerLimits:
     Attributes:
         slots: number of requests that may run at once.
         buckets: numbers of batch rows for which rounds are compiled, ascending; the last is ``slots``.
-        prefill_buckets: numbers of tokens for which prefill chunks are compiled, ascending.
+        prefill_buckets: numbers of tokens for which prefills are compiled, ascending.
         scratch_rows: number of cache rows that a round writes after the committed rows.
         rounds: number of rounds per dispatch.
         round_tokens: largest number of tokens that a round may commit.
@@ -127,7 +122,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Admits waiting requests into slots and decides between a prefill chunk and a round.
+    """Admits waiting requests into slots and decides between a prefill and a round.
 
     A running request has pages for its committed rows, for the rounds in flight and for the next rounds. When a round
     needs more pages than are free, the running request that is last in order is preempted: it loses its slot and pages,
@@ -145,7 +140,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_slots = list(range(limits.slots - 1, -1, -1))
-        self._tokens_since_round = 0  # sum of the buckets of the chunks since the last round
+        self._tokens_since_round = 0  # sum of the buckets of the prefills since the last round
         self._failed_admission: _FailedAdmission | None = None
 
     @property
@@ -174,7 +169,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Plan the next dispatch; None if nothing can be dispatched until results are read.
 
-        Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when the
+        Prefills come first, up to the budget, so that rounds have many rows. A request is admitted when the
         prefills of all running requests are planned, because only then it is known which pages it can share.
         """
         request = self._next_to_prefill()
@@ -269,11 +264,15 @@ class Scheduler:
 
     def _cached_pages(self, request: Request) -> list[int]:
         """Return the pages in the prefix cache that contain the rows of a request's first tokens."""
+        return self.pages.match(self._digests_to_match(request))
+
+    def _digests_to_match(self, request: Request) -> list[Digest]:
+        """Return the digests of the full pages of a request's first tokens; none if the request may share no page."""
         if not self.limits.prefix_cache or request.scores_prompt:  # cached pages do not contain logits
             return []
-        count = request.state.prefill_len // self.pages.page_size
+        count = request.rows_committed // self.pages.page_size
         self._extend_digests(request, count)
-        return self.pages.match(request.state.page_digests[:count])
+        return request.state.page_digests[:count]
 
     def _extend_digests(self, request: Request, count: int) -> None:
         """Compute the missing ones of the digests of a request's first ``count`` pages."""
@@ -282,7 +281,7 @@ class Scheduler:
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Return whether the budget allows a piece of the request before the next round; it always allows the first."""
+        """Return whether the budget allows a prefill of the request before the next round; it always allows the first."""
         since = self._tokens_since_round
         return since == 0 or since + self._prefill_sizes(request)[0] <= self.prefill_budget
 
@@ -294,8 +293,7 @@ class Scheduler:
         Args:
             first: first request of the prefill.
         """
-        most = first.state.max_chunk or self.limits.prefill_buckets[-1]
-        sizes = tuple(size for size in self.limits.prefill_buckets if size <= most)
+        sizes = first.state.prefill_sizes or self.limits.prefill_buckets
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
             left = self.prefill_budget - self._tokens_since_round
             sizes = tuple(size for size in sizes if size <= left) or sizes[:1]
@@ -308,32 +306,39 @@ class Scheduler:
         layer, all pieces write their cache rows before any of them reads.
         """
         sizes = self._prefill_sizes(first)
-        bucket = left = _bucket_of(self._rows_waiting(first, sizes[-1]), sizes)
+        bucket = left = _bucket_of(self._rows_to_prefill(first, sizes[-1]), sizes)
         self._tokens_since_round += bucket
         (blocks, rows), pieces = block_rows(bucket), list[Piece]()
         request: Request | None = first
-        while request is not None and blocks and left and request.prefill_outputs == first.prefill_outputs:
+        while request is not None and request.prefill_outputs == first.prefill_outputs:
             count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, left)
             pieces.append(self._plan_piece(request, count))
             blocks, left = blocks - -(-count // rows), left - count
             request = self._next_to_prefill() if blocks and left else None
         return PrefillPlan(pieces, bucket)
 
-    def _rows_waiting(self, first: Request, size: int) -> int:
-        """Return the number of rows for the prompts that could be in one prefill, at most about ``size``.
+    def _rows_to_prefill(self, first: Request, size: int) -> int:
+        """Return the number of rows of the pieces that a prefill of ``size`` tokens could take, without the last cut.
 
         Args:
             first: first request of the prefill, which is running.
-            size: largest number of tokens of the prefill.
         """
+        rows, padded, pages, soon = 0, 0, self.pages.num_free, set[Digest]()
+        block = block_rows(size)[1]
         running = [request for request in self.running if not request.is_prefilled]
-        rows = 0
         for request in [*running, *self.waiting[: len(self._free_slots)]]:
-            if rows >= size or request.prefill_outputs != first.prefill_outputs:
+            if padded >= size or request.prefill_outputs != first.prefill_outputs:
                 break
-            is_running = request.state.slot is not None
-            left = request.state.prefill_len - request.state.num_prefilled if is_running else request.rows_committed
-            rows += _padded(left, size)
+            state, digests, start = request.state, self._digests_to_match(request), request.state.num_prefilled
+            if state.slot is None:
+                shared = sum(1 for _ in takewhile(lambda one: one in soon or self.pages.is_cached(one), digests))
+                pages -= self.pages.needed(self._rows_to_reserve(request)) - shared
+                if pages < 0 or state.steps_in_flight:
+                    break
+                start = min(shared * self.pages.page_size, request.rows_committed - 1)
+            soon.update(digests)  # cached once the request's piece is planned
+            rows = padded + request.rows_committed - start
+            padded += -(-(request.rows_committed - start) // block) * block
         return rows
 
     def _plan_piece(self, request: Request, count: int) -> Piece:

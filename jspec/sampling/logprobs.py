@@ -24,7 +24,7 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
-BLOCK = 64  # number of a chunk's tokens whose logits are in memory at once
+BLOCK = 64  # number of prompt tokens whose logits are in memory at once
 
 
 def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
@@ -75,12 +75,12 @@ def of_round(
 
 def of_first(
     mode: str,
-    raw: Float[Array, "1 1 vocab"],
-    edited: Float[Array, "1 1 vocab"],
-    token: Int[Array, "1 1"],
+    raw: Float[Array, "pieces 1 vocab"],
+    edited: Float[Array, "pieces 1 vocab"],
+    token: Int[Array, "pieces 1"],
     view: SlotView,
 ) -> LogProbs:
-    """Compute the log-probabilities of the first token after a prompt.
+    """Compute the log-probabilities of the first tokens after prompts.
 
     Args:
         mode: "raw_logprobs" or "processed_logprobs".
@@ -120,8 +120,8 @@ def of_prompts(
 
 
 def without_normed(
-    features: Float[Array, "1 tokens features"], hidden: int
-) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
+    features: Float[Array, "blocks rows features"], hidden: int
+) -> tuple[Float[Array, "blocks rows others"] | None, Float[Array, "blocks rows hidden"]]:
     """Split features into the drafter's features and the target's hidden states after the final norm.
 
     The drafter's features are None if the drafter reads no features.
