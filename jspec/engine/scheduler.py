@@ -281,7 +281,7 @@ class Scheduler:
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Return whether the budget allows a prefill of the request before the next round; it always allows the first."""
+        """Return whether the budget allows a prefill for the request before the next round; it always allows one."""
         since = self._tokens_since_round
         return since == 0 or since + self._prefill_sizes(request)[0] <= self.prefill_budget
 

@@ -332,6 +332,7 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_page_table_updates", updates_once),
         ("_drop_hidden", drops_too_much),
         ("_is_in_budget", lambda *_: True),
+        ("_rows_to_prefill", lambda *_: 8),
     ],
 )
 def test_scheduler_state_machine_with_a_broken_scheduler_fails(
