@@ -109,10 +109,15 @@ class Prompt:
     parent: Prompt | None = None
 
     @property
+    def filled(self) -> int:
+        """The number of rows at the beginning of the prompt's pages that were written."""
+        inherited = self.cached if self.parent is None else self.parent.filled
+        return max(self.start, self.cached) if inherited >= self.cached else inherited
+
+    @property
     def is_ready(self) -> bool:
         """Whether the prompt has tokens left and its shared pages are filled, or will be by the pieces before."""
-        is_filled = self.parent is None or self.parent.start >= self.cached
-        return is_filled and self.start < len(self.tokens)
+        return self.start < len(self.tokens) and self.filled >= self.cached
 
     def piece(self, count: int) -> PromptPiece:
         end = self.start + count
@@ -209,7 +214,7 @@ def check_mixes(one: Case, prefills: int, seed: int = 0) -> int:
         prompts, state = random_prompts(one, rng), one.state
         expected = [oracle(prompt.tokens) for prompt in prompts]
         while any(prompt.start < len(prompt.tokens) for prompt in prompts):
-            begun = {id(prompt): prompt.start for prompt in prompts}
+            begun = {id(prompt): prompt.filled for prompt in prompts}
             chosen = random_counts(prompts, rng)
             hits += sum(p.parent is not None and begun[id(p.parent)] < p.cached for p, _ in chosen)
             state, found = run_pieces(one, state, chosen)
