@@ -80,8 +80,8 @@ class EngineConfig:
         quantize: quantisation of the target's matrix products: "int8", "fp8" or "fp8_dynamic"
             (`jspec.models.quantize`); None: weights as loaded. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
-            chunking, at temperature 0 or with a seed under "coupled". This takes more time, and needs weights that are
-            not quantised.
+            division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
+            time, and needs weights that are not quantised.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.

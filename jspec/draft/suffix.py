@@ -48,7 +48,7 @@ class Suffix(LookupDrafter):
     Costs: a round compares ``max_n`` tokens per position and row. With "request" it reads 4 bytes per position of
     ``max_len`` and row. With "engine" the text has slightly more than ``corpus_tokens + slots * max_len`` positions. A
     round copies this text once (8 bytes per position); for each row it reads 4 bytes per position, and writes and reads
-    up to 4 more. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
+    up to 4 more. Each prefill shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
 
     Args:
         tree: draft tree of any kind, or its text such as "chain:4".
