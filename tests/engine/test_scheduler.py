@@ -233,3 +233,37 @@ def test_scheduler_shares_pages_between_the_prompts_of_one_prefill_and_sizes_it_
 def test_scheduler_sizes_a_prefill_for_the_requests_that_find_pages() -> None:
     """Eight prompts wait, and the pool has pages for one of them."""
     assert packing(*[20] * 8, sizes=(32, 256), pages=8) == [(32, [(0, 0, 20)])]
+
+
+@pytest.mark.parametrize(("compiled", "sizes"), [((), [16, 16]), ((64,), [64])])
+def test_scheduler_plans_only_the_compiled_sizes_of_the_first_request(
+    compiled: tuple[int, ...], sizes: list[int]
+) -> None:
+    """With all sizes compiled, two prefills of 16 tokens have less padding than one of 64."""
+    one, first = make_scheduler(slots=1, prefill_buckets=(16, 64)), make_request(0, 20, 1)
+    first.state.prefill_sizes = compiled
+    one.add(first)
+    plans = []
+    while isinstance(plan := one.plan(), PrefillPlan):
+        plans.append(plan.bucket)
+    assert plans == sizes
+
+
+@pytest.mark.parametrize(("budget", "most"), [(8, 16), (40, 32), (64, 64), (100, 96)])
+def test_scheduler_that_packs_prompts_stays_within_the_prefill_budget(budget: int, most: int) -> None:
+    """Short prompts arrive while a request decodes; a budget below every size allows one prefill of the smallest."""
+    one = make_scheduler(slots=8, pages=400, prefill_budget=budget, prefill_buckets=(16, 32, 64))
+    first = make_request(0, 3, 40)
+    one.add(first)
+    decode(one, one.plan())
+    since, seen, packed, number = 0, [0], [0], 1
+    while first in one.running:
+        for _ in range(3):
+            one.add(make_request(number, 1 + 5 * number % 17, 1))
+            number += 1
+        plan = one.plan()
+        since = since + plan.bucket if isinstance(plan, PrefillPlan) else 0
+        seen.append(since)
+        packed += [len(plan.pieces)] if isinstance(plan, PrefillPlan) else []
+        decode(one, plan)
+    assert max(seen) == most and (max(packed) >= 2) == (most > 16)
