@@ -47,10 +47,10 @@ class EngineConfig:
     Attributes, schedule:
         buckets: batch sizes of the compiled decode programs, ascending, ending at ``slots``; None: 1, 2, 4, ...
             ``slots`` with ``compile_ahead``, else 1 and ``slots``.
-        prefill_buckets: chunk lengths of the compiled prefill programs in tokens, ascending; a longer prompt is
-            prefilled in several chunks.
+        prefill_buckets: numbers of tokens of the compiled prefill programs, ascending. A prefill takes as many waiting
+            prompts as fit; a longer prompt needs several prefills.
         prefill_budget: largest number of prompt tokens to prefill between two decode steps while a running request
-            waits for tokens; a chunk counts with its padding. None: the largest of ``prefill_buckets``.
+            waits for tokens; padding counts too. None: the largest of ``prefill_buckets``.
         rounds_per_dispatch: number of rounds (draft and verify once) that the device runs per dispatch.
         overlap: dispatch the next program before the last program's result is read; changes no output.
 
@@ -80,8 +80,8 @@ class EngineConfig:
         quantize: quantisation of the target's matrix products: "int8", "fp8" or "fp8_dynamic"
             (`jspec.models.quantize`); None: weights as loaded. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
-            chunking, at temperature 0 or with a seed under "coupled". This takes more time, and needs weights that are
-            not quantised.
+            division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
+            time, and needs weights that are not quantised.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.

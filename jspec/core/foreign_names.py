@@ -38,7 +38,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "kv_cache_dtype": "kv_dtype=",
     "max_num_batched_tokens": "prefill_budget=",
     "chunked_prefill_size": "prefill_budget=",
-    "enable_chunked_prefill": "prefill_buckets=, because long prompts always run in chunks",
+    "enable_chunked_prefill": "prefill_buckets=, because long prompts always run in several prefills",
     "num_scheduler_steps": "rounds_per_dispatch=",
     "tensor_parallel_size": ONE_DEVICE,
     "pipeline_parallel_size": ONE_DEVICE,

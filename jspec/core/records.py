@@ -13,6 +13,7 @@ scatter drops the row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
 
@@ -177,6 +178,47 @@ class TokenBatch:
         )
 
 
+@struct.dataclass
+class PromptBatch(TokenBatch):
+    """Pieces of prompts for one prefill, in blocks of tokens; a block is a sequence of the `TokenBatch`.
+
+    Piece p belongs to row p of the step's `SlotView`. The blocks of a piece are consecutive, and all but the last are
+    full. ``valid`` is False for a piece whose cache rows exist already.
+    """
+
+    piece: Int[Array, "batch"] = struct.field(kw_only=True)  # piece of each block; padding: the number of pieces
+    starts: Int[Array, "pieces"] = struct.field(kw_only=True)  # position of each piece's first token
+    ends: Int[Array, "pieces"] = struct.field(kw_only=True)  # position after each piece's last token
+    newest: Int[Array, "pieces"] = struct.field(kw_only=True)  # index of each piece's last token among all rows
+
+    @property
+    def is_first(self) -> Bool[Array, "batch"]:
+        """Whether each block is the first one of its piece."""
+        return self.piece != jnp.concatenate([jnp.full(1, -1, self.piece.dtype), self.piece[:-1]])
+
+    def of_piece(self, values: Shaped[Array, "pieces ..."], padding: int = 0) -> Shaped[Array, "batch ..."]:
+        """Return each block's value from the values of the pieces; padding blocks get ``padding``."""
+        return values.at[self.piece].get(mode="fill", fill_value=padding)
+
+    def newest_of(self, values: Shaped[Array, "batch tokens size"]) -> Shaped[Array, "pieces size"]:
+        """Return each piece's value at its last token."""
+        return values.reshape(-1, values.shape[-1])[self.newest]
+
+    @classmethod
+    def whole(cls, counts: Int[Array, "batch"], **fields: Any) -> PromptBatch:
+        """Make a batch in which each block is one whole piece from position ``first_row`` on.
+
+        Args:
+            counts: number of tokens of each piece.
+            fields: fields of `TokenBatch`.
+        """
+        batch, tokens = fields["tokens"].shape
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        starts = fields["first_row"]
+        newest = rows * tokens + jnp.maximum(counts, 1) - 1
+        return cls(**fields, piece=rows, starts=starts, ends=starts + counts, newest=newest)
+
+
 # ``[b, n, m]`` is True if node m is n or an ancestor of n (`jspec.core.ancestors.ancestors`); numpy for static trees.
 AncestorMask = Bool[Array | np.ndarray, "batch nodes nodes"]
 
@@ -229,6 +271,10 @@ class LogProbs:
     top: Float[Array, "*places top"]  # log-probabilities of the most likely tokens, largest first
     top_ids: Int[Array, "*places top"]  # ids of the most likely tokens, in the same order
 
+    def part(self, first: int, end: int) -> LogProbs:
+        """Return those of the places ``first`` to ``end - 1``, for records with one axis of places."""
+        return jax.tree.map(lambda field: field[first:end], self)
+
 
 @struct.dataclass
 class StepOutput:
@@ -237,7 +283,7 @@ class StepOutput:
     report: Int[Array, "rounds batch columns"]  # packed tokens and counts (`pack_result`)
     trace: Trace | None
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
-    prompt: LogProbs | None = None  # log-probabilities of the token after each token of a chunk, [tokens]
+    prompt: LogProbs | None = None  # those of the token after each token of a prefill, [blocks * rows]
 
 
 class StepResult(NamedTuple):
@@ -281,18 +327,29 @@ def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
 
 
-class PrefillInput(NamedTuple):
-    """One chunk of one prompt, made of numpy values and sent to the device as one int32 vector.
+# Largest number of rows of a block of prompt tokens. It is larger than `append_attention.MOST_ROWS`, so that all blocks
+# of a prefill write their cache rows in one kernel before another kernel reads them.
+BLOCK = 16
+
+
+def block_rows(size: int) -> tuple[int, int]:
+    """Return the number of blocks of a prefill of ``size`` tokens, and the number of rows of a block."""
+    rows = min(BLOCK, size)
+    return -(-size // rows), rows
+
+
+class PromptPiece(NamedTuple):
+    """One piece of one prompt on the host, or all pieces of a prefill on the device, with an axis for the pieces.
 
     Fields without a dtype in their comment are int32 scalars.
     """
 
-    slot: Any  # slot index
-    start: Any  # position of the chunk's first token
-    count: Any  # number of tokens in the chunk
-    last: Any  # 1 if this is the prompt's last chunk
-    write: Any  # 1: write the chunk's cache rows; 0: the cache has these rows, and other requests may be reading them
-    root: Any  # token after the chunk, if known; -1: sample this token
+    slot: Any  # slot index; a padding piece has the number of slots
+    start: Any  # position of the piece's first token
+    count: Any  # number of tokens in the piece
+    last: Any  # 1 if this is the prompt's last piece
+    write: Any  # 1: write the piece's cache rows; 0: the cache has these rows, and other requests may be reading them
+    root: Any  # token after the piece, if known; -1: sample this token
     remaining: Any  # number of tokens that the request may still emit, the root included
     top_k: Any  # as in `Sampling`
     draft_cap: Any  # as in `Sampling`
@@ -303,7 +360,11 @@ class PrefillInput(NamedTuple):
     seed: Any  # 64-bit seed, uint32 [2]
     stop_ids: Any  # int32 [8]
     page_row: Any  # the slot's row of the page table, int32 [P]
-    tokens: Any  # the chunk's tokens, int32 [T]
+
+    @staticmethod
+    def width(pages: int) -> int:
+        """Return the number of int32 values of a packed piece, for a page table of ``pages`` columns."""
+        return PromptPiece._fields.index("seed") + 2 + MAX_STOP_IDS + pages
 
     def pack(self) -> np.ndarray:
         """Pack all fields into a new int32 vector; floats and seeds keep their bits."""
@@ -311,28 +372,58 @@ class PrefillInput(NamedTuple):
         assert all(field.dtype.itemsize == 4 for field in fields), "every field is int32, uint32 or float32"
         return np.concatenate([field.view(np.int32) for field in fields])
 
+    def sampling(self) -> Sampling:
+        """Return the pieces' sampling parameters as a `Sampling` record with a row for each piece."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
+        return Sampling(**{name: getattr(self, name) for name in names})
+
+
+class PrefillInput(NamedTuple):
+    """The input of a prefill: pieces of prompts, and their tokens in blocks of rows (`block_rows`).
+
+    The blocks of a piece are consecutive and in the order of the pieces. All blocks of a piece are full but the last.
+    """
+
+    pieces: Any  # int32 [pieces, width]: packed pieces, then padding pieces; on the device a `PromptPiece`
+    tokens: Any  # int32 [blocks, rows]: the tokens; padding rows and padding blocks have any value
+
     @classmethod
-    def unpack(cls, packed: Int[Array, "packed"], *, pages: int) -> PrefillInput:
-        """Split a packed vector into its fields on the device; this is the inverse of `pack`.
+    def shapes(cls, size: int, *, slots: int, pages: int) -> PrefillInput:
+        """Return the shapes of the arrays for a prefill of ``size`` tokens."""
+        blocks, rows = block_rows(size)
+        shapes = (min(blocks, slots), PromptPiece.width(pages)), (blocks, rows)
+        return cls(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+
+    @classmethod
+    def pack(
+        cls, pieces: Sequence[PromptPiece], tokens: Sequence[Sequence[int]], size: int, *, slots: int
+    ) -> PrefillInput:
+        """Pack pieces and their tokens into arrays for a prefill of ``size`` tokens.
 
         Args:
-            packed: vector that `pack` returned.
-            pages: number of pages per slot (P).
+            pieces: at most as many pieces as there are blocks and slots.
+            tokens: the tokens of each piece.
+            size: number of tokens of the compiled program.
+            slots: number of slots.
         """
-        count = cls._fields.index("seed")
-        scalars = dict(zip(cls._fields[:count], packed[:count], strict=True))
-        for name in ("temperature", "top_p", "min_p"):
-            scalars[name] = jax.lax.bitcast_convert_type(scalars[name], jnp.float32)
-        seed, stop_ids, page_row, tokens = jnp.split(packed[count:], [2, 2 + MAX_STOP_IDS, 2 + MAX_STOP_IDS + pages])
-        return cls(
-            **scalars,
-            seed=jax.lax.bitcast_convert_type(seed, jnp.uint32),
-            stop_ids=stop_ids,
-            page_row=page_row,
-            tokens=tokens,
-        )
+        shapes = cls.shapes(size, slots=slots, pages=len(pieces[0].page_row))
+        packed, filled = (np.zeros(shape.shape, np.int32) for shape in shapes)
+        packed[:, 0], rows = slots, filled.shape[1]
+        flat, at = filled.reshape(-1), 0
+        for index, (piece, own) in enumerate(zip(pieces, tokens, strict=True)):
+            packed[index] = piece.pack()
+            flat[at : at + len(own)] = own
+            at += -(-len(own) // rows) * rows
+        return cls(packed, filled)
 
-    def sampling(self) -> Sampling:
-        """Return the chunk's sampling parameters as a `Sampling` record with one row."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
-        return Sampling(**{name: jnp.asarray(getattr(self, name))[None] for name in names})
+    def unpack(self) -> PrefillInput:
+        """Split the packed pieces into their fields on the device; this is the inverse of `PromptPiece.pack`."""
+        scalars, packed = PromptPiece._fields.index("seed"), jnp.asarray(self.pieces)
+        fields: dict[str, Any] = dict(zip(PromptPiece._fields[:scalars], packed.T[:scalars], strict=True))
+        for name in ("temperature", "top_p", "min_p"):
+            fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
+        seed, stop_ids, page_row = jnp.split(packed[:, scalars:], [2, 2 + MAX_STOP_IDS], axis=1)
+        seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        return PrefillInput(
+            PromptPiece(**fields, seed=seed, stop_ids=stop_ids, page_row=page_row), jnp.asarray(self.tokens)
+        )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.models.config import DecoderConfig
@@ -85,19 +85,19 @@ class Drafter(abc.ABC):
         params: Params,
         state: DraftState,
         view: SlotView,
-        batch: TokenBatch,
+        batch: PromptBatch,
         features: Float[Array, "batch tokens features"] | None,
     ) -> DraftState:
-        """Process one chunk of each prompt and return the new state.
+        """Process pieces of prompts and return the new state.
 
-        The first chunk of a prompt starts after the rows in the prefix cache. If all rows of the prompt are cached, the
-        chunk is the prompt's last token with ``batch.valid`` False. Nothing may be written for such a token.
+        The first piece of a prompt starts after the rows in the prefix cache. If all rows of the prompt are cached, the
+        piece is the prompt's last token with ``batch.valid`` False. Nothing may be written for such a token.
 
         Args:
             params: weights that `bind` returned.
             state: the drafter's state.
-            view: the slots of the batch.
-            batch: tokens of the chunk; their positions start at ``batch.first_row``.
+            view: the slots of the pieces.
+            batch: tokens of the pieces, in blocks.
             features: the target's hidden states at each token, concatenated over `feature_layers`; None if there are
                 no feature layers.
         """
@@ -163,7 +163,7 @@ class StatelessDrafter(Drafter):
         return ()
 
     def prefill(
-        self, params: Params, state: DraftState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: Params, state: DraftState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> DraftState:
         return state
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
@@ -144,7 +144,7 @@ class DraftModel(Drafter):
         )
 
     def prefill(
-        self, params: BoundModel, state: DraftModelState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: BoundModel, state: DraftModelState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> DraftModelState:
         tokens = params.known(batch.tokens)
         batch = replace(batch, tokens=tokens, window=self.draft_window, deterministic=False)
@@ -234,7 +234,7 @@ def _run_root(
         implementation=view.implementation,
         window=window,
     )
-    newest = jnp.ones((tokens.shape[0], 1), jnp.int32)
+    newest = 2 * jnp.arange(tokens.shape[0])[:, None] + 1
     return forward(params.model, cache, batch, logit_rows=newest, with_logits=with_logits)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import Draft, KVCache, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
@@ -130,23 +130,27 @@ class EagleDrafter(Drafter):
         )
 
     def prefill(
-        self, params: EagleHead, state: EagleState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: EagleHead, state: EagleState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> EagleState:
         assert features is not None
         fused = fuse(params, features)
-        previous = _feature_before(state, view, batch.first_row)
-        shifted = jnp.concatenate([previous[:, None], fused[:, :-1]], axis=1)
+        # First the features at the ends of pages: a piece may begin after a page that another piece fills.
+        ends = _keep_page_ends(state, batch.page_table, batch.positions, batch.valid, fused)
+        state = replace(state, page_end_features=ends)
+        slots = batch.of_piece(view.slots, padding=state.count.shape[0])
+        before = _feature_before(state, slots, batch.page_table, batch.first_row)
+        flat = fused.reshape(-1, fused.shape[-1])
+        shifted = jnp.roll(flat, 1, axis=0).reshape(fused.shape)
+        first = jnp.where(batch.is_first[:, None], before, shifted[:, 0])
+        shifted = shifted.at[:, 0].set(first)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
-        pairs = _pairs(view, batch.tokens, batch.first_row, valid, self.draft_window)
+        pairs = _pairs(batch, batch.tokens, batch.first_row, valid, self.draft_window)
         *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
-        last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return replace(
             state,
             cache=cache,
-            features=state.features.at[view.slots, 0].set(newest, mode="drop"),
+            features=state.features.at[view.slots, 0].set(batch.newest_of(fused), mode="drop"),
             count=state.count.at[view.slots].set(1, mode="drop"),
-            page_end_features=_keep_page_ends(state, view, batch.positions, batch.valid, fused),
         )
 
     def draft(self, params: EagleHead, state: EagleState, view: SlotView) -> tuple[Draft, EagleState]:
@@ -184,7 +188,7 @@ class EagleDrafter(Drafter):
         return replace(
             state,
             **scatter_rows(old, slots, new, implementation=view.implementation),
-            page_end_features=_keep_page_ends(state, view, view.lengths[:, None] + steps, is_row, accepted),
+            page_end_features=_keep_page_ends(state, view.page_table, view.lengths[:, None] + steps, is_row, accepted),
         )
 
     def write_pending_rows(self, params: EagleHead, state: EagleState, view: SlotView) -> EagleState:
@@ -314,20 +318,22 @@ def _write_pending(
     return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 
 
-def _feature_before(state: EagleState, view: SlotView, first_row: Int[Array, "batch"]) -> Float[Array, "batch hidden"]:
-    """Return the feature at the position before a chunk, from the page before it or from the slot's state."""
-    pending = state.features.at[view.slots, 0].get(mode="fill", fill_value=0)
+def _feature_before(
+    state: EagleState, slots: Int[Array, "batch"], page_table: Int[Array, "batch pages"], first_row: Int[Array, "batch"]
+) -> Float[Array, "batch hidden"]:
+    """Return the feature at the position before a piece, from the page before it or from the slot's state."""
+    pending = state.features.at[slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
         return pending
     page_size = state.cache.k[0].shape[2]
     column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
-    page_end = state.page_end_features[jnp.take_along_axis(view.page_table, column, axis=1)[:, 0]]
+    page_end = state.page_end_features[jnp.take_along_axis(page_table, column, axis=1)[:, 0]]
     return jnp.where((first_row % page_size == 0)[:, None], page_end, pending)
 
 
 def _keep_page_ends(
     state: EagleState,
-    view: SlotView,
+    page_table: Int[Array, "batch pages"],
     rows: Int[Array, "batch rows"],
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
@@ -336,7 +342,7 @@ def _keep_page_ends(
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
-    pages, place = places(view.page_table, rows, valid, shape)
+    pages, place = places(page_table, rows, valid, shape)
     pages = jnp.where(place == shape[1] - 1, pages, shape[0])
     return state.page_end_features.at[pages].set(features, mode="drop")
 
@@ -367,7 +373,7 @@ def draft_step(
 
 
 def _pairs(
-    view: SlotView,
+    view: SlotView | TokenBatch,
     tokens: Int[Array, "batch tokens"],
     first_row: Int[Array, "batch"],
     valid: Bool[Array, "batch tokens"],

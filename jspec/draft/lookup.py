@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots
@@ -75,9 +75,9 @@ class LookupDrafter(Drafter):
         return LookupState(history=history)
 
     def prefill(
-        self, params: Params, state: LookupState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: Params, state: LookupState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> LookupState:
-        return replace(state, history=write_chunk(state.history, view, batch))
+        return replace(state, history=write_pieces(state.history, view, batch))
 
     def commit(
         self,
@@ -159,19 +159,18 @@ def history_rows(history: History, slots: Int[Array, "batch"]) -> Int[Array, "ba
     return history.at[slots].get(mode="fill", fill_value=GAP)
 
 
-def write_chunk(history: History, view: SlotView, batch: TokenBatch) -> History:
-    """Write a prompt's tokens up to the end of a chunk into the history, and gaps after them.
+def write_pieces(history: History, view: SlotView, batch: PromptBatch) -> History:
+    """Write prompts' tokens up to the end of each piece into the history, and gaps after them.
 
-    The tokens before the chunk come from ``view.token_history``, or else from the history.
+    The tokens before a piece come from ``view.token_history``, or else from the history.
     """
     width = history.shape[1]
     if view.token_history is not None:
-        ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
-        rows = jnp.where(jnp.arange(width) < ends[:, None], view.token_history[:, :width], GAP)
+        rows = jnp.where(jnp.arange(width) < batch.ends[:, None], view.token_history[:, :width], GAP)
         return history.at[view.slots].set(rows, mode="drop")
-    rows = jnp.where(jnp.arange(width) < batch.first_row[:, None], history_rows(history, view.slots), GAP)
+    rows = jnp.where(jnp.arange(width) < batch.starts[:, None], history_rows(history, view.slots), GAP)
     places = jnp.where(batch.valid, batch.positions, width)
-    rows = rows.at[jnp.arange(rows.shape[0])[:, None], places].set(batch.tokens, mode="drop")
+    rows = rows.at[batch.piece[:, None], places].set(batch.tokens, mode="drop")
     return history.at[view.slots].set(rows, mode="drop")
 
 

@@ -23,7 +23,7 @@ from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.fields import CheckpointError, Fields, listed
 from convert.huggingface import Row, renamed
 from convert.sources import Source, Tensor
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
 from jspec.models import load
@@ -170,11 +170,10 @@ class Medusa(Drafter):
         return MedusaState(jnp.zeros((pool.slots, output.shape[1]), output.dtype))
 
     def prefill(
-        self, params: MedusaHeads, state: MedusaState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: MedusaHeads, state: MedusaState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> MedusaState:
         assert features is not None
-        last = jnp.maximum(jnp.sum(batch.valid, axis=1) - 1, 0)
-        return _store(state, view, features, last)
+        return _store(state, view, batch.newest_of(features))
 
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
@@ -202,7 +201,7 @@ class Medusa(Drafter):
     ) -> MedusaState:
         assert features is not None
         last = jnp.take_along_axis(verdict.path, verdict.accept_len[:, None], axis=1)[:, 0]
-        return _store(state, view, features, last)
+        return _store(state, view, jnp.take_along_axis(features, last[:, None, None], axis=1)[:, 0])
 
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
@@ -212,9 +211,8 @@ def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> 
     return logits_of(hidden, head.output)
 
 
-def _store(state: MedusaState, view: SlotView, features: Array, at: Array) -> MedusaState:
-    """Return a state with each row's feature at index ``at`` [batch] of ``features`` [batch, tokens, hidden]."""
-    newest = jnp.take_along_axis(features, at[:, None, None], axis=1)[:, 0]
+def _store(state: MedusaState, view: SlotView, newest: Float[Array, "batch hidden"]) -> MedusaState:
+    """Return a state with each row's newest feature."""
     return MedusaState(state.hidden.at[view.slots].set(newest.astype(state.hidden.dtype), mode="drop"))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import final
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.records import Draft, SlotView, TokenBatch
+from jspec.core.records import Draft, PromptBatch, SlotView
 from jspec.core.shorten import short
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
@@ -49,7 +48,7 @@ class Suffix(LookupDrafter):
     Costs: a round compares ``max_n`` tokens per position and row. With "request" it reads 4 bytes per position of
     ``max_len`` and row. With "engine" the text has slightly more than ``corpus_tokens + slots * max_len`` positions. A
     round copies this text once (8 bytes per position); for each row it reads 4 bytes per position, and writes and reads
-    up to 4 more. Each chunk of a prompt shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
+    up to 4 more. Each prefill shifts the corpus (16 bytes per token). The corpus takes 4 bytes per token.
 
     Args:
         tree: draft tree of any kind, or its text such as "chain:4".
@@ -93,7 +92,7 @@ class Suffix(LookupDrafter):
         return replace(state, corpus=jnp.full(self.corpus_tokens, GAP, jnp.int32))
 
     def prefill(
-        self, params: Params, state: LookupState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: Params, state: LookupState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> LookupState:
         if state.corpus is not None:
             state = replace(state, corpus=append_to_corpus(state.corpus, state.history, view, batch))
@@ -128,24 +127,26 @@ def search_text(
 
 
 def append_to_corpus(
-    corpus: Int[Array, "corpus"], history: History, view: SlotView, batch: TokenBatch
+    corpus: Int[Array, "corpus"], history: History, view: SlotView, batch: PromptBatch
 ) -> Int[Array, "corpus"]:
-    """Append the text of a slot's previous request to the corpus, if the chunk is the first one of the next request.
+    """Append the texts of the slots' previous requests to the corpus, for pieces that are the first of a new request.
 
-    A chunk is the first one if the slot's history does not contain the tokens before it. A previous text that is a
+    A piece is the first one if the slot's history does not contain the tokens before it. A previous text that is a
     cached prefix of the new text is not appended, because the new text contains it.
 
-    The oldest tokens of the corpus are dropped to make room for the text and one gap. If the text is longer than the
-    corpus, its last tokens are kept.
+    The oldest tokens of the corpus are dropped to make room for each text and one gap. If the texts are longer than the
+    corpus, their last tokens are kept.
     """
     old = history_rows(history, view.slots)
     sizes = jnp.sum(old >= 0, axis=1, dtype=jnp.int32)
-    is_first = batch.first_row == 0
+    is_first = batch.starts == 0
     if view.token_history is not None:
         is_prefix = jnp.all((old < 0) | (old == view.token_history[:, : old.shape[1]]), axis=1)
-        is_first = ~(is_prefix & (sizes <= batch.first_row))
-    shifts = jnp.where(is_first & (sizes > 0), sizes + 1, 0)
-    for row in range(old.shape[0]):  # a prefill has one row
-        both = jnp.concatenate([corpus, old[row]])
-        corpus = jax.lax.dynamic_slice_in_dim(both, shifts[row], corpus.size)
-    return corpus
+        is_first = ~(is_prefix & (sizes <= batch.starts))
+    ends = jnp.cumsum(jnp.where(is_first & (sizes > 0), sizes + 1, 0))  # of each text, after those before it
+    place = jnp.arange(corpus.size) + ends[-1]  # in the corpus followed by the texts
+    after = place - corpus.size
+    row = jnp.minimum(jnp.searchsorted(ends, after, side="right"), old.shape[0] - 1)
+    column = after - jnp.where(row > 0, ends[row - 1], 0)
+    added = old.at[row, column].get(mode="fill", fill_value=GAP)
+    return jnp.where(after < 0, corpus[jnp.minimum(place, corpus.size - 1)], added)

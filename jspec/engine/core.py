@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import StepOutput, StepResult
+from jspec.core.records import StepOutput, StepResult, block_rows
 from jspec.engine.draft_length import DispatchResult, Policy, Stopwatch
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
@@ -101,14 +101,17 @@ class EngineCore:
             self._read_rounds(plan, output, seconds)
 
     def _read_prefill(self, plan: PrefillPlan, output: StepOutput) -> None:
-        request = plan.request
-        if request.finish_reason is not None:
-            return
-        if request.scores_prompt:
-            assert output.prompt is not None and request.output.prompt_logprobs is not None
-            request.output.prompt_logprobs.add(plan.start, plan.count, output.prompt)
-        if plan.emits:
-            self._read_row(request, output, 0, is_round=False)
+        rows, first = block_rows(plan.bucket)[1], 0  # rows of a block; the piece's first row among all blocks
+        for index, piece in enumerate(plan.pieces):
+            request = piece.request
+            if request.finish_reason is None:
+                if request.scores_prompt:
+                    assert output.prompt is not None and request.output.prompt_logprobs is not None
+                    own = output.prompt.part(first, first + piece.count)
+                    request.output.prompt_logprobs.add(piece.start, piece.count, own)
+                if piece.emits:
+                    self._read_row(request, output, index, is_round=False)
+            first += -(-piece.count // rows) * rows
 
     def _read_rounds(self, plan: RoundPlan, output: StepOutput, seconds: float | None) -> None:
         report = np.asarray(output.report)
@@ -148,7 +151,7 @@ class EngineCore:
             queued_at: value of `time.perf_counter` (seconds) from which the request's latencies are measured.
         """
         request.output.queued_at = queued_at
-        request.state.max_chunk = self.runner.choice.longest_chunk(request)
+        request.state.prefill_sizes = self.runner.choice.prefill_sizes(request)
         self.live.add(request)
         self.scheduler.add(request)
 

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, StepOutput
+from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, StepOutput
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key, round_keys
 from jspec.engine.request import Request
-from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device, quantized_as
@@ -102,8 +102,9 @@ class ModelRunner:
             running: requests whose grammars must keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
-            if plan.is_last and self.edits(plan.request):  # now all tokens that penalties count are known
-                self._admit_controls(plan.request, running)
+            for piece in plan.pieces:
+                if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
+                    self._admit_controls(piece.request, running)
             step, size = self._prefill_of(plan)
             packed = jax.device_put(self._pack(plan, size))
         else:
@@ -115,12 +116,12 @@ class ModelRunner:
         return output
 
     def _prefill_of(self, plan: PrefillPlan) -> tuple[Step, int]:
-        """Return the compiled program for a chunk of a prompt, and its number of tokens."""
+        """Return the compiled program for pieces of prompts, and its number of tokens."""
         key = self.programs.cover(prefill_key(plan))
         prefill = self.programs.compiled[key]
         if key.masked:
-            assert plan.request.matcher is not None
-            prefill = masked_prefill(prefill, plan.request.matcher.first)
+            matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
+            prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers])
         return prefill, key.size
 
     def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
@@ -178,9 +179,12 @@ class ModelRunner:
             packed[: len(new) - start] = new[start : start + size]
             self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
 
-    def _pack(self, plan: PrefillPlan, size: int) -> np.ndarray:
+    def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
         tree = self.program.drafter.tree
-        return pack_chunk(plan, size, width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
+        sizes = dict(width=self.pool.width(tree), depth=tree.depth, vocab_size=self._vocab_size)
+        pieces = [pack_piece(piece, **sizes) for piece in plan.pieces]
+        tokens = [piece.request.tokens_between(piece.start, piece.start + piece.count) for piece in plan.pieces]
+        return PrefillInput.pack(pieces, tokens, size, slots=self._config.slots)
 
     def _slots_of(self, plan: RoundPlan, size: int) -> jax.Array:
         """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
@@ -246,28 +250,26 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 
-def pack_chunk(plan: PrefillPlan, size: int, *, width: int, depth: int, vocab_size: int) -> np.ndarray:
-    """Pack a chunk of a prompt into the int32 array that `jspec.step.prefill.prefill_step` takes.
+def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> PromptPiece:
+    """Return a piece of a prompt as the record that `jspec.step.prefill.prefill_step` reads.
 
     Args:
-        size: number of tokens of the compiled program; the chunk is padded to it.
         width: number of columns of the page table.
         depth: depth of the drafter's tree.
     """
-    request, params = plan.request, plan.request.params
+    request, params = piece.request, piece.request.params
     assert request.state.slot is not None
-    tokens, end = np.zeros(size, np.int32), plan.start + plan.count
-    tokens[: plan.count] = request.tokens_between(plan.start, end)
+    end = piece.start + piece.count
     page_row = np.zeros(width, np.int32)
-    page_row[: len(plan.pages)] = plan.pages
+    page_row[: len(piece.pages)] = piece.pages
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
     stop_ids[: len(request.stop_ids)] = request.stop_ids
-    return PrefillInput(
+    return PromptPiece(
         slot=np.int32(request.state.slot),
-        start=np.int32(plan.start),
-        count=np.int32(plan.count),
-        last=np.int32(plan.is_last),
-        write=np.int32(plan.is_written),
+        start=np.int32(piece.start),
+        count=np.int32(piece.count),
+        last=np.int32(piece.is_last),
+        write=np.int32(piece.is_written),
         root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
         remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
         top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
@@ -279,8 +281,7 @@ def pack_chunk(plan: PrefillPlan, size: int, *, width: int, depth: int, vocab_si
         seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
         stop_ids=stop_ids,
         page_row=page_row,
-        tokens=tokens,
-    ).pack()
+    )
 
 
 def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:

@@ -82,7 +82,7 @@ class ProgramChoice:
         self, config: EngineConfig, depths: Sequence[int], helpers: Collection[Kind], *, edits_all: bool
     ) -> None:
         assert config.buckets is not None and config.prefill_buckets is not None
-        self._buckets, self._chunks = config.buckets, config.prefill_buckets
+        self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
         self._compile_ahead = config.compile_ahead
         self._depths = depths
         self._helpers = helpers
@@ -99,16 +99,15 @@ class ProgramChoice:
         for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
             keys += self._round_keys(self._buckets, Features(traced, logprobs, masked))
             for prompt in _modes(prompt_logprobs):
-                keys += self._prefill_keys(self._chunks, logprobs or prompt, prompt, masked)
+                keys += self._prefill_keys(self._prefill_buckets, logprobs or prompt, prompt, masked)
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
 
     def prefill_keys(self, requests: Sequence[Request]) -> list[ExecutableKey]:
         """Return the keys of the programs that compute the requests' first tokens."""
         keys: list[ExecutableKey] = []
-        kinds = dict.fromkeys((self.longest_chunk(r), *prefill_outputs(r), r.matcher is not None) for r in requests)
-        for longest, *outputs in kinds:
-            chunks = self._chunks if self._compile_ahead else [longest]
-            keys += self._prefill_keys(chunks, *outputs)
+        kinds = dict.fromkeys((self.prefill_sizes(request), *request.prefill_outputs) for request in requests)
+        for sizes, *outputs in kinds:
+            keys += self._prefill_keys(sizes, *outputs)
         if self._compile_ahead or self._edits_all or any(request.params.controls_used for request in requests):
             keys += self._helper_keys("controls", "grammar")
         return list(dict.fromkeys(keys))
@@ -123,9 +122,11 @@ class ProgramChoice:
     def _helper_keys(self, *kinds: Kind) -> list[ExecutableKey]:
         return [ExecutableKey(kind) for kind in self._helpers if kind in kinds]
 
-    def longest_chunk(self, request: Request) -> int:
-        """Return the length in tokens of the longest chunk in which a request's prompt may be prefilled."""
-        return self._chunks[-1] if self._compile_ahead else _smallest(self._chunks, len(request.prompt_token_ids))
+    def prefill_sizes(self, request: Request) -> tuple[int, ...]:
+        """Return the numbers of tokens of the prefills in which a request may be the first one, ascending."""
+        if self._compile_ahead:
+            return self._prefill_buckets
+        return (_smallest(self._prefill_buckets, len(request.prompt_token_ids)),)
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
         sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
@@ -135,16 +136,16 @@ class ProgramChoice:
         return keys
 
     def _prefill_keys(
-        self, chunks: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
+        self, sizes: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
     ) -> list[ExecutableKey]:
         outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in chunks for mode in _modes(masked)]
+        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in sizes for mode in _modes(masked)]
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
-    """Return the key of a prefill, with a token mask if the host computes a mask for the sampled token."""
-    logprobs, prompt_logprobs = prefill_outputs(plan.request)
-    masked = plan.emits and plan.request.matcher is not None
+    """Return the key of a prefill, with token masks if the host computes one for a sampled token."""
+    logprobs, prompt_logprobs, _ = plan.pieces[0].request.prefill_outputs
+    masked = any(piece.emits and piece.request.matcher is not None for piece in plan.pieces)
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
@@ -163,11 +164,6 @@ def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
 def wants_newest(requests: Sequence[Request]) -> bool:
     """Return whether the next round needs grammar masks that the host computes from the newest tokens."""
     return any(request.matcher is not None and request.is_prefilled for request in requests)
-
-
-def prefill_outputs(request: Request) -> tuple[bool, bool]:
-    """Return two bools: whether a request's prefill returns log-probabilities, and whether those of prompt tokens."""
-    return request.scores_prompt or request.params.logprobs is not None, request.scores_prompt
 
 
 def _modes(is_wanted: bool) -> list[bool]:

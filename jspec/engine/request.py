@@ -79,7 +79,7 @@ class RequestState:
         steps_in_flight: number of dispatched steps with this request whose results were not read.
         rounds_in_flight: number of rounds in the steps in flight.
         grammar_position: (number of output tokens read, state of the grammar's automaton after these tokens).
-        max_chunk: length of the longest prefill chunk that the scheduler may plan, in tokens; None: any.
+        prefill_sizes: compiled numbers of tokens of the prefills with this request, ascending; empty: all numbers.
         awaits_rounds: whether the programs of the request's rounds are still to be compiled, so no round may run it.
     """
 
@@ -94,7 +94,7 @@ class RequestState:
     steps_in_flight: int = 0
     rounds_in_flight: int = 0
     grammar_position: tuple[int, int] = (0, 0)
-    max_chunk: int | None = None
+    prefill_sizes: tuple[int, ...] = ()
     awaits_rounds: bool = False
 
     @property
@@ -229,6 +229,16 @@ class Request:
     def scores_prompt(self) -> bool:
         """Return whether this request computes prompt log-probabilities; only the first of ``n`` completions does."""
         return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def prefill_outputs(self) -> tuple[bool, bool, bool]:
+        """Three bools that say what the prefill computes beside the first token.
+
+        They stand for log-probabilities of the first token, log-probabilities of the prompt, and a mask from the host
+        for the first token.
+        """
+        scores_prompt = self.scores_prompt
+        return scores_prompt or self.params.logprobs is not None, scores_prompt, self.matcher is not None
 
     @property
     def rows_needed(self) -> int:

@@ -6,43 +6,60 @@ Requests are served by priority; requests of equal priority in order of arrival.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from jspec.engine.page_pool import PagePool, page_digests
+from jspec.core.records import block_rows
+from jspec.engine.page_pool import Digest, PagePool, page_digests
 from jspec.engine.request import Request
+
+LEAST_USE = 0.75  # share of a prefill's rows below which a smaller prefill is taken, and another one after it
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """A plan to dispatch one chunk of one prompt.
+class Piece:
+    """A piece of one request's prompt in a prefill.
 
     Attributes:
-        start: position of the chunk's first token in the prompt.
-        count: number of tokens in the chunk.
-        bucket: number of tokens for which the program was compiled; the chunk is padded to it.
+        request: the request.
+        start: position of the piece's first token in the prompt.
+        count: number of tokens in the piece.
         pages: pages of the request, in the order of their rows.
-        is_last: whether the chunk ends the prefill.
-        is_written: whether to write the chunk's cache rows; False: shared pages contain the rows already.
-        root: the token after the chunk, if it was sampled before a preemption; else None.
+        is_last: whether the piece ends the prefill.
+        is_written: whether to write the piece's cache rows; False: shared pages contain the rows already.
+        root: the token after the piece, if it was sampled before a preemption; else None.
     """
 
     request: Request
     start: int
     count: int
-    bucket: int
     pages: list[int]
     is_last: bool
     is_written: bool
     root: int | None
 
     @property
-    def requests(self) -> list[Request]:
-        return [self.request]
+    def emits(self) -> bool:
+        """Return whether the piece's result contains the request's first token."""
+        return self.is_last and self.root is None
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """A plan to dispatch pieces of prompts.
+
+    Attributes:
+        pieces: pieces of different requests, whose prefills have the same outputs.
+        bucket: number of tokens for which the program was compiled; the pieces are padded to it.
+    """
+
+    pieces: list[Piece]
+    bucket: int
 
     @property
-    def emits(self) -> bool:
-        """Return whether the chunk's result contains the request's first token."""
-        return self.is_last and self.root is None
+    def requests(self) -> list[Request]:
+        return [piece.request for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,16 @@ class RoundPlan:
 Plan = PrefillPlan | RoundPlan
 
 
+def _bucket_of(rows: int, sizes: Sequence[int]) -> int:
+    """Choose the compiled size of a prefill: the smallest that holds the rows, unless too much of it is padding.
+
+    Then it is the next smaller size, and the next prefill takes the rest.
+    """
+    size = next((size for size in sizes if size >= rows), sizes[-1])
+    smaller = [one for one in sizes if one < rows]
+    return smaller[-1] if smaller and rows < LEAST_USE * size else size
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """The sizes and options of a `Scheduler`.
@@ -70,7 +97,7 @@ class SchedulerLimits:
     Attributes:
         slots: number of requests that may run at once.
         buckets: numbers of batch rows for which rounds are compiled, ascending; the last is ``slots``.
-        prefill_buckets: numbers of tokens for which prefill chunks are compiled, ascending.
+        prefill_buckets: numbers of tokens for which prefills are compiled, ascending.
         scratch_rows: number of cache rows that a round writes after the committed rows.
         rounds: number of rounds per dispatch.
         round_tokens: largest number of tokens that a round may commit.
@@ -95,7 +122,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Admits waiting requests into slots and decides between a prefill chunk and a round.
+    """Admits waiting requests into slots and decides between a prefill and a round.
 
     A running request has pages for its committed rows, for the rounds in flight and for the next rounds. When a round
     needs more pages than are free, the running request that is last in order is preempted: it loses its slot and pages,
@@ -113,7 +140,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_slots = list(range(limits.slots - 1, -1, -1))
-        self._tokens_since_round = 0  # sum of the buckets of the chunks since the last round
+        self._tokens_since_round = 0  # sum of the buckets of the prefills since the last round
         self._failed_admission: _FailedAdmission | None = None
 
     @property
@@ -142,10 +169,10 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Plan the next dispatch; None if nothing can be dispatched until results are read.
 
-        Prefill chunks come first, up to the budget, so that rounds have many rows. A request is admitted when all
-        running requests are prefilled, because only then it is known which pages it can share.
+        Prefills come first, up to the budget, so that rounds have many rows. A request is admitted when the
+        prefills of all running requests are planned, because only then it is known which pages it can share.
         """
-        request = next((request for request in self.running if not request.is_prefilled), None) or self._admit()
+        request = self._next_to_prefill()
         if request is None or not self._is_in_budget(request):
             plan = self._plan_round()
             if plan is not None:
@@ -154,6 +181,11 @@ class Scheduler:
         if request is None or request.state.slot is None:  # the request was preempted while the round was planned
             return None
         return self._plan_prefill(request)
+
+    def _next_to_prefill(self) -> Request | None:
+        """Return the next request with tokens to prefill, admitting one if no running one has any."""
+        unprefilled = (request for request in self.running if not request.is_prefilled)
+        return next(unprefilled, None) or self._admit()
 
     def on_output_read(self, plan: Plan) -> None:
         """Reduce the in-flight counts of a plan's requests after the plan's result was read."""
@@ -232,11 +264,15 @@ class Scheduler:
 
     def _cached_pages(self, request: Request) -> list[int]:
         """Return the pages in the prefix cache that contain the rows of a request's first tokens."""
+        return self.pages.match(self._digests_to_match(request))
+
+    def _digests_to_match(self, request: Request) -> list[Digest]:
+        """Return the digests of the full pages of a request's first tokens; none if the request may share no page."""
         if not self.limits.prefix_cache or request.scores_prompt:  # cached pages do not contain logits
             return []
-        count = request.state.prefill_len // self.pages.page_size
+        count = request.rows_committed // self.pages.page_size
         self._extend_digests(request, count)
-        return self.pages.match(request.state.page_digests[:count])
+        return request.state.page_digests[:count]
 
     def _extend_digests(self, request: Request, count: int) -> None:
         """Compute the missing ones of the digests of a request's first ``count`` pages."""
@@ -245,39 +281,80 @@ class Scheduler:
         digests += page_digests(tokens, size, digests[-1] if digests else b"")
 
     def _is_in_budget(self, request: Request) -> bool:
-        """Return whether the budget allows a chunk of the request before the next round; it always allows the first."""
+        """Return whether the budget allows a prefill for the request before the next round; it always allows one."""
         since = self._tokens_since_round
-        return since == 0 or since + self._prefill_bucket(request) <= self.prefill_budget
+        return since == 0 or since + self._prefill_sizes(request)[0] <= self.prefill_budget
 
-    def _prefill_bucket(self, request: Request) -> int:
-        """Return the compiled number of tokens to use for a request's next chunk.
+    def _prefill_sizes(self, first: Request) -> tuple[int, ...]:
+        """Return the compiled numbers of tokens that a prefill may have, ascending.
 
-        While other requests can decode, the number is within the budget; if no number is, it is the smallest.
+        While other requests can decode, the numbers are within the budget; if no number is, it is the smallest.
+
+        Args:
+            first: first request of the prefill.
         """
-        most = request.state.max_chunk or self.limits.prefill_buckets[-1]
-        sizes = tuple(size for size in self.limits.prefill_buckets if size <= most)
+        sizes = first.state.prefill_sizes or self.limits.prefill_buckets
         if any(other.is_prefilled and self._may_emit(other) for other in self.running):
-            sizes = tuple(size for size in sizes if size <= self.prefill_budget) or sizes[:1]
-        left = request.state.prefill_len - request.state.num_prefilled
-        return next((size for size in sizes if size >= left), sizes[-1])
+            left = self.prefill_budget - self._tokens_since_round
+            sizes = tuple(size for size in sizes if size <= left) or sizes[:1]
+        return sizes
 
-    def _plan_prefill(self, request: Request) -> PrefillPlan:
-        """Plan the next chunk of a request's prefill."""
-        state, bucket = request.state, self._prefill_bucket(request)
+    def _plan_prefill(self, first: Request) -> PrefillPlan:
+        """Plan a prefill of as many requests as fit, in order; the last piece is cut to fit.
+
+        A piece's full pages are in the prefix cache as soon as it is planned, so a later piece may share them: in every
+        layer, all pieces write their cache rows before any of them reads.
+        """
+        sizes = self._prefill_sizes(first)
+        bucket = left = _bucket_of(self._rows_to_prefill(first, sizes[-1]), sizes)
+        self._tokens_since_round += bucket
+        (blocks, rows), pieces = block_rows(bucket), list[Piece]()
+        request: Request | None = first
+        while request is not None and request.prefill_outputs == first.prefill_outputs:
+            count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, left)
+            pieces.append(self._plan_piece(request, count))
+            blocks, left = blocks - -(-count // rows), left - count
+            request = self._next_to_prefill() if blocks and left else None
+        return PrefillPlan(pieces, bucket)
+
+    def _rows_to_prefill(self, first: Request, size: int) -> int:
+        """Return the number of rows of the pieces that a prefill of ``size`` tokens could take, without the last cut.
+
+        Args:
+            first: first request of the prefill, which is running.
+        """
+        rows, padded, pages, soon = 0, 0, self.pages.num_free, set[Digest]()
+        block = block_rows(size)[1]
+        running = [request for request in self.running if not request.is_prefilled]
+        for request in [*running, *self.waiting[: len(self._free_slots)]]:
+            if padded >= size or request.prefill_outputs != first.prefill_outputs:
+                break
+            state, digests, start = request.state, self._digests_to_match(request), request.state.num_prefilled
+            if state.slot is None:
+                shared = sum(1 for _ in takewhile(lambda one: one in soon or self.pages.is_cached(one), digests))
+                pages -= self.pages.needed(self._rows_to_reserve(request)) - shared
+                if pages < 0 or state.steps_in_flight:
+                    break
+                start = min(shared * self.pages.page_size, request.rows_committed - 1)
+            soon.update(digests)  # cached once the request's piece is planned
+            rows = padded + request.rows_committed - start
+            padded += -(-(request.rows_committed - start) // block) * block
+        return rows
+
+    def _plan_piece(self, request: Request, count: int) -> Piece:
+        """Plan the next piece of a request's prefill."""
+        state = request.state
         start = state.num_prefilled
         self._drop_hidden(request, start)
-        count = min(state.prefill_len - start, bucket)
-        self._tokens_since_round += bucket
         state.num_prefilled += count
         state.steps_in_flight += 1
         self.cache_prefix(request, state.num_prefilled)
         pages = self.pages.pages_of(request.id)
         state.num_synced_pages = len(pages)
-        return PrefillPlan(
+        return Piece(
             request,
             start,
             count,
-            bucket,
             pages,
             is_last=request.is_prefilled,
             is_written=start >= state.num_cached_rows,

@@ -59,29 +59,29 @@ class PromptLogprobs:
     def __init__(self, prompt_token_ids: Sequence[int], num_top: int) -> None:
         self._tokens, self._num_top = prompt_token_ids, num_top
         self._records: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
-        self._chunks: list[tuple[int, int, LogProbs]] = []  # arrays whose records are not made yet
+        self._pieces: list[tuple[int, int, LogProbs]] = []  # arrays whose records are not made yet
         self._lock = threading.Lock()  # threads may ask for the records at the same time
 
     def add(self, start: int, count: int, scores: LogProbs) -> None:
-        """Store the log-probabilities of one chunk.
+        """Store the log-probabilities of one piece of the prompt.
 
         Args:
-            start: position of the chunk's first token in the prompt.
-            count: number of tokens in the chunk.
-            scores: log-probabilities of each chunk token's successor, as numpy arrays.
+            start: position of the piece's first token in the prompt.
+            count: number of tokens in the piece.
+            scores: log-probabilities of the token after each token of the piece, as numpy arrays.
         """
-        self._chunks.append((start, count, scores))
+        self._pieces.append((start, count, scores))
 
     @property
     def has_arrays(self) -> bool:
         """Whether `records` still has records to make."""
-        return bool(self._chunks)
+        return bool(self._pieces)
 
     def records(self) -> list[TokenLogprob | None]:
         """Return one record per prompt token; None for the first token and for tokens that were not computed yet."""
         with self._lock:
-            while self._chunks:
-                start, count, scores = self._chunks.pop(0)
+            while self._pieces:
+                start, count, scores = self._pieces.pop(0)
                 tokens = self._tokens[start + 1 : start + 1 + count]  # the prompt's last token has no successor
                 self._records[start + 1 : start + 1 + len(tokens)] = token_logprobs(scores, ..., tokens, self._num_top)
             return self._records

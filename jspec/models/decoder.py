@@ -118,7 +118,7 @@ def forward(
     batch: TokenBatch,
     *,
     feature_layers: tuple[int, ...] = (),
-    logit_rows: Int[Array, "batch rows"] | None = None,
+    logit_rows: Int[Array, "*rows"] | None = None,
     with_logits: bool = True,
 ) -> tuple[TargetOut, KVCache]:
     """Run the model on a batch of tokens and write their keys and values into the cache.
@@ -129,7 +129,8 @@ def forward(
         batch: tokens with their positions and cache rows.
         feature_layers: indices of the requested hidden states. State 0 is the embedding, and state k is the input of
             layer k. In a model of L layers, state L is the last layer's output, and state L + 1 the final norm's.
-        logit_rows: index within ``batch.tokens`` of each token whose logits are requested; None: all tokens.
+        logit_rows: index among all tokens of the batch, row after row, of each token whose logits are requested;
+            None: all tokens, [batch, tokens].
         with_logits: False: skip the output head.
 
     Returns:
@@ -169,6 +170,6 @@ def forward(
         with jax.named_scope("head"):
             normed = normed[:, :tokens]
             if logit_rows is not None:
-                normed = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
+                normed = normed.reshape(-1, normed.shape[-1])[logit_rows]
             head_sums = model.logit_sums(normed, **fixed)
     return TargetOut(product=head_sums, features=features), KVCache(k=k_pools, v=v_pools)

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.ancestors import ancestors
 from jspec.core.config import MAX_LOGPROBS
-from jspec.core.records import Draft, LogProbs, PrefillInput, SlotView, Verdict
+from jspec.core.records import Draft, LogProbs, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.sampling import penalties, sampler
 from pallas_kernels.layers.row_blocks import in_row_blocks
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
-BLOCK = 64  # number of a chunk's tokens whose logits are in memory at once
+BLOCK = 64  # number of prompt tokens whose logits are in memory at once
 
 
 def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], view: SlotView) -> LogProbs:
@@ -75,12 +75,12 @@ def of_round(
 
 def of_first(
     mode: str,
-    raw: Float[Array, "1 1 vocab"],
-    edited: Float[Array, "1 1 vocab"],
-    token: Int[Array, "1 1"],
+    raw: Float[Array, "pieces 1 vocab"],
+    edited: Float[Array, "pieces 1 vocab"],
+    token: Int[Array, "pieces 1"],
     view: SlotView,
 ) -> LogProbs:
-    """Compute the log-probabilities of the first token after a prompt.
+    """Compute the log-probabilities of the first tokens after prompts.
 
     Args:
         mode: "raw_logprobs" or "processed_logprobs".
@@ -91,33 +91,37 @@ def of_first(
     return score(rows, token, view)
 
 
-def of_chunk(
-    normed: Float[Array, "1 tokens hidden"],
-    chunk: PrefillInput,
+def of_prompts(
+    normed: Float[Array, "blocks rows hidden"],
+    batch: PromptBatch,
+    roots: Int[Array, "pieces"],
     logits_of: Callable[[Float[Array, "block hidden"]], Float[Array, "block vocab"]],
     view: SlotView,
 ) -> LogProbs:
-    """Compute the raw log-probabilities [tokens] of the tokens that follow the tokens of a prompt chunk.
-
-    The token after the chunk's last token is ``chunk.root``.
+    """Compute the raw log-probabilities [blocks * rows] of the tokens that follow the tokens of prompts.
 
     Args:
         normed: hidden states after the target's final norm.
+        batch: the pieces of prompts.
+        roots: token after each piece.
         logits_of: the target's output head, a function from hidden states to logits.
     """
-    size = normed.shape[1]
-    next_tokens = jnp.roll(chunk.tokens, -1).at[chunk.count - 1].set(chunk.root)
+    flat = normed.reshape(-1, normed.shape[-1])
+    size = flat.shape[0]
+    has_tokens = batch.ends > batch.starts
+    newest = jnp.where(has_tokens, batch.newest, size)
+    next_tokens = jnp.roll(batch.tokens.ravel(), -1).at[newest].set(roots, mode="drop")
     block = min(BLOCK, size)
     padding = -size % block
-    rows = jnp.pad(normed[0], ((0, padding), (0, 0))).reshape(-1, block, normed.shape[-1])
+    rows = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, block, flat.shape[-1])
     ids = jnp.pad(next_tokens, (0, padding)).reshape(-1, block)
     scores = jax.lax.map(lambda one: score(logits_of(one[0]), one[1], view), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 
 
 def without_normed(
-    features: Float[Array, "1 tokens features"], hidden: int
-) -> tuple[Float[Array, "1 tokens others"] | None, Float[Array, "1 tokens hidden"]]:
+    features: Float[Array, "blocks rows features"], hidden: int
+) -> tuple[Float[Array, "blocks rows others"] | None, Float[Array, "blocks rows hidden"]]:
     """Split features into the drafter's features and the target's hidden states after the final norm.
 
     The drafter's features are None if the drafter reads no features.

@@ -1,1 +1,1 @@
-"""The programs that are compiled for the device, mainly the decoding step and the prefill of a prompt chunk."""
+"""The programs that are compiled for the device, mainly the decoding step and the prefill of prompts."""

@@ -14,8 +14,8 @@ class ExecutableKey:
 
     Attributes:
         kind: "round" is a decode step in one program, "draft" and "verify" are a decode step in two programs, and
-            "prefill" is one chunk of a prompt. The other kinds are helpers with one executable each.
-        size: number of batch rows of a decode step, or number of tokens of a prefill chunk.
+            "prefill" is pieces of prompts. The other kinds are helpers with one executable each.
+        size: number of batch rows of a decode step, or number of tokens of a prefill.
         depth: depth to which a decode step drafts; the drafter's tree is cut there.
         logprobs: whether the program returns log-probabilities of the emitted tokens.
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jspec.core.config import EngineConfig
 from jspec.core.progress import progress_bar
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, SlotState
+from jspec.core.records import PrefillInput, SlotState
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
@@ -32,7 +32,6 @@ from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
 
-PREFILL_HEAD = PrefillInput._fields.index("seed") + 2 + MAX_STOP_IDS  # int32 values before page row and tokens
 PENDING_ROWS_HEAD = 3  # number of int32 values before the page row: slot, root, committed rows
 
 Check = Callable[[Sequence[Any]], None]
@@ -155,6 +154,7 @@ class Executables:
                 packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
                 return grammar_mask.load, 0, (state.grammars, packed)
         step: Callable[..., Any]
+        inputs: list[Any]
         program, slots = self._program_of(key), _int32(key.size)
         match key.kind:
             case "round":
@@ -165,8 +165,9 @@ class Executables:
                 _, draft = jax.eval_shape(partial(draft_step, program), self._params, state, slots)
                 step, inputs = verify_step, [slots, draft, mask_shape(key.size, draft.tokens.shape[1], vocab)]
             case "prefill":
-                masks = [mask_shape(1, 1, vocab)] if key.masked else []
-                step, inputs = prefill_step, [_int32(PREFILL_HEAD + self._pages + key.size), *masks]
+                prompts = PrefillInput.shapes(key.size, slots=state.root.shape[0], pages=self._pages)
+                masks = [mask_shape(prompts.pieces.shape[0], 1, vocab)] if key.masked else []
+                step, inputs = prefill_step, [prompts, *masks]
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
         return partial(step, program), 1, (self._params, state, *inputs)

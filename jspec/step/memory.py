@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import KVCache, SlotState
+from jspec.core.records import KVCache, SlotState, block_rows
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.step.program import Params, Program, init_state
 
@@ -150,8 +150,8 @@ class MemoryPlanner:
         """Estimate the temporary memory of the largest program, in bytes.
 
         The estimate counts two copies of each token's outputs of all matrix products in one layer. For each draft node
-        it also counts three copies of the logits: raw, with noise, and after top-k, top-p and min-p. If the program
-        applies controls, it counts a fourth copy for the edited logits.
+        and each piece of a prefill it also counts three copies of the logits: raw, with noise, and after top-k, top-p
+        and min-p. If the program applies controls, it counts a fourth copy for the edited logits.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.target.config, self.program.drafter.tree
@@ -160,7 +160,9 @@ class MemoryPlanner:
         token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
         token *= self.params.target.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
-        return max(pool.slots * max(tree.nodes, tree.k) * node, self.config.prefill_buckets[-1] * token + node)
+        size = self.config.prefill_buckets[-1]
+        pieces = min(block_rows(size)[0], pool.slots)
+        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node)
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""

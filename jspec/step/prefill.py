@@ -1,16 +1,26 @@
-"""Programs that run one chunk of a prompt, and that write the missing draft cache rows of an ended request."""
+"""Programs that run pieces of prompts, and that write the missing draft cache rows of an ended request."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
-from jspec.core.records import PrefillInput, Sampling, SlotState, SlotView, StepOutput, TokenBatch, Verdict, pack_result
+from jspec.core.records import (
+    PrefillInput,
+    PromptBatch,
+    PromptPiece,
+    SlotState,
+    SlotView,
+    StepOutput,
+    Verdict,
+    pack_result,
+)
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
@@ -22,40 +32,29 @@ def prefill_step(
     program: Program,
     params: Params,
     state: SlotState,
-    packed: Int[Array, "packed"],
-    masks: UInt32[Array, "1 1 words"] | None = None,
+    packed: PrefillInput,
+    masks: UInt32[Array, "pieces 1 words"] | None = None,
 ) -> tuple[SlotState, StepOutput]:
-    """Run one chunk of one prompt; the last chunk samples the first token, which becomes the root of the next round.
+    """Run pieces of any number of prompts; a prompt's last piece samples its first token, the root of the next round.
 
     Args:
         state: the slot state; its buffers are donated.
-        packed: a packed `PrefillInput`, whose number of tokens is fixed for the program.
-        masks: mask of the first token, if the host masks the request's grammar (`jspec.step.split_decode`).
+        packed: the pieces and their tokens; their shapes are fixed for the program.
+        masks: mask of each piece's first token, if the host masks a request's grammar (`jspec.step.split_decode`).
     """
-    chunk = PrefillInput.unpack(packed, pages=state.page_table.shape[1])
-    state = _admit(state, chunk)
-    # The slot becomes active only in its last chunk, but the view of an inactive slot would be empty.
-    view = view_of(replace(state, active=state.active.at[chunk.slot].set(True)), chunk.slot[None], program)
+    pieces, tokens = packed.unpack()
+    state = _admit(state, pieces)
+    # A slot becomes active only in its last piece, but the view of an inactive slot would be empty.
+    view = view_of(replace(state, active=state.active.at[pieces.slot].set(True, mode="drop")), pieces.slot, program)
     view = replace(view, masks=masks)
-    offsets = jnp.arange(chunk.tokens.shape[0])
-    is_written = (offsets < chunk.count) & (chunk.write == 1)
+    batch = _blocks(pieces, tokens, view)
     if state.token_history is not None:
-        count = jnp.where(chunk.write == 1, chunk.count, 0)[None]
+        count = jnp.sum(batch.valid, axis=1)
         history = kv_cache.write_token_history(
-            state.token_history, view.page_table, chunk.start[None], chunk.tokens[None], count
+            state.token_history, batch.page_table, batch.first_row, batch.tokens, count
         )
         state = replace(state, token_history=history)
         view = replace(view, token_history=token_history(state, view.page_table))
-    batch = TokenBatch(
-        tokens=chunk.tokens[None],
-        positions=(chunk.start + offsets)[None],
-        valid=is_written[None],
-        first_row=chunk.start[None],
-        page_table=view.page_table,
-        bits=None,
-        implementation=view.implementation,
-        deterministic=view.deterministic,
-    )
     with jax.named_scope("target"):
         normed = (params.target.config.num_layers + 1,) if program.prompt_logprobs else ()
         out, target = forward(
@@ -63,74 +62,108 @@ def prefill_step(
             state.target,
             batch,
             feature_layers=program.feature_layers + normed,
-            logit_rows=(chunk.count - 1)[None, None],
+            logit_rows=batch.newest[:, None],
         )
     prompt = None
     if program.prompt_logprobs:
         with jax.named_scope("logprobs"):
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
-            head = partial(
-                params.target.logits_of,
-                implementation=view.implementation,
-                deterministic=view.deterministic,
-            )
-            prompt = logprobs.of_chunk(states, chunk, head, view)
+            fixed: dict[str, Any] = dict(implementation=view.implementation, deterministic=view.deterministic)
+            prompt = logprobs.of_prompts(states, batch, pieces.root, partial(params.target.logits_of, **fixed), view)
             out = replace(out, features=features)
     with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
-    state, output = _first_token(program, replace(state, target=target, draft=draft_state), chunk, view, out)
+    state, output = _first_tokens(program, replace(state, target=target, draft=draft_state), pieces, batch, view, out)
     return state, replace(output, prompt=prompt)
 
 
 @jax.named_scope("admit")
-def _admit(state: SlotState, chunk: PrefillInput) -> SlotState:
-    """Write a request's length, pages and sampling parameters into its slot; every chunk repeats this."""
-    row: Sampling = jax.tree.map(lambda x: x[0], chunk.sampling())
+def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
+    """Write lengths, pages and sampling parameters of requests into their slots; every piece repeats this."""
+
+    def put(all_: Array, own: Array) -> Array:
+        return all_.at[pieces.slot].set(own, mode="drop")
+
     used = state.controls
     return replace(
         state,
-        lengths=state.lengths.at[chunk.slot].set(chunk.start),
-        remaining=state.remaining.at[chunk.slot].set(chunk.remaining),
-        page_table=state.page_table.at[chunk.slot].set(chunk.page_row),
-        sampling=jax.tree.map(lambda all_, one: all_.at[chunk.slot].set(one), state.sampling, row),
-        controls=None if used is None else replace(used, used=used.used.at[chunk.slot].set(chunk.controlled == 1)),
+        lengths=put(state.lengths, pieces.start),
+        remaining=put(state.remaining, pieces.remaining),
+        page_table=put(state.page_table, pieces.page_row),
+        sampling=jax.tree.map(put, state.sampling, pieces.sampling()),
+        controls=None if used is None else replace(used, used=put(used.used, pieces.controlled == 1)),
+    )
+
+
+@jax.named_scope("blocks")
+def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotView) -> PromptBatch:
+    """Assign the blocks of tokens to the pieces, in order; every piece begins with a block of its own."""
+    count, rows = tokens.shape
+    taken = jnp.where(pieces.count > 0, -(-pieces.count // rows), 0)  # padding pieces have no tokens
+    ends = jnp.cumsum(taken)
+    piece = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
+
+    def of_block(values: Array, padding: int = 0) -> Array:
+        return values.at[piece].get(mode="fill", fill_value=padding)
+
+    offset = rows * (jnp.arange(count) - of_block(ends - taken))  # of a block's first token in its piece
+    first_row = jnp.where(piece < len(taken), of_block(pieces.start) + offset, 0).astype(jnp.int32)
+    steps = jnp.arange(rows, dtype=jnp.int32)
+    is_token = offset[:, None] + steps < of_block(pieces.count)[:, None]
+    return PromptBatch(
+        tokens=tokens,
+        positions=first_row[:, None] + steps,
+        valid=is_token & (of_block(pieces.write) == 1)[:, None],
+        first_row=first_row,
+        page_table=of_block(view.page_table),
+        bits=None,
+        implementation=view.implementation,
+        deterministic=view.deterministic,
+        piece=piece,
+        starts=pieces.start,
+        ends=pieces.start + pieces.count,
+        newest=jnp.maximum(rows * (ends - taken) + pieces.count - 1, 0),
     )
 
 
 @jax.named_scope("first_token")
-def _first_token(
-    program: Program, state: SlotState, chunk: PrefillInput, view: SlotView, out: TargetOut
+def _first_tokens(
+    program: Program, state: SlotState, pieces: PromptPiece, batch: PromptBatch, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
-    """Sample the token after the chunk, or take it from ``chunk.root``; the last chunk's token becomes the root."""
-    length = chunk.start + chunk.count
-    newest = chunk.tokens[chunk.count - 1]
-    of_newest = replace(view, root=newest[None], lengths=length[None] - 1)
+    """Sample the token after each piece, or take it from ``pieces.root``; a last piece's token becomes the root."""
+    length = batch.ends
+    newest = batch.newest_of(batch.tokens[..., None])[:, 0]
+    of_newest = replace(view, root=newest, lengths=length - 1)
     logits = penalties.apply_penalties_at_root(out.logits, of_newest)
-    token = sampler.target_tokens(logits[None], of_newest, jnp.ones((1, 1), jnp.int32))
-    token = jnp.where(chunk.root >= 0, chunk.root, token)
+    token = sampler.target_tokens(logits[None], of_newest, jnp.ones((len(newest), 1), jnp.int32))
+    token = jnp.where(pieces.root[:, None] >= 0, pieces.root[:, None], token)
     scores = None
     if program.logprobs is not None:
         scores = logprobs.of_first(program.logprobs, out.logits, logits, token, view)
-    one = jnp.ones(1, jnp.int32)
+    ones = jnp.ones_like(pieces.slot)
     verdict = verify.cut(
-        Verdict(accept_len=0 * one, path=0 * one[:, None], tokens=token, counts=one, ended=~view.active), view
+        Verdict(accept_len=0 * ones, path=0 * ones[:, None], tokens=token, counts=ones, ended=~view.active), view
     )
-    is_last: Bool[Array, ""] = chunk.last == 1
+    is_last: Bool[Array, "pieces"] = pieces.last == 1
+
+    def put(all_: Array, own: Array) -> Array:
+        return all_.at[pieces.slot].set(own, mode="drop")
+
     state = replace(
         state,
-        root=state.root.at[chunk.slot].set(token[0, 0]),
-        lengths=state.lengths.at[chunk.slot].set(length),
-        active=state.active.at[chunk.slot].set(is_last & ~verdict.ended[0]),
-        remaining=state.remaining.at[chunk.slot].set(chunk.remaining - is_last),
+        root=put(state.root, token[:, 0]),
+        lengths=put(state.lengths, length),
+        active=put(state.active, is_last & ~verdict.ended),
+        remaining=put(state.remaining, pieces.remaining - is_last),
     )
     if state.controls is not None:
-        is_new = is_last & (chunk.root < 0)
+        is_new = is_last & (pieces.root < 0)
         grammar_state = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
-        count = is_new.astype(jnp.int32)[None]
+        count = is_new.astype(jnp.int32)
         state = replace(state, controls=penalties.advance(state.controls, view.slots, token, count, grammar_state))
     scores = jax.tree.map(lambda x: x[None], scores)
-    return state, StepOutput(report=pack_result(verdict, 0 * one)[None], trace=None, logprobs=scores)
+    return state, StepOutput(report=pack_result(verdict, 0 * ones)[None], trace=None, logprobs=scores)
 
 
 def write_pending_rows_step(

@@ -18,12 +18,13 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, words_of
-from jspec.core.records import Draft, SlotState, StepOutput
+from jspec.core.records import Draft, PrefillInput, SlotState, StepOutput
 from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
 # Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
+FirstMask = Callable[[], np.ndarray]
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -83,14 +84,24 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
     return step
 
 
-def masked_prefill(prefill: Any, first_mask: Callable[[], np.ndarray]) -> Step:
-    """Make a function that passes a mask to a compiled prefill, and is called like a prefill without masks.
+def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None]) -> Step:
+    """Make a function that passes masks to a compiled prefill, and is called like a prefill without masks.
 
     Args:
         prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
-        first_mask: function that returns the mask of the output's first token, [1, words] uint32.
+        first_masks: for each of the first pieces, a function that returns the mask of the output's first token,
+            [1, words] uint32. The masks of later pieces, and of pieces with None, allow every token.
     """
-    return lambda params, state, packed: prefill(params, state, packed, jax.device_put(first_mask()[None]))
+
+    def step(params: Params, state: SlotState, packed: PrefillInput) -> tuple[SlotState, StepOutput]:
+        shape = (packed.pieces.shape[0], 1, words_of(params.target.config.vocab_size))
+        masks = np.full(shape, EVERYTHING, np.uint32)
+        for row, first_mask in enumerate(first_masks):
+            if first_mask is not None:
+                masks[row] = first_mask()
+        return prefill(params, state, packed, jax.device_put(masks))
+
+    return step
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:

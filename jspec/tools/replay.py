@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import UNLIMITED, Sampling, SlotView, TokenBatch, Verdict
+from jspec.core.records import UNLIMITED, PromptBatch, Sampling, SlotView, Verdict
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, create
@@ -210,10 +210,11 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
     )
 
 
-def _prompts(tokens: Int[Array, "rows size"], counts: Int[Array, "rows"], table: Array) -> TokenBatch:
+def _prompts(tokens: Int[Array, "rows size"], counts: Int[Array, "rows"], table: Array) -> PromptBatch:
     rows, size = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
-    return TokenBatch(
+    return PromptBatch.whole(
+        counts,
         tokens=tokens,
         positions=positions,
         valid=positions < counts[:, None],

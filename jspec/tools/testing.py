@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Int, UInt32
 
 from jspec.core.accept_rule import DraftSampling
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
 from jspec.engine.api import Engine
@@ -91,20 +91,20 @@ class Scripted(Drafter):
         return ScriptState(hashes=jnp.zeros(pool.slots, jnp.uint32), prompt_len=jnp.zeros(pool.slots, jnp.int32))
 
     def prefill(
-        self, params: Script, state: ScriptState, view: SlotView, batch: TokenBatch, features: Array | None
+        self, params: Script, state: ScriptState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> ScriptState:
-        ends = batch.first_row + jnp.maximum(jnp.sum(batch.valid, axis=1), 1)
         if view.token_history is not None:
             positions = jnp.arange(view.token_history.shape[1])
-            terms = jnp.where(positions < ends[:, None], _prompt_hash(view.token_history, positions, xp=jnp), 0)
+            terms = jnp.where(positions < batch.ends[:, None], _prompt_hash(view.token_history, positions, xp=jnp), 0)
             hashes = jnp.sum(terms, axis=1, dtype=jnp.uint32)
         else:
             earlier = state.hashes.at[view.slots].get(mode="fill", fill_value=0)
             terms = jnp.where(batch.valid, _prompt_hash(batch.tokens, batch.positions, xp=jnp), 0)
-            hashes = jnp.where(batch.first_row == 0, 0, earlier) + jnp.sum(terms, axis=1, dtype=jnp.uint32)
+            of_block = jnp.sum(terms, axis=1, dtype=jnp.uint32)
+            hashes = jnp.where(batch.starts == 0, 0, earlier).at[batch.piece].add(of_block, mode="drop")
         return ScriptState(
             hashes=state.hashes.at[view.slots].set(hashes, mode="drop"),
-            prompt_len=state.prompt_len.at[view.slots].set(ends, mode="drop"),
+            prompt_len=state.prompt_len.at[view.slots].set(batch.ends, mode="drop"),
         )
 
     def draft(self, params: Script, state: ScriptState, view: SlotView) -> tuple[Draft, ScriptState]:

@@ -131,8 +131,8 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
     for slot, ids in enumerate(PROMPTS[:2]):
         row = np.zeros(state.page_table.shape[1], np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot
-        chunk = tiny.prefill_input([*ids, *[0] * 11][:11], page_row=row, slot=slot)
-        state, _ = prefill_step(program, params, state, jnp.asarray(chunk._replace(count=np.int32(len(ids))).pack()))
+        prompt = tiny.prefill_input(ids, size=11, page_row=row, slot=slot, slots=2)
+        state, _ = prefill_step(program, params, state, prompt)
     traces = []
     for _ in range(2):
         state, _, trace, _ = decode.spec_round(program, params, state, jnp.arange(2))

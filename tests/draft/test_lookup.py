@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Drafter, Engine, Model, Tree
 from jspec.draft import lookup, suffix
-from jspec.draft.lookup import build_trie, continuations, find_ngram_matches, write_chunk, write_emitted
+from jspec.draft.lookup import build_trie, continuations, find_ngram_matches, write_emitted, write_pieces
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix, append_to_corpus, search_text
 from jspec.tools.testing import check_lossless
@@ -75,14 +75,14 @@ def other_order(tokens: Any, *, by_count: bool) -> Any:
 
 
 def without_gaps(history: Any, view: Any, batch: Any) -> Any:
-    """Keep the tokens of the slot's previous request after the chunk."""
-    slots = jnp.broadcast_to(view.slots[:, None], batch.tokens.shape)
+    """Keep the tokens of the slot's previous request after the piece."""
+    slots = jnp.broadcast_to(batch.of_piece(view.slots, padding=SLOTS)[:, None], batch.tokens.shape)
     places = jnp.where(batch.valid, batch.positions, history.shape[1])
     return history.at[slots, places].set(batch.tokens, mode="drop")
 
 
 def with_padding(history: Any, view: Any, batch: Any) -> Any:
-    return write_chunk(history, view, batch.replace(valid=jnp.ones_like(batch.valid)))
+    return write_pieces(history, view, batch.replace(valid=jnp.ones_like(batch.valid)))
 
 
 def inactive_rows_too(history: Any, view: Any, verdict: Any) -> Any:
@@ -99,8 +99,8 @@ def texts_joined(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
     return jnp.where(jnp.any(appended != corpus), jnp.roll(appended, 1), appended)
 
 
-def appended_every_chunk(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
-    return append_to_corpus(corpus, history, view, batch.replace(first_row=jnp.zeros_like(batch.first_row)))
+def appended_every_piece(corpus: Any, history: Any, view: Any, batch: Any) -> Any:
+    return append_to_corpus(corpus, history, view, batch.replace(starts=jnp.zeros_like(batch.starts)))
 
 
 def no_preference(history: Any, corpus: Any, view: Any) -> Any:
@@ -116,12 +116,12 @@ def no_preference(history: Any, corpus: Any, view: Any) -> Any:
         ("ngram", lookup, "build_trie", unmerged),
         ("ngram", lookup, "build_trie", other_order),
         ("suffix", lookup, "build_trie", other_order),
-        ("ngram", lookup, "write_chunk", without_gaps),
-        ("ngram", lookup, "write_chunk", with_padding),
+        ("ngram", lookup, "write_pieces", without_gaps),
+        ("ngram", lookup, "write_pieces", with_padding),
         ("engine", lookup, "write_emitted", inactive_rows_too),
         ("engine", suffix, "append_to_corpus", never_appended),
         ("engine", suffix, "append_to_corpus", texts_joined),
-        ("engine", suffix, "append_to_corpus", appended_every_chunk),
+        ("engine", suffix, "append_to_corpus", appended_every_piece),
         ("engine", suffix, "search_text", no_preference),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jspec import Engine, SamplingParams
-from jspec.core.records import KVCache, SlotState
+from jspec.core.records import KVCache, PrefillInput, SlotState
 from tests.support import small
 
 VOCAB, MAX_LEN = small.VOCAB, small.MAX_LEN
@@ -67,7 +67,11 @@ def test_check_of_compilations_with_an_eager_operation_in_the_loop_fails(
     """Negative control: the host's part of the loop calls one jax.numpy function."""
     engine.generate(PROMPT)
     original = engine.core.runner._pack
-    monkeypatch.setattr(engine.core.runner, "_pack", lambda *args: np.asarray(jnp.flip(jnp.flip(original(*args)))))
+
+    def pack(*args: Any) -> PrefillInput:
+        return jax.tree.map(lambda x: np.asarray(jnp.flip(jnp.flip(x))), original(*args))
+
+    monkeypatch.setattr(engine.core.runner, "_pack", pack)
     compilations.clear()
     engine.generate(PROMPT)
     assert any("backend_compile" in event for event in compilations)

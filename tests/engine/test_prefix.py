@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
-from jspec.core.records import PrefillInput
+from jspec.core.records import PrefillInput, PromptPiece
 from jspec.engine.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
 from tests.support import cover, small, tiny
@@ -287,9 +287,9 @@ def test_preemption_comparison_with_a_resampled_newest_token_fails(monkeypatch: 
     """Negative control: a preempted request samples its newest token again with other noise."""
     original = ModelRunner._pack
 
-    def forgets_root(self: ModelRunner, plan: Any) -> np.ndarray:
-        packed = original(self, plan)
-        packed[PrefillInput._fields.index("root")] = -1
+    def forgets_root(self: ModelRunner, plan: Any, size: int) -> PrefillInput:
+        packed = original(self, plan, size)
+        packed.pieces[:, PromptPiece._fields.index("root")] = -1
         return packed
 
     monkeypatch.setattr(ModelRunner, "_pack", forgets_root)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -44,8 +46,9 @@ def test_scheduler_without_free_pages_preempts_the_lowest_priority() -> None:
     one.finish(first)
     one.on_output_read(plans[1])
     back = one.plan()
-    assert isinstance(back, PrefillPlan) and back.request is second
-    assert (back.start, back.count, back.root, back.emits) == (0, 4 + len(had) - 1, had[-1], False)
+    assert isinstance(back, PrefillPlan) and back.requests == [second]
+    piece = back.pieces[0]
+    assert (piece.start, piece.count, piece.root, piece.emits) == (0, 4 + len(had) - 1, had[-1], False)
 
 
 def test_scheduler_with_a_waiting_large_request_admits_no_later_small_one() -> None:
@@ -96,8 +99,9 @@ def decode(one: Scheduler, plan: Plan | None, tokens: int = 1) -> None:
     """Report each plan's output at once; each round commits ``tokens`` tokens."""
     assert plan is not None
     one.on_output_read(plan)
-    for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
-        if isinstance(plan, RoundPlan) or plan.emits:
+    emits = plan.requests if isinstance(plan, RoundPlan) else [piece.request for piece in plan.pieces if piece.emits]
+    for r in plan.requests:
+        if r in emits:
             r.output.token_ids += [7] * min(tokens, r.max_new_tokens - len(r.token_ids))
         if len(r.token_ids) == r.max_new_tokens:
             one.finish(r)
@@ -182,4 +186,84 @@ def test_scheduler_with_a_lone_prompt_plans_the_largest_chunks() -> None:
     one = make_scheduler(slots=2, prefill_budget=4)
     one.add(make_request(1, 16, 1))
     plans = [one.plan(), one.plan()]
-    assert [plan.count for plan in plans if isinstance(plan, PrefillPlan)] == [8, 8]
+    assert [plan.pieces[0].count for plan in plans if isinstance(plan, PrefillPlan)] == [8, 8]
+
+
+def packing(*lengths: int, sizes: tuple[int, ...], **options: Any) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """Return the size of each prefill of prompts of these lengths, and the (request, start, count) of its pieces."""
+    one = make_scheduler(**dict(slots=8, pages=400, prefill_buckets=sizes) | options)
+    for number, length in enumerate(lengths):
+        one.add(make_request(number, length, 1))
+    plans = []
+    while isinstance(plan := one.plan(), PrefillPlan):
+        plans.append((plan.bucket, [(piece.request.id, piece.start, piece.count) for piece in plan.pieces]))
+    return plans
+
+
+def test_scheduler_packs_prompts_in_blocks_and_cuts_the_last_piece() -> None:
+    """A block has 16 rows, so a prompt of 17 tokens takes two."""
+    pieces = [(0, 0, 17), (1, 0, 1), (2, 0, 16)]
+    assert packing(17, 1, 100, sizes=(64,)) == [(64, pieces), (64, [(2, 16, 64)]), (64, [(2, 80, 20)])]
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(50, [64]), (48, [64]), (47, [32, 32]), (33, [32, 32]), (100, [64, 32, 32])]
+)
+def test_scheduler_takes_a_smaller_prefill_rather_than_a_quarter_of_padding(length: int, sizes: list[int]) -> None:
+    assert [size for size, _ in packing(length, sizes=(32, 64))] == sizes
+
+
+def test_scheduler_packs_only_requests_whose_prefills_have_the_same_outputs() -> None:
+    one = make_scheduler(slots=4, prefill_buckets=(64,))
+    for number, logprobs in enumerate([None, 1, 1, None]):
+        one.add(make_request(number, 5, 1, logprobs=logprobs))
+    plans = [one.plan() for _ in range(3)]
+    assert [[r.id for r in plan.requests] for plan in plans if plan is not None] == [[0], [1, 2], [3]]
+
+
+def test_scheduler_shares_pages_between_the_prompts_of_one_prefill_and_sizes_it_for_that() -> None:
+    """Four equal prompts of 32 tokens: the first one writes their pages, and the others compute only the last token."""
+    shared = [(64, [(0, 0, 32), (1, 31, 1), (2, 31, 1)]), (64, [(3, 31, 1)])]
+    assert packing(32, 32, 32, 32, sizes=(64,), prefix_cache=True) == shared
+    small = [(64, [(0, 0, 32), (1, 31, 1), (2, 31, 1)]), (16, [(3, 31, 1)])]
+    assert packing(32, 32, 32, 32, sizes=(16, 64, 256), prefix_cache=True) == small
+    assert [size for size, _ in packing(32, 32, 32, 32, sizes=(16, 64, 256))] == [64, 64]
+
+
+def test_scheduler_sizes_a_prefill_for_the_requests_that_find_pages() -> None:
+    """Eight prompts wait, and the pool has pages for one of them."""
+    assert packing(*[20] * 8, sizes=(32, 256), pages=8) == [(32, [(0, 0, 20)])]
+
+
+@pytest.mark.parametrize(("compiled", "sizes"), [((), [16, 16]), ((64,), [64])])
+def test_scheduler_plans_only_the_compiled_sizes_of_the_first_request(
+    compiled: tuple[int, ...], sizes: list[int]
+) -> None:
+    """With all sizes compiled, two prefills of 16 tokens have less padding than one of 64."""
+    one, first = make_scheduler(slots=1, prefill_buckets=(16, 64)), make_request(0, 20, 1)
+    first.state.prefill_sizes = compiled
+    one.add(first)
+    plans = []
+    while isinstance(plan := one.plan(), PrefillPlan):
+        plans.append(plan.bucket)
+    assert plans == sizes
+
+
+@pytest.mark.parametrize(("budget", "most"), [(8, 16), (40, 32), (64, 64), (100, 96)])
+def test_scheduler_that_packs_prompts_stays_within_the_prefill_budget(budget: int, most: int) -> None:
+    """Short prompts arrive while a request decodes; a budget below every size allows one prefill of the smallest."""
+    one = make_scheduler(slots=8, pages=400, prefill_budget=budget, prefill_buckets=(16, 32, 64))
+    first = make_request(0, 3, 40)
+    one.add(first)
+    decode(one, one.plan())
+    since, seen, packed, number = 0, [0], [0], 1
+    while first in one.running:
+        for _ in range(3):
+            one.add(make_request(number, 1 + 5 * number % 17, 1))
+            number += 1
+        plan = one.plan()
+        since = since + plan.bucket if isinstance(plan, PrefillPlan) else 0
+        seen.append(since)
+        packed += [len(plan.pieces)] if isinstance(plan, PrefillPlan) else []
+        decode(one, plan)
+    assert max(seen) == most and (max(packed) >= 2) == (most > 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
 
 import pytest
 from hypothesis import Phase, settings
@@ -17,11 +18,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jspec.core import records
 from jspec.engine.request import Request
-from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan, Scheduler
 from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
 
 pytestmark = pytest.mark.once
+
+SIZES = (4, 8)  # compiled numbers of tokens of a prefill
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -40,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.integers(0, 2),
         budget=st.sampled_from([1, 4, 7, 8, 20]),
         window=st.sampled_from([None, 1, 5, 9]),
+        block=st.sampled_from([1, 2, 3, 16]),
     )
     def start(
         self,
@@ -51,7 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead: int,
         budget: int,
         window: int | None,
+        block: int,
     ) -> None:
+        self.block, self.patch = block, pytest.MonkeyPatch()
+        self.patch.setattr(records, "BLOCK", block)
         self.slots, self.rounds, self.budget = slots, rounds, budget
         self.scheduler = make_scheduler(
             slots=slots,
@@ -62,20 +70,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             pages_ahead=ahead,
             prefill_budget=budget,
             window=window,
+            prefill_buckets=SIZES,
         )
         self.window = window
         self.table: dict[int, dict[int, int]] = {}  # the device's page table: the page of each slot and column
-        self.since_round = 0  # number of prompt tokens in chunks since the last round
+        self.since_round = 0  # sum of the prefills' buckets since the last round
         self.live: list[Request] = []
         self.in_flight: deque[tuple[Plan, dict[Request, list[int]]]] = deque()
         self.count = 0
         self.rows: dict[tuple[int, int], int] = {}  # the token in each page and row
         self.written: dict[Request, list[int]] = {}  # a request's tokens on the device, unread ones included
 
-    @rule(prompt=st.integers(1, 20), limit=st.integers(1, 8), priority=st.integers(-1, 1))
-    def arrive(self, prompt: int, limit: int, priority: int) -> None:
+    @rule(
+        prompt=st.integers(1, 20),
+        limit=st.integers(1, 8),
+        priority=st.integers(-1, 1),
+        token=st.integers(1, 2),
+        logprobs=st.sampled_from([None, None, 1]),
+    )
+    def arrive(self, prompt: int, limit: int, priority: int, token: int, logprobs: int | None) -> None:
         self.count += 1
-        new = make_request(self.count, prompt, limit, priority)
+        new = make_request(self.count, prompt, limit, priority, token=token, logprobs=logprobs)
         pool = self.scheduler.pages
         if pool.needed(prompt + limit + SCRATCH) > pool.pages - 1:
             with pytest.raises(ValueError, match=r"needs \d+ pages .*lower max_tokens or raise pages"):
@@ -88,40 +103,66 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, ROUND_TOKENS))
     def dispatch(self, tokens: int) -> None:
         waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+        unprefilled = [r for r in running if not r.is_prefilled]
         plan = self.scheduler.plan()
         if plan is None:
             assert self.in_flight or not self.live, "work is left and nothing runs"
             return
         first = self.scheduler.running[0]
         assert first is (running or [None])[0] or first is waiting[0], "the first one gave way"
-        run = self.prefill if isinstance(plan, PrefillPlan) else self.round
-        self.in_flight.append((plan, run(plan, tokens)))
-        for r in [plan.request] if isinstance(plan, PrefillPlan) else plan.requests:
-            if r in waiting:
-                assert r is waiting[0], "a request was overtaken"
+        admitted = [r for r in waiting if r in self.scheduler.running]
+        assert admitted == waiting[: len(admitted)], "a request was overtaken"
+        self.admitted = {r.id for r in admitted}
+        if isinstance(plan, PrefillPlan):
+            assert plan.requests == [*unprefilled, *admitted][: len(plan.pieces)], "a request was overtaken"
+        self.in_flight.append((plan, self.prefill(plan) if isinstance(plan, PrefillPlan) else self.round(plan, tokens)))
 
-    def prefill(self, plan: PrefillPlan, tokens: int) -> dict[Request, list[int]]:
-        r = plan.request
-        text = [*r.prompt_token_ids, *r.token_ids[:-1]]
-        assert r.state.slot is not None
-        self.table[r.state.slot] = dict(enumerate(plan.pages))
-        left = len(text) - plan.start
-        others = [o for o in self.scheduler.running if o is not r and o.is_prefilled and self.may_emit(o)]
-        assert plan.bucket == (4 if left <= 4 or (others and self.budget < 8) else 8)
-        assert plan.count == min(left, plan.bucket)
+    def prefill(self, plan: PrefillPlan) -> dict[Request, list[int]]:
+        """Run the pieces as the device does: all pieces write their rows, then all read."""
+        self.check_bucket(plan)
+        for piece in plan.pieces:
+            assert piece.request.state.slot is not None
+            self.table[piece.request.state.slot] = dict(enumerate(piece.pages))
+        texts = [[*r.prompt_token_ids, *r.token_ids[:-1]] for r in plan.requests]
+        for place, (piece, text) in enumerate(zip(plan.pieces, texts, strict=True)):
+            if piece.is_written:
+                later = self.admitted - {r.id for r in plan.requests[:place]}  # these may share the new pages
+                self.write(piece.request, piece.start, text[piece.start :][: piece.count], later)
+        return dict(pair for pair in map(self.read_piece, plan.pieces, texts) if pair is not None)
+
+    def check_bucket(self, plan: PrefillPlan) -> None:
+        """Check that the pieces fit and leave no room for another one, and that the budget holds."""
+        others = [o for o in self.scheduler.running if o not in plan.requests and o.is_prefilled and self.may_emit(o)]
+        sizes = [size for size in SIZES if not others or size <= self.budget - self.since_round] or SIZES[:1]
+        assert plan.bucket in sizes
         is_stuck = others == self.scheduler.running[-1:]  # the request that is preempted first if all need pages
         assert not others or is_stuck or not self.since_round or self.since_round + plan.bucket <= self.budget
         self.since_round += plan.bucket
-        assert plan.is_last == (plan.count == left)
-        self.check_rows(r, text[: plan.start] if plan.is_written else text, plan.start)
-        if plan.is_written:
-            self.write(r, plan.start, text[plan.start :][: plan.count])
-        if not plan.is_last:
-            return {}
-        assert plan.root == (r.token_ids[-1] if r.token_ids else None)
-        assert plan.emits == (not r.token_ids)
+        rows = min(self.block, plan.bucket)
+        blocks = -(-plan.bucket // rows) - sum(-(-piece.count // rows) for piece in plan.pieces)
+        left = plan.bucket - sum(piece.count for piece in plan.pieces)
+        assert blocks >= 0 and left >= 0, "the pieces do not fit"
+        assert all(piece.is_last for piece in plan.pieces[:-1]), "a piece that is not the last one was cut"
+        assert len({r.prefill_outputs for r in plan.requests}) == 1
+        if blocks and left:
+            assert plan.pieces[-1].is_last, "a piece was cut although there is room"
+            next_one = next((r for r in self.scheduler.running if not r.is_prefilled), None) or self.scheduler._admit()
+            assert next_one is None or next_one.prefill_outputs != plan.requests[0].prefill_outputs, "there is room"
+        if not self.scheduler.limits.prefix_cache and plan.bucket != sizes[0]:  # with it, hits may take fewer rows
+            used = sum(-(-piece.count // rows) * rows for piece in plan.pieces[:-1]) + plan.pieces[-1].count
+            assert used >= 0.75 * plan.bucket, "too much padding"
+
+    def read_piece(self, piece: Piece, text: list[int]) -> tuple[Request, list[int]] | None:
+        """Check the rows that a piece reads; return the request and its token if the piece emits it."""
+        r, end = piece.request, piece.start + piece.count
+        assert piece.is_last == (end == len(text))
+        self.check_rows(r, text[:end], piece.start)
+        if not piece.is_last:
+            return None
+        assert piece.root == (r.token_ids[-1] if r.token_ids else None)
+        assert piece.emits == (not r.token_ids)
         self.written[r] = list(r.token_ids) or [self.count % 2]
-        return {r: self.written[r]} if plan.emits else {}
+        return (r, self.written[r]) if piece.emits else None
 
     def round(self, plan: RoundPlan, tokens: int) -> dict[Request, list[int]]:
         assert all(r.is_prefilled and r in self.scheduler.running for r in plan.requests)
@@ -160,11 +201,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert page in self.scheduler.pages.pages_of(r.id), "a page that was taken back is used"
         return page, row % size
 
-    def write(self, r: Request, first: int, tokens: list[int]) -> None:
+    def write(self, r: Request, first: int, tokens: list[int], sharing: Collection[int] = ()) -> None:
+        """Write a request's rows; besides it, only the requests with the ids ``sharing`` may hold the pages."""
         for row, token in enumerate(tokens, first):
             place = self.place(r, row)
-            held = self.scheduler.pages._num_owners[place[0]]
-            assert held == 1, "a page that others hold is written"
+            holders = {owner for owner, pages in self.scheduler.pages._owned.items() if place[0] in pages}
+            assert holders <= {r.id, *sharing}, "a page that others hold is written"
             self.rows[place] = token
 
     def check_rows(self, r: Request, text: list[int], end: int) -> None:
@@ -215,6 +257,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Check that without new arrivals all requests end, though they may preempt each other."""
         if not hasattr(self, "live"):
             return
+        try:
+            self.run_to_the_end()
+        finally:
+            self.patch.undo()
+
+    def run_to_the_end(self) -> None:
         most = sum(len(r.prompt_token_ids) + 2 * r.max_new_tokens for r in self.live)
         for _ in range(10 + most * (1 + len(self.live))):
             if not self.live:
@@ -284,6 +332,7 @@ CACHE_PREFIX, UPDATES = Scheduler.cache_prefix, Scheduler._page_table_updates
         ("_page_table_updates", updates_once),
         ("_drop_hidden", drops_too_much),
         ("_is_in_budget", lambda *_: True),
+        ("_rows_to_prefill", lambda *_: 8),
     ],
 )
 def test_scheduler_state_machine_with_a_broken_scheduler_fails(

@@ -83,11 +83,10 @@ def prefilled(drafter: str, temperature: float) -> SlotState:
     for slot, ids in enumerate(PROMPTS):
         row = np.zeros(width, np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot  # scattered pages, not shared
-        chunk = tiny.prefill_input([*ids, 0, 0][:5], page_row=row, slot=slot, remaining=100 if slot == 0 else 3)
-        chunk = chunk._replace(
-            count=np.int32(len(ids)), temperature=np.float32(temperature), seed=np.array([slot, 7], np.uint32)
-        )
-        state, _ = prefill(one.params, state, jnp.asarray(chunk.pack()))
+        own = dict(temperature=np.float32(temperature), seed=np.array([slot, 7], np.uint32))
+        own |= dict(remaining=np.int32(100 if slot == 0 else 3))
+        prompt = tiny.prefill_input(ids, size=5, page_row=row, slot=slot, slots=state.root.shape[0], **own)
+        state, _ = prefill(one.params, state, prompt)
     return state
 
 

@@ -127,8 +127,8 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
     params = Params(target=target, draft=drafter.bind(target))
     ids = tiny.recorded_prompts(golden)[prompt]
     state = init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
-    chunk = tiny.prefill_input(ids, page_row=[1])
-    state, _ = prefill_step(program, params, state, jnp.asarray(chunk.pack()))
+    own = tiny.prefill_input(ids, page_row=[1])
+    state, _ = prefill_step(program, params, state, own)
     view = view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
     draft, _ = drafter.draft(params.draft, state.draft, view)
     recorded = chain["sel_scores"][chain["iter_offset"][prompt]]

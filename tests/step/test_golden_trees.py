@@ -76,9 +76,9 @@ class Detail:
         self.params = Params(target=target, draft=drafter.bind(target))
         ids = tiny.recorded_prompts(golden)[0]
         state = init_state(self.program, self.params, PoolShape(1, 2, 256, 150, "float32", "float32"))
-        chunk = tiny.prefill_input(ids, page_row=[1])
+        own = tiny.prefill_input(ids, page_row=[1])
         prefill = jax.jit(partial(prefill_step, self.program))
-        self.state, _ = prefill(self.params, state, jnp.asarray(chunk.pack()))
+        self.state, _ = prefill(self.params, state, own)
         view = view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from jspec import Tree
+from jspec.core.records import PrefillInput
 from jspec.step.decode import spec_step
-from jspec.step.executables import PREFILL_HEAD
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import random_models as shapes
@@ -36,9 +36,12 @@ def build(tree: Tree | None) -> tuple[Program, Params, Any]:
     return program, params, jax.eval_shape(lambda p: init_state(program, p, pool), params)
 
 
-def lowered_paths(step: Any, params: Params, state: Any, words: int) -> list[str]:
+SLOT = jax.ShapeDtypeStruct((1,), jnp.int32)  # input of a step of one batch row
+
+
+def lowered_paths(step: Any, params: Params, state: Any, inputs: Any) -> list[str]:
     """Return the names of a program's operations and functions with their scopes."""
-    lowered = jax.jit(step).lower(params, state, jax.ShapeDtypeStruct((words,), jnp.int32))
+    lowered = jax.jit(step).lower(params, state, inputs)
     return re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
 
 
@@ -49,7 +52,7 @@ def inside(paths: Sequence[str], prefix: str) -> list[list[str]]:
 
 def round_names(tree: Tree | None, rounds: int = 1) -> list[list[str]]:
     program, params, state = build(tree)
-    paths = lowered_paths(partial(spec_step, replace(program, rounds=rounds, trace=True)), params, state, words=1)
+    paths = lowered_paths(partial(spec_step, replace(program, rounds=rounds, trace=True)), params, state, SLOT)
     if rounds == 1:
         return [name for name in inside(paths, r"jit\(spec_step\)/") if name[0] != OWN]
     # The loop's body is a separate function: jax 0.10 restarts its names, jax 0.11 puts the call before them.
@@ -82,8 +85,8 @@ def test_spec_step_of_several_rounds_has_a_named_scope_for_each_stage() -> None:
 @pytest.mark.parametrize("tree", [None, Tree.chain(2)], ids=str)
 def test_prefill_step_of_a_prompt_has_every_operation_in_a_named_scope(tree: Tree | None) -> None:
     program, params, state = build(tree)
-    words = PREFILL_HEAD + state.page_table.shape[1] + 8
-    names = inside(lowered_paths(partial(prefill_step, program), params, state, words), r"jit\(prefill_step\)/")
+    prompt = PrefillInput.shapes(8, slots=state.root.shape[0], pages=state.page_table.shape[1])
+    names = inside(lowered_paths(partial(prefill_step, program), params, state, prompt), r"jit\(prefill_step\)/")
     assert {name[0] for name in names} == {"prefill"}
     expected = ["admit", "view", "target/layer7", "target/head", "first_token"]
     expected += [] if tree is None else ["draft/fuse"]

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Draft, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.models.kv_cache import PoolShape
 from jspec.verify import Coupled
 from tests.reference.lookup import Node, expected_nodes
 
-SLOTS, MAX_LEN, BUCKET, CHUNK = 3, 40, 5, 6
+SLOTS, MAX_LEN, BUCKET, ROWS = 3, 40, 5, 6  # ROWS: rows of a block
 POOL = PoolShape(slots=SLOTS, pages=9, page_size=16, max_len=MAX_LEN, dtype="float32", draft_dtype="float32")
 CORPUS = 30
 
@@ -32,23 +32,20 @@ class LookupRun:
         self._commit = jax.jit(lambda s, v, d, t: drafter.commit((), s, v, d, t, None), donate_argnums=0)
 
     def prompt(self, slot: int, tokens: list[int], root: int) -> None:
-        """Start a new request, with its prompt in chunks that are padded with tokens."""
-        if self.texts[slot]:
-            self.corpus = (self.corpus + self.texts[slot] + [-1])[-CORPUS:]
-        for start in range(0, len(tokens), CHUNK):
-            chunk = tokens[start : start + CHUNK]
-            batch = TokenBatch(
-                tokens=jnp.array([chunk + [1] * (CHUNK - len(chunk))]),
-                positions=jnp.arange(start, start + CHUNK)[None],
-                valid=jnp.arange(CHUNK)[None] < len(chunk),
-                first_row=jnp.array([start]),
-                page_table=None,
-                bits=None,
-                implementation="reference",
-            )
-            self.state = self._prefill(self.state, view_of([slot], [start], [0], [True]), batch)
-        self.texts[slot], self.lengths[slot], self.roots[slot] = list(tokens), len(tokens), root
-        self.active[slot] = True
+        self.prompts((slot, tokens, root))
+
+    def prompts(self, *new: tuple[int, list[int], int]) -> None:
+        """Start new requests (slot, prompt, root) of different slots together; a piece has up to two blocks."""
+        for slot, tokens, root in new:
+            if self.texts[slot]:
+                self.corpus = (self.corpus + self.texts[slot] + [-1])[-CORPUS:]
+            self.texts[slot], self.lengths[slot], self.roots[slot] = list(tokens), len(tokens), root
+            self.active[slot] = True
+        for start in range(0, max(len(tokens) for _, tokens, _ in new), 2 * ROWS):
+            pieces = [(slot, tokens[start : start + 2 * ROWS]) for slot, tokens, _ in new if start < len(tokens)]
+            slots = [slot for slot, _ in pieces] + [SLOTS] * (SLOTS - len(pieces))
+            view = view_of(slots, [start] * SLOTS, [0] * SLOTS, [slot < SLOTS for slot in slots])
+            self.state = self._prefill(self.state, view, batch_of([own for _, own in pieces], start))
 
     def draft(self, slots: list[int]) -> tuple[Draft, SlotView]:
         """Draft for some slots and check every row; the slot number `SLOTS` marks a padding row."""
@@ -92,6 +89,27 @@ class LookupRun:
         return draft
 
 
+def batch_of(pieces: list[list[int]], start: int) -> PromptBatch:
+    """Return pieces that begin at position ``start``; padding rows have tokens too."""
+    blocks = [(index, at, own[at : at + ROWS]) for index, own in enumerate(pieces) for at in range(0, len(own), ROWS)]
+    blocks += [(SLOTS, 0, [])] * (2 * SLOTS - len(blocks))
+    first_row = jnp.array([start + at for _, at, _ in blocks])
+    counts = jnp.array([len(own) for own in pieces] + [0] * (SLOTS - len(pieces)))
+    return PromptBatch(
+        tokens=jnp.array([own + [1] * (ROWS - len(own)) for *_, own in blocks]),
+        positions=first_row[:, None] + jnp.arange(ROWS),
+        valid=jnp.arange(ROWS) < jnp.array([len(own) for *_, own in blocks])[:, None],
+        first_row=first_row,
+        page_table=None,
+        bits=None,
+        implementation="reference",
+        piece=jnp.array([index for index, *_ in blocks]),
+        starts=jnp.full(SLOTS, start),
+        ends=start + counts,
+        newest=None,
+    )
+
+
 def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list[bool]) -> SlotView:
     return SlotView(
         slots=jnp.array(slots, jnp.int32),
@@ -133,7 +151,8 @@ def run_random_requests(drafter: NGram | Suffix, *, seed: int = 0, steps: int = 
         alphabet = int(rng.integers(2, 5))
         slot = step if step < SLOTS else int(rng.integers(0, SLOTS))
         if step < SLOTS or rng.random() < 0.3:
-            run.prompt(slot, tokens(int(rng.integers(1, 16))), tokens(1)[0])
+            others = [other for other in range(SLOTS) if other != slot and run.texts[other] and rng.random() < 0.3]
+            run.prompts(*((one, tokens(int(rng.integers(1, 16))), tokens(1)[0]) for one in (slot, *others)))
         elif rng.random() < 0.1:
             run.active[slot] = False
         most = drafter.tree.depth + 1

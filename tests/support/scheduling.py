@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jspec.engine.page_pool import PagePool
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
@@ -10,9 +12,11 @@ from jspec.engine.scheduler import Scheduler, SchedulerLimits
 SCRATCH, ROUND_TOKENS = 3, 2
 
 
-def make_request(number: int, prompt: int, max_new_tokens: int, priority: int = 0) -> Request:
-    """Return a request with a prompt of ``prompt`` tokens."""
-    return Request(number, (1,) * prompt, SamplingParams(priority=priority), 0, (), max_new_tokens)
+def make_request(
+    number: int, prompt: int, max_new_tokens: int, priority: int = 0, *, token: int = 1, **options: Any
+) -> Request:
+    """Return a request with a prompt of ``prompt`` equal tokens; options are those of `SamplingParams`."""
+    return Request(number, (token,) * prompt, SamplingParams(priority=priority, **options), 0, (), max_new_tokens)
 
 
 def make_scheduler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.orbax import unflatten
-from jspec.core.records import MAX_STOP_IDS, PrefillInput
+from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
 from jspec.draft import auto
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import METHODS, HeadConfig
@@ -171,16 +172,21 @@ def load_medusa(folder: Path) -> MedusaHeads:
     return MedusaHeads.from_weights(checkpoint.config, checkpoint.weights)
 
 
-def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaining: int = 1000) -> PrefillInput:
-    """Return the input of a prefill step with a whole prompt as one greedy chunk."""
-    return PrefillInput(
+def prompt_piece(count: int, *, page_row: Sequence[int] | np.ndarray, slot: int = 0, **fields: Any) -> PromptPiece:
+    """Return a whole prompt of ``count`` tokens as one greedy piece.
+
+    Args:
+        page_row: the slot's row of the page table.
+        fields: other fields of `PromptPiece`.
+    """
+    piece = PromptPiece(
         slot=np.int32(slot),
         start=np.int32(0),
-        count=np.int32(len(ids)),
+        count=np.int32(count),
         last=np.int32(1),
         write=np.int32(1),
         root=np.int32(-1),
-        remaining=np.int32(remaining),
+        remaining=np.int32(1000),
         top_k=np.int32(0),
         draft_cap=np.int32(1000),
         controlled=np.int32(0),
@@ -190,8 +196,19 @@ def prefill_input(ids: list[int], *, page_row: list[int], slot: int = 0, remaini
         seed=np.zeros(2, np.uint32),
         stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
         page_row=np.asarray(page_row, np.int32),
-        tokens=np.asarray(ids, np.int32),
     )
+    return piece._replace(**fields)
+
+
+def prefill_input(ids: list[int], *, size: int | None = None, slots: int = 1, **fields: Any) -> PrefillInput:
+    """Return the input of a prefill step with a whole prompt.
+
+    Args:
+        size: number of tokens of the program; None: those of the prompt.
+        slots: number of slots.
+        fields: arguments of `prompt_piece`.
+    """
+    return PrefillInput.pack([prompt_piece(len(ids), **fields)], [ids], size or len(ids), slots=slots)
 
 
 def one_layer(target: Model) -> Model:

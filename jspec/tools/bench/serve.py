@@ -3,7 +3,8 @@
 A configuration is a tree, the depth to which steps draft it, a concurrency, and whether dispatches overlap. The engine
 runs in this process, without a network. The times of a request begin when it is due and the concurrency leaves room for
 it. An answer comes in pieces, each the output of one step: with drafting a piece may hold several tokens. The
-inter-token latency is the time between two pieces.
+inter-token latency is the time between two pieces. All requests are due at once by default; the largest ``ttft_ms`` is
+then the time until every prompt has its first token. ``--output-len 1 --range-ratio 1`` measures the prompts alone.
 """
 
 from __future__ import annotations
