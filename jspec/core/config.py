@@ -20,6 +20,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 QUANTIZE = ("int8", "fp8", "fp8_dynamic")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
+AHEAD_BUCKETS = (128, 512, 1024, 2048)  # with `compile_ahead`, when all are compiled side by side
 TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
 MAX_INT = 2**31 - 1  # largest value of an option that counts; the device counts in int32
 MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
@@ -182,8 +183,9 @@ class EngineConfig:
             raise ValueError(f"buckets: expected slots={self.slots} last, got {short(rows)}")
         tokens = self.prefill_buckets
         if tokens is None:
-            fitting = [size for size in PREFILL_BUCKETS if size < self.max_len]
-            tokens = (*fitting, *PREFILL_BUCKETS[len(fitting) : len(fitting) + 1])
+            sizes = AHEAD_BUCKETS if self.compile_ahead else PREFILL_BUCKETS
+            fitting = [size for size in sizes if size < self.max_len]
+            tokens = (*fitting, *sizes[len(fitting) : len(fitting) + 1])
         object.__setattr__(self, "buckets", rows)
         object.__setattr__(self, "prefill_buckets", _ascending("prefill_buckets", tokens))
 
