@@ -170,7 +170,7 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
 
 
 def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
-    """Return an engine that prefills the prompts of all batch rows, in chunks, before the first step."""
+    """Return an engine that prefills the prompts of all batch rows, ``chunk`` tokens at once, before the first step."""
     return Engine(
         target,
         drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
@@ -219,7 +219,7 @@ def _begin(engine: Engine, case: step.Case, tokens: int) -> list[Request]:
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     prompts = rng.integers(0, vocab, (case.batch, case.context)).tolist()
     requests = [engine.submit(prompt, params) for prompt in prompts]
-    while not all(request.token_ids for request in requests):
+    while not all(request.token_ids or request.finish_reason for request in requests):
         engine.step()
     return requests
 
@@ -274,7 +274,7 @@ def ready_engine(case: step.Case, max_len: int) -> Engine:
     engine = _engine(case, target, head, max_len, CHUNK)
     compiled = engine.core.runner.programs.compiled
     answers: dict[str, Callable[..., Any]] = {
-        "prefill": _answer(1, case.tree_depth, 0),
+        "prefill": _answer(case.batch, case.tree_depth, 0),
         "round": _answer(case.batch, case.tree_depth, (case.tree_depth + 1) // 2),
         "update_page_table": lambda table, new: table,
         "write_pending_rows": lambda params, state, request: state,
