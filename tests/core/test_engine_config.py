@@ -36,5 +36,6 @@ def test_engine_config_without_buckets_has_buckets_for_all_slots_and_max_len() -
     config = EngineConfig(slots=6, max_len=600, compile_ahead=True)
     assert config.buckets == (1, 2, 4, 6)
     assert EngineConfig(slots=6, compile_ahead=False).buckets == (1, 6)
-    assert config.prefill_buckets == (128, 512, 2048)
+    assert config.prefill_buckets == (128, 512, 1024)
+    assert EngineConfig(slots=6, max_len=600, compile_ahead=False).prefill_buckets == (128, 512, 2048)
     assert EngineConfig(slots=1, max_len=100).prefill_buckets == (128,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -206,11 +207,15 @@ def test_scheduler_packs_prompts_in_blocks_and_cuts_the_last_piece() -> None:
     assert packing(17, 1, 100, sizes=(64,)) == [(64, pieces), (64, [(2, 16, 64)]), (64, [(2, 80, 20)])]
 
 
-@pytest.mark.parametrize(
-    ("length", "sizes"), [(50, [64]), (48, [64]), (47, [32, 32]), (33, [32, 32]), (100, [64, 32, 32])]
-)
-def test_scheduler_takes_a_smaller_prefill_rather_than_a_quarter_of_padding(length: int, sizes: list[int]) -> None:
-    assert [size for size, _ in packing(length, sizes=(32, 64))] == sizes
+@pytest.mark.parametrize("length", [1, 128, 129, 300, 400, 600, 1024, 1100, 1500, 1800, 2048, 3000])
+def test_scheduler_takes_the_prefills_of_the_least_time_and_the_largest_first(length: int) -> None:
+    """The time of a prefill is that of its rows and of 128 more; all choices of up to eight prefills are compared."""
+    sizes = (128, 512, 1024, 2048)
+    got = [size for size, _ in packing(length, sizes=sizes, pages=1000)]
+    choices = [own for count in range(1, 9) for own in combinations_with_replacement(sizes, count)]
+    times = [sum(own) + 128 * len(own) for own in choices if sum(own) >= length]
+    assert sum(got) >= length and sum(got) + 128 * len(got) == min(times)
+    assert got == sorted(got, reverse=True)
 
 
 def test_scheduler_packs_only_requests_whose_prefills_have_the_same_outputs() -> None:
@@ -227,7 +232,7 @@ def test_scheduler_shares_pages_between_the_prompts_of_one_prefill_and_sizes_it_
     assert packing(32, 32, 32, 32, sizes=(64,), prefix_cache=True) == shared
     small = [(64, [(0, 0, 32), (1, 31, 1), (2, 31, 1)]), (16, [(3, 31, 1)])]
     assert packing(32, 32, 32, 32, sizes=(16, 64, 256), prefix_cache=True) == small
-    assert [size for size, _ in packing(32, 32, 32, 32, sizes=(16, 64, 256))] == [64, 64]
+    assert [size for size, _ in packing(32, 32, 32, 32, sizes=(16, 64, 256))] == [256]
 
 
 def test_scheduler_sizes_a_prefill_for_the_requests_that_find_pages() -> None:
@@ -235,12 +240,12 @@ def test_scheduler_sizes_a_prefill_for_the_requests_that_find_pages() -> None:
     assert packing(*[20] * 8, sizes=(32, 256), pages=8) == [(32, [(0, 0, 20)])]
 
 
-@pytest.mark.parametrize(("compiled", "sizes"), [((), [16, 16]), ((64,), [64])])
+@pytest.mark.parametrize(("compiled", "sizes"), [((), [64] * 4), ((1024,), [1024])])
 def test_scheduler_plans_only_the_compiled_sizes_of_the_first_request(
     compiled: tuple[int, ...], sizes: list[int]
 ) -> None:
-    """With all sizes compiled, two prefills of 16 tokens have less padding than one of 64."""
-    one, first = make_scheduler(slots=1, prefill_buckets=(16, 64)), make_request(0, 20, 1)
+    """With all sizes compiled, four prefills of 64 tokens take less time than one of 1024."""
+    one, first = make_scheduler(slots=1, prefill_buckets=(64, 1024)), make_request(0, 200, 1)
     first.state.prefill_sizes = compiled
     one.add(first)
     plans = []
