@@ -22,10 +22,10 @@ def from_json(record: type[R], fields: Fields) -> R:
         CheckpointError: a required value is missing, a name is unknown, or a value has another type.
     """
     known = {field.name: field for field in dataclasses.fields(cast(Any, record))}
-    required = [field for field in known.values() if field.default is dataclasses.MISSING]
-    require(fields, [field.name for field in required if "None" not in str(field.type)])
     if unknown := sorted(fields.keys() - known.keys()):
         raise CheckpointError(fields.place, f"expected {', '.join(known)}, got {listed(unknown)}; convert again")
+    required = [field for field in known.values() if field.default is dataclasses.MISSING]
+    require(fields, [field.name for field in required if "None" not in str(field.type)])
     return record(**{name: READERS[str(known[name].type)](fields, name) for name in fields})
 
 

@@ -138,6 +138,8 @@ def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> 
     made = tiny.load_target(golden / "families" / name).config
     stored = json.loads(json.dumps(made.to_json()))
     assert ModelConfig.from_json(stored) == made
+    with pytest.raises(CheckpointError, match=r"expected .*layers, .* got num_heads, num_layers; convert again"):
+        ModelConfig.from_json({"family": "llama", "num_layers": 2, "num_heads": 4})
     stored["layers"]["order"][0] = 7
     with pytest.raises(CheckpointError, match=r"order: expected at most .* indices below"):
         ModelConfig.from_json(stored)
