@@ -178,6 +178,13 @@ class TokenBatch:
         )
 
 
+def of_piece(
+    values: Shaped[Array, "pieces ..."], piece: Int[Array, "batch"], padding: int = 0
+) -> Shaped[Array, "batch ..."]:
+    """Return the values at the given pieces; a piece that does not exist has the value ``padding``."""
+    return values.at[piece].get(mode="fill", fill_value=padding)
+
+
 @struct.dataclass
 class PromptBatch(TokenBatch):
     """Pieces of prompts for one prefill, in blocks of tokens; a block is a sequence of the `TokenBatch`.
@@ -198,7 +205,7 @@ class PromptBatch(TokenBatch):
 
     def of_piece(self, values: Shaped[Array, "pieces ..."], padding: int = 0) -> Shaped[Array, "batch ..."]:
         """Return each block's value from the values of the pieces; padding blocks get ``padding``."""
-        return values.at[self.piece].get(mode="fill", fill_value=padding)
+        return of_piece(values, self.piece, padding)
 
     def newest_of(self, values: Shaped[Array, "batch tokens size"]) -> Shaped[Array, "pieces size"]:
         """Return each piece's value at its last token."""
@@ -338,6 +345,11 @@ def block_rows(size: int) -> tuple[int, int]:
     return -(-size // rows), rows
 
 
+def padded(count: int, rows: int) -> int:
+    """Return the number of rows of the blocks that hold ``count`` tokens, for blocks of ``rows`` rows."""
+    return -(-count // rows) * rows
+
+
 class PromptPiece(NamedTuple):
     """One piece of one prompt on the host, or all pieces of a prefill on the device, with an axis for the pieces.
 
@@ -413,7 +425,7 @@ class PrefillInput(NamedTuple):
         for index, (piece, own) in enumerate(zip(pieces, tokens, strict=True)):
             packed[index] = piece.pack()
             flat[at : at + len(own)] = own
-            at += -(-len(own) // rows) * rows
+            at += padded(len(own), rows)
         return cls(packed, filled)
 
     def unpack(self) -> PrefillInput:

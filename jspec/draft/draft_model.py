@@ -18,7 +18,15 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, active_slots, check_part, check_window
+from jspec.draft.base import (
+    CHECK_HEAD,
+    CHECK_PROMPT,
+    Drafter,
+    active_slots,
+    check_layer_windows,
+    check_part,
+    check_window,
+)
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
@@ -133,6 +141,7 @@ class DraftModel(Drafter):
                 f"DraftModel: expected the target's vocabulary of {wanted} tokens, or one that differs by at most "
                 f"{MAX_PADDING} rows of padding, got {own}; use a draft model of the target's family and tokenizer"
             )
+        check_layer_windows("draft model", self.model.config, self.tree)
         _check_width(self.tree, min(own, wanted))
         return BoundModel(self.model, wanted)
 

@@ -118,8 +118,6 @@ def build_core(
         processor_args=config.processor_args,
     )
     draft = _for_length(drafter.bind(target), config.max_len)
-    if isinstance(draft, BoundModel):
-        check_layer_windows("draft model", draft.model.config, drafter.tree)
     runner = ModelRunner(program, Params(target=target, draft=draft), config, depths)
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import StepOutput, StepResult, block_rows
+from jspec.core.records import StepOutput, StepResult, block_rows, padded
 from jspec.engine.draft_length import DispatchResult, Policy, Stopwatch
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
@@ -111,7 +111,7 @@ class EngineCore:
                     request.output.prompt_logprobs.add(piece.start, piece.count, own)
                 if piece.emits:
                     self._read_row(request, output, index, is_round=False)
-            first += -(-piece.count // rows) * rows
+            first += padded(piece.count, rows)
 
     def _read_rounds(self, plan: RoundPlan, output: StepOutput, seconds: float | None) -> None:
         report = np.asarray(output.report)

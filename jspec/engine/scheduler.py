@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 
-from jspec.core.records import block_rows
+from jspec.core.records import block_rows, padded
 from jspec.engine.page_pool import Digest, PagePool, page_digests
 from jspec.engine.request import Request
 
@@ -312,15 +312,16 @@ class Scheduler:
         layer, all pieces write their cache rows before any of them reads.
         """
         sizes = self._prefill_sizes(first)
-        bucket = left = _bucket_of(self._rows_to_prefill(first, sizes[-1]), sizes)
+        bucket = tokens = _bucket_of(self._rows_to_prefill(first, sizes[-1]), sizes)
         self._tokens_since_round += bucket
-        (blocks, rows), pieces = block_rows(bucket), list[Piece]()
+        blocks, rows = block_rows(bucket)
+        room, pieces = blocks * rows, list[Piece]()
         request: Request | None = first
         while request is not None and request.prefill_outputs == first.prefill_outputs:
-            count = min(request.state.prefill_len - request.state.num_prefilled, blocks * rows, left)
+            count = min(request.state.prefill_len - request.state.num_prefilled, room, tokens)
             pieces.append(self._plan_piece(request, count))
-            blocks, left = blocks - -(-count // rows), left - count
-            request = self._next_to_prefill() if blocks and left else None
+            room, tokens = room - padded(count, rows), tokens - count
+            request = self._next_to_prefill() if room and tokens else None
         return PrefillPlan(pieces, bucket)
 
     def _rows_to_prefill(self, first: Request, size: int) -> int:
@@ -329,11 +330,11 @@ class Scheduler:
         Args:
             first: first request of the prefill, which is running.
         """
-        rows, padded, pages, soon = 0, 0, self.pages.num_free, set[Digest]()
+        rows, filled, pages, soon = 0, 0, self.pages.num_free, set[Digest]()
         block = block_rows(size)[1]
         running = [request for request in self.running if not request.is_prefilled]
         for request in [*running, *self.waiting[: len(self._free_slots)]]:
-            if padded >= size or request.prefill_outputs != first.prefill_outputs:
+            if filled >= size or request.prefill_outputs != first.prefill_outputs:
                 break
             state, digests, start = request.state, self._digests_to_match(request), request.state.num_prefilled
             if state.slot is None:
@@ -343,8 +344,8 @@ class Scheduler:
                     break
                 start = min(shared * self.pages.page_size, request.rows_committed - 1)
             soon.update(digests)  # cached once the request's piece is planned
-            rows = padded + request.rows_committed - start
-            padded += -(-(request.rows_committed - start) // block) * block
+            rows = filled + request.rows_committed - start
+            filled += padded(request.rows_committed - start, block)
         return rows
 
     def _plan_piece(self, request: Request, count: int) -> Piece:

@@ -68,7 +68,7 @@ def user_folder() -> Path:
 def make_private(folder: Path) -> None:
     """Create a folder that only its owner can write to.
 
-    Whoever can write to the folder can run code in this process.
+    A user who can write to the folder can make this process run other code.
 
     Raises:
         OSError: the folder cannot be created.

@@ -19,6 +19,7 @@ from jspec.core.records import (
     SlotView,
     StepOutput,
     Verdict,
+    of_piece,
     pack_result,
 )
 from jspec.models import kv_cache
@@ -82,9 +83,7 @@ def prefill_step(
 def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
     """Write lengths, pages and sampling parameters of requests into their slots; every piece repeats this."""
 
-    def put(all_: Array, own: Array) -> Array:
-        return all_.at[pieces.slot].set(own, mode="drop")
-
+    put = partial(_put, pieces)
     used = state.controls
     return replace(
         state,
@@ -96,6 +95,11 @@ def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
     )
 
 
+def _put(pieces: PromptPiece, all_: Array, own: Array) -> Array:
+    """Return the values of all slots with those of the pieces' slots replaced."""
+    return all_.at[pieces.slot].set(own, mode="drop")
+
+
 @jax.named_scope("blocks")
 def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotView) -> PromptBatch:
     """Assign the blocks of tokens to the pieces, in order; every piece begins with a block of its own."""
@@ -103,10 +107,7 @@ def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotVi
     taken = jnp.where(pieces.count > 0, -(-pieces.count // rows), 0)  # padding pieces have no tokens
     ends = jnp.cumsum(taken)
     piece = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
-
-    def of_block(values: Array, padding: int = 0) -> Array:
-        return values.at[piece].get(mode="fill", fill_value=padding)
-
+    of_block = partial(of_piece, piece=piece)
     offset = rows * (jnp.arange(count) - of_block(ends - taken))  # of a block's first token in its piece
     first_row = jnp.where(piece < len(taken), of_block(pieces.start) + offset, 0).astype(jnp.int32)
     steps = jnp.arange(rows, dtype=jnp.int32)
@@ -147,9 +148,7 @@ def _first_tokens(
     )
     is_last: Bool[Array, "pieces"] = pieces.last == 1
 
-    def put(all_: Array, own: Array) -> Array:
-        return all_.at[pieces.slot].set(own, mode="drop")
-
+    put = partial(_put, pieces)
     state = replace(
         state,
         root=put(state.root, token[:, 0]),

@@ -31,14 +31,11 @@ def unpack_fp8(loaded: Array, dtype: jnp.dtype, interpret: bool) -> list[Array]:
         return [jax.lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves]
     halves = []
     for byte_selector in ("0x20", "0x31"):  # $1 holds two pairs; select their low bytes, then their high bytes
-        halves += pltriton.elementwise_inline_asm(
+        assembly = (
             f"{{ .reg .b32 own; .reg .b16 pair; prmt.b32 own, $1, 0, {byte_selector}; cvt.u16.u32 pair, own; "
-            "cvt.rn.f16x2.e4m3x2 $0, pair; }",
-            args=[loaded],
-            constraints="=r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(loaded.shape, jnp.float16)],
+            "cvt.rn.f16x2.e4m3x2 $0, pair; }"
         )
+        halves.append(_elementwise(assembly, "=r,r", jnp.float16, loaded, pack=2))
     return [half.astype(dtype) for half in halves]
 
 
@@ -55,15 +52,11 @@ def replace_nonfinite(values: Array, interpret: bool) -> Array:
         return jnp.where(jnp.isnan(values), -most, jnp.clip(values, -most, most))
     kind, largest = ("bf16x2", 0x7F7F) if values.dtype == jnp.bfloat16 else ("f16x2", 0x7BFF)
     bounds = [f"{pair | pair << 16:#x}" for pair in (largest | 0x8000, largest)]
-    (values,) = pltriton.elementwise_inline_asm(
+    assembly = (
         f"{{ .reg .b32 low, high; mov.b32 low, {bounds[0]}; mov.b32 high, {bounds[1]}; "
-        f"max.{kind} low, $1, low; min.{kind} $0, low, high; }}",  # max and min of a number and NaN return the number
-        args=[values],
-        constraints="=r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, values.dtype)],
+        f"max.{kind} low, $1, low; min.{kind} $0, low, high; }}"  # max and min of a number and NaN return the number
     )
-    return values
+    return _elementwise(assembly, "=r,r", values.dtype, values, pack=2)
 
 
 def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) -> Array:
@@ -74,14 +67,8 @@ def scaled_exp2(exponent: Array, factor: float, offset: Array, interpret: bool) 
     if interpret:
         return jnp.exp2(exponent * factor - offset)
     bits = np.float32(factor).view(np.uint32)
-    (power,) = pltriton.elementwise_inline_asm(
-        f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, e; }}",
-        args=[exponent, -offset],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(exponent.shape, jnp.float32)],
-    )
-    return power
+    assembly = f"{{ .reg .f32 e; fma.rn.f32 e, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, e; }}"
+    return _elementwise(assembly, "=f,f,f", jnp.float32, exponent, -offset)
 
 
 def scaled_tanh(values: Array, factor: float, exact: bool) -> Array:
@@ -92,29 +79,18 @@ def scaled_tanh(values: Array, factor: float, exact: bool) -> Array:
     if exact:
         return jnp.tanh(values * factor)
     bits = np.float32(2 * math.log2(math.e) * factor).view(np.uint32)
-    (tanh,) = pltriton.elementwise_inline_asm(
+    assembly = (
         f"{{ .reg .f32 e; mul.f32 e, $1, 0f{bits:08X}; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
-        "rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, 0fC0000000, 0f3F800000; }",
-        args=[values],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, jnp.float32)],
+        "rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, 0fC0000000, 0f3F800000; }"
     )
-    return tanh
+    return _elementwise(assembly, "=f,f", jnp.float32, values)
 
 
 def count_ones(words: Array, interpret: bool) -> Array:
     """Returns the number of bits that are 1 in each 32-bit word, as int32."""
     if interpret:
         return jax.lax.population_count(words).astype(jnp.int32)
-    (count,) = pltriton.elementwise_inline_asm(
-        "popc.b32 $0, $1;",
-        args=[words],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
-    )
-    return count
+    return _elementwise("popc.b32 $0, $1;", "=r,r", jnp.int32, words)
 
 
 def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
@@ -124,3 +100,20 @@ def divmod_u32(row: Array, page: int) -> tuple[Array, Array]:
     """
     row = row.astype(jnp.uint32)
     return (row // page).astype(jnp.int32), (row % page).astype(jnp.int32)
+
+
+def _elementwise(assembly: str, constraints: str, dtype: jnp.dtype, *values: Array, pack: int = 1) -> Array:
+    """Runs PTX instructions on each element, or on each group of `pack` elements, of arrays of one shape.
+
+    Args:
+        assembly: the instructions; $0 is the register of the result, $1, $2 and so on are those of the arrays.
+        constraints: kinds of the registers, the result's first.
+        dtype: dtype of the result.
+        values: the arrays.
+        pack: number of elements in a register.
+    """
+    result = jax.ShapeDtypeStruct(values[0].shape, dtype)
+    (found,) = pltriton.elementwise_inline_asm(
+        assembly, args=values, constraints=constraints, pack=pack, result_shape_dtypes=[result]
+    )
+    return found

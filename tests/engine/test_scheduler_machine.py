@@ -305,7 +305,7 @@ def reclaims_too_much(self: Scheduler) -> None:
 
 
 def drops_too_much(self: Scheduler, request: Request, committed: int) -> None:
-    """Give back a page too many behind the window."""
+    """Give back one page that the window still covers."""
     if self.limits.window is not None:
         self.pages.drop(request.id, max(committed + self.pages.page_size - self.limits.window, 0))
 
