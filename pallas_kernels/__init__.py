@@ -4,6 +4,7 @@ from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.kv_pages import append, move_rows
 from pallas_kernels.attention.paged_attention import paged_attention
+from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
@@ -30,6 +31,7 @@ __all__ = [
     "move_rows",
     "norm_columns",
     "paged_attention",
+    "prompt_attention",
     "quantize_rows",
     "rotate_append",
     "sample_tokens",

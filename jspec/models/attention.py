@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.records import TokenBatch
+from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.layer_config import GQA
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
+from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
 
@@ -61,7 +62,7 @@ def project_and_attend(
 ) -> tuple[Inputs, Array, Array]:
     """Run `project`, then `attend`.
 
-    One kernel does both if ``batch`` has no ``base``, and if ``batch.deterministic`` is False.
+    One kernel does both for the nodes of draft trees, if ``batch`` has no ``base`` and is not deterministic.
 
     Args:
         qkv, k_pool, v_pool, batch, transform, config, dtype: arguments of `project`.
@@ -71,7 +72,7 @@ def project_and_attend(
         The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
     options: dict[str, Any] = {"start": start, "quantize_output": quantize_output}
-    if batch.base is not None or batch.deterministic:
+    if batch.base is not None or batch.deterministic or isinstance(batch, PromptBatch):
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, transform, config, dtype)
         return attend(q, k_pool, v_pool, batch, config, sinks=sinks, **options), k_pool, v_pool
     run = partial(append_attention, heads=config.heads, dtype=dtype, implementation=batch.implementation)
@@ -115,6 +116,10 @@ def attend(
     Returns:
         The attended values with their heads concatenated, [batch, tokens, heads * head_dim].
     """
+    if isinstance(batch, PromptBatch) and not batch.deterministic and not start:
+        own = batch.page_table, batch.first_row, batch.piece, batch.of_piece(batch.ends)
+        options: dict[str, Any] = {"quantize_output": quantize_output, "implementation": batch.implementation}
+        return _concat_heads(prompt_attention(q, k_pool, v_pool, *own, sinks, **_scores(batch, config), **options))
     out = paged_attention(
         q,
         k_pool,

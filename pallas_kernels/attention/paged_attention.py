@@ -46,10 +46,10 @@ MOST_QUERIES = 128  # most queries per kernel call of deterministic attention, t
 
 def _reference(*arguments, quantize_output, **options):
     out = attention_reference.reference(*arguments, **options)
-    return _quantize_heads(out, "reference") if quantize_output else out
+    return quantize_heads(out, "reference") if quantize_output else out
 
 
-def _quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
+def quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
     """Quantises attention [B, T, H, D] to float8; all heads of a query form one row."""
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
@@ -160,7 +160,7 @@ def run_kernels(
             interpret=interpret,
             name="paged_attention_merge",
         )(*attended, lengths, sinks)
-    merged = _quantize_heads(merged, "pallas" if interpret else "auto") if quantize_output else merged
+    merged = quantize_heads(merged, "pallas" if interpret else "auto") if quantize_output else merged
     return [merged, *written_pools]
 
 

@@ -1,0 +1,87 @@
+"""Attention of many new rows of prompts over a paged KV cache, on Hopper GPUs by a kernel of its own."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.attention.paged_attention import check_scores, paged_attention, quantize_heads
+from pallas_kernels.attention.prompt_kernel import ROWS, TILE, attend_prompts
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layers.hopper_kernel import multiprocessors
+from pallas_kernels.layers.quantized import QuantizedActivation
+
+LEAST_QUERIES = 512  # of a call; with fewer, too few CTAs run: 128 queries after 8k rows took 152 us instead of 90
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def _is_supported(q: Array, k_pool: Array) -> bool:
+    """Returns whether the kernel supports the shapes and dtypes of a call."""
+    blocks, tokens, heads, dim = q.shape
+    kv_heads, page = k_pool.shape[1:3]
+    own, group = ROWS // tokens, heads // kv_heads  # a warpgroup has `own` heads
+    fits = ROWS % tokens == 0 and (group == 2 * own or (group == own and blocks % 2 == 0))
+    return fits and dim in (64, 128) and TILE % page == page % 8 == 0 and q.dtype == k_pool.dtype in DTYPES
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "quantize_output", "implementation"))
+def prompt_attention(
+    q: Float[Array, "B T H D"],
+    k_pool: Float[Array, "pages KH page D"],
+    v_pool: Float[Array, "pages KH page D"],
+    page_table: Int32[Array, "B P"],
+    first_row: Int32[Array, " B"],
+    sequence: Int32[Array, " B"],
+    ends: Int32[Array, " B"],
+    sinks: Float[Array, " heads"] | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    quantize_output: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T H D"] | QuantizedActivation:
+    """Returns the causal attention of blocks of T tokens; a sequence has any number of blocks.
+
+    The result is that of `paged_attention` without bits for ``lengths=first_row``, except that the output of a query
+    after its sequence's end is arbitrary. On a Hopper GPU a kernel of its own serves calls of at least
+    `LEAST_QUERIES` queries in bfloat16 or float16 without sinks and softcap, with 4 or 8 query heads per KV head (for
+    blocks of 16), 64 or 128 channels, and pages of 8 to 128 rows; all other calls run `paged_attention`.
+
+    Args:
+        q: queries [B, T, H, D].
+        k_pool, v_pool: pages of keys and values [pages, KH, page, D]; they hold the rows of all blocks already.
+        page_table: page numbers of each block's sequence [B, P].
+        first_row: cache row of each block's first query [B].
+        sequence: number of each block's sequence [B]; blocks of equal number have equal page tables and ends, and
+            follow one another in order of their rows.
+        ends: number of cache rows that each block's sequence has [B]; rows from there on may hold any value, even NaN.
+        sinks, window, scale, softcap, quantize_output: as in `paged_attention`.
+        implementation: as in `paged_attention`; "pallas" runs `paged_attention`'s kernel on a CPU.
+
+    Returns:
+        The attention [B, T, H, D] in q's dtype, or quantised from q's dtype. Softmax and sums are computed in float32.
+
+    Raises:
+        ValueError: shapes do not fit each other, or an option is out of its range.
+    """
+    check_scores(q.shape[2], sinks, window, scale, softcap)
+    options: dict[str, Any] = {"window": window, "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale}
+
+    def others(q, k_pool, v_pool, page_table, first_row, sequence, ends):
+        more = {**options, "softcap": softcap, "quantize_output": quantize_output, "implementation": implementation}
+        return paged_attention(q, k_pool, v_pool, page_table, first_row, None, sinks, **more)
+
+    def kernel(*arrays):
+        out = attend_prompts(*arrays, **options)
+        return quantize_heads(out, implementation) if quantize_output else out
+
+    arrays = (q, k_pool, v_pool, page_table, first_row, sequence, ends)
+    is_plain = sinks is None and softcap is None and implementation != "reference"
+    is_long = q.shape[0] * q.shape[1] >= LEAST_QUERIES
+    if not (is_plain and is_long and multiprocessors() and _is_supported(q, k_pool)):
+        return others(*arrays)
+    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=others)

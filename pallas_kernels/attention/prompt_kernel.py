@@ -1,0 +1,344 @@
+"""The Hopper kernel of `prompt_attention`, written for Mosaic GPU.
+
+Terms: a CTA is one Pallas program. It has three warpgroups: two compute, the third one loads. A computing warpgroup has
+64 query rows: the 16 tokens of a block, for 4 query heads of one KV head. A tile is `TILE` cache rows of one sequence,
+for one KV head. The loader fetches tiles of K and V, page by page; both computing warpgroups read each tile.
+
+With 4 query heads per KV head the two computing warpgroups have two blocks, with 8 they share one. If two blocks belong
+to different sequences, the loader fetches the tiles of the first block, then those of the second. So each warpgroup
+computes in an interval of the steps, and skips the others.
+
+The two warpgroups take turns on the tensor cores, so that one multiplies while the other one computes its softmax; the
+method is that of FlashAttention-3 (arXiv:2407.08608, section 3.1).
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+ROWS = 64  # query rows of a warpgroup, as many as `wgmma` multiplies at once
+TILE = 128  # cache rows of a tile
+STAGES = 2  # tiles of K, and as many of V, in shared memory
+COMPUTING = 2  # warpgroups that compute
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40  # per thread; together they fill a multiprocessor
+LEAST = -1e30  # maximum of no scores; finite, because the difference of two infinities is NaN
+
+
+class Sizes(NamedTuple):
+    """The static sizes of a call."""
+
+    tokens: int  # tokens of a block
+    group: int  # query heads per KV head
+    page: int  # cache rows of a page
+    dim: int  # channels of a head
+    window: int | None  # newest rows that a query sees; None: all
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads of a warpgroup."""
+        return ROWS // self.tokens
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a CTA."""
+        return COMPUTING * self.heads // self.group
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of a tile."""
+        return TILE // self.page
+
+
+class Span(NamedTuple):
+    """The cache rows that a block's queries see: traced scalars."""
+
+    first: Any  # row of the block's first query
+    end: Any  # number of rows that the block's sequence has
+    lowest: Any  # first row that a query sees
+    start: Any  # first tile
+    stop: Any  # tile after the last one
+
+
+class Refs(NamedTuple):
+    """The arrays in device memory."""
+
+    q: Any  # [blocks, tokens, heads, dim]
+    k: Any  # [pages, kv_heads, page, dim]
+    v: Any
+    page_table: Any  # [blocks, columns]
+    first_row: Any  # [blocks]
+    sequence: Any  # [blocks]
+    ends: Any  # [blocks]
+    out: Any  # [blocks, tokens, heads, dim]
+
+
+class Memory(NamedTuple):
+    """The shared memory of a CTA, with its barriers."""
+
+    q: Any  # [computing, ROWS, dim], also the output
+    k: Any  # [stages, TILE, dim]
+    v: Any
+    q_arrived: Any
+    k_arrived: Any
+    v_arrived: Any
+    k_done: Any
+    v_done: Any
+    turn: Any  # passed by both computing warpgroups when the tensor cores change hands
+
+
+class _Cta:
+    """The operations of one CTA."""
+
+    def __init__(self, refs: Refs, memory: Memory, sizes: Sizes, scale: float, interpret: bool) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+        self.plgpu, self.refs, self.memory, self.sizes, self.interpret = plgpu, refs, memory, sizes, interpret
+        self.factor = scale * math.log2(math.e)  # of scores, whose exponentials are powers of two
+        self.group, self.kv_head = lax.axis_index("warpgroup"), lax.axis_index("kv_head")
+        # The last blocks have the most rows to read: they begin first.
+        first = (pl.cdiv(refs.q.shape[0], sizes.blocks) - 1 - lax.axis_index("blocks")) * sizes.blocks
+        self.blocks = first, first + sizes.blocks - 1
+        self.spans = tuple(map(self.span_of, self.blocks))
+        own, other = self.spans
+        self.is_shared = refs.sequence[self.blocks[0]] == refs.sequence[self.blocks[1]]
+        # Step i reads tile i + base of the block that it serves.
+        steps = own.stop - own.start
+        self.bases = own.start, jnp.where(self.is_shared, own.start, other.start - steps)
+        self.switch = jnp.where(self.is_shared, 2**30, steps)  # first step for the second block alone
+        self.steps = jnp.maximum(steps, other.stop - self.bases[1])
+
+    def span_of(self, block: Any) -> Span:
+        sizes, (first, end) = self.sizes, (self.refs.first_row[block], self.refs.ends[block])
+        stop = lax.div(jnp.minimum(first + sizes.tokens, end) + (TILE - 1), TILE)
+        lowest = jnp.int32(0) if sizes.window is None else jnp.maximum(first - (sizes.window - 1), 0)
+        return Span(first, end, lowest, jnp.minimum(lax.div(lowest, TILE), stop), stop)
+
+    def load_tiles(self) -> None:
+        """Fetches the tiles of all steps, as soon as their place in shared memory is free."""
+        refs, memory, sizes = self.refs, self.memory, self.sizes
+        columns = refs.page_table.shape[1]
+
+        def pages_of(step):
+            second = step >= self.switch
+            block, base = (jnp.where(second, pair[1], pair[0]) for pair in (self.blocks, self.bases))
+            column = (step + base) * sizes.pages
+            return [refs.page_table[block, jnp.minimum(column + i, columns - 1)] for i in range(sizes.pages)]
+
+        def load(step, pages):
+            following = pages_of(jnp.minimum(step + 1, self.steps - 1))  # read while this step waits
+            slot = lax.rem(step, STAGES)
+            for pool, tiles, arrived, done in (
+                (refs.k, memory.k, memory.k_arrived, memory.k_done),
+                (refs.v, memory.v, memory.v_arrived, memory.v_done),
+            ):
+                pl.when(step >= STAGES)(functools.partial(self.plgpu.barrier_wait, done.at[slot]))
+                for i, page in enumerate(pages):
+                    target = tiles.at[slot, pl.ds(i * sizes.page, sizes.page)]
+                    self.plgpu.copy_gmem_to_smem(pool.at[page, self.kv_head], target, arrived.at[slot])
+            return following
+
+        lax.fori_loop(0, self.steps, load, pages_of(jnp.int32(0)))
+
+    def attend(self) -> None:
+        """Computes the attention of this warpgroup's rows, and stores it."""
+        plgpu, sizes = self.plgpu, self.sizes
+        block, base, *span = (
+            jnp.where(self.group == 1, second, first) if sizes.blocks == 2 else first
+            for first, second in zip(
+                (self.blocks[0], self.bases[0], *self.spans[0]),
+                (self.blocks[1], self.bases[1], *self.spans[1]),
+                strict=True,
+            )
+        )
+        own = Span(*span)
+        head = self.kv_head * sizes.group + (0 if sizes.blocks == 2 else self.group * sizes.heads)
+        rows = [self.memory.q.at[self.group, pl.ds(i * sizes.tokens, sizes.tokens)] for i in range(sizes.heads)]
+        for i, part in enumerate(rows):
+            plgpu.copy_gmem_to_smem(self.refs.q.at[block, :, head + i], part, self.memory.q_arrived.at[self.group])
+        plgpu.barrier_wait(self.memory.q_arrived.at[self.group])
+
+        out = self.attended(own, base)
+        self.memory.q[self.group] = out.astype(self.refs.out.dtype)
+        plgpu.commit_smem()
+        for i, part in enumerate(rows):
+            plgpu.copy_smem_to_gmem(part, self.refs.out.at[block, :, head + i])
+        plgpu.wait_smem_to_gmem(0)
+
+    def attended(self, own: Span, base: Any) -> jax.Array:
+        """Returns the attention of this warpgroup's rows [ROWS, dim] in float32."""
+        layout = self.plgpu.Layout.WGMMA
+        carry = (
+            self.plgpu.layout_cast(jnp.zeros((ROWS, self.sizes.dim), jnp.float32), layout),  # sum of weighted values
+            self.plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), layout.reduce(1)),  # largest score
+            self.plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),  # sum of weights
+        )
+        begin, stop = own.start - base, own.stop - base
+        # All queries see all rows of the tiles before the block's first row, if there is no window.
+        masked = begin
+        if self.sizes.window is None:
+            masked = jnp.clip(lax.div(own.first, TILE) - base, begin, stop)
+        step = functools.partial(self.step, own, base)
+        pl.when(self.group == 1)(self.pass_turn)  # the first warpgroup has the first turn
+        lax.fori_loop(0, begin, self.skip, None)
+        carry = lax.fori_loop(begin, masked, functools.partial(step, is_masked=False), carry)
+        out, _, total = lax.fori_loop(masked, stop, functools.partial(step, is_masked=True), carry)
+        lax.fori_loop(stop, self.steps, self.skip, None)
+        pl.when(self.group == 0)(self.pass_turn)
+        return out * lax.broadcast_in_dim(jnp.where(total > 0, 1 / total, 0.0), out.shape, [0])
+
+    def pass_turn(self) -> None:
+        self.plgpu.barrier_arrive(self.memory.turn)
+        self.plgpu.barrier_wait(self.memory.turn)
+
+    def skip(self, step: Any, _: None) -> None:
+        """Takes part in a step whose tile this warpgroup does not read."""
+        slot = lax.rem(step, STAGES)
+        for arrived, done in (
+            (self.memory.k_arrived, self.memory.k_done),
+            (self.memory.v_arrived, self.memory.v_done),
+        ):
+            self.plgpu.barrier_wait(arrived.at[slot])
+            self.plgpu.barrier_arrive(done.at[slot])
+            self.pass_turn()
+
+    def step(self, own: Span, base: Any, step: Any, carry: Any, *, is_masked: bool) -> Any:
+        """Adds a tile to the weighted sum of values, by the online softmax; arrays as in `attended`."""
+        plgpu, memory = self.plgpu, self.memory
+        out, most, total = carry
+        slot, first_row = lax.rem(step, STAGES), (step + base) * TILE
+        plgpu.barrier_wait(memory.k_arrived.at[slot])
+        scores = pl.run_scoped(functools.partial(self.scores, slot), plgpu.ACC((ROWS, TILE), jnp.float32))
+        plgpu.barrier_arrive(memory.k_done.at[slot])
+        if is_masked:
+            scores = jnp.where(self.visible(own, first_row), scores, -jnp.inf)
+        old, most = most, jnp.maximum(most, scores.max(axis=1) * self.factor)
+        weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(most, scores.shape, [0]))
+        shrink = jnp.exp2(old - most)
+        out *= lax.broadcast_in_dim(shrink, out.shape, [0])
+        total = total * shrink + weights.sum(axis=1)
+        # Keep the softmax before the turn: the compiler must not move it behind the barrier.
+        out, most, total, weights = lax.optimization_barrier((out, most, total, weights.astype(memory.v.dtype)))
+        plgpu.barrier_arrive(memory.turn)
+        plgpu.barrier_wait(memory.v_arrived.at[slot])
+        plgpu.barrier_wait(memory.turn)
+        if is_masked:
+            self.clear_unseen_values(own, slot, first_row)
+        out = self.add_values(out, weights, slot)
+        plgpu.barrier_arrive(memory.v_done.at[slot])
+        return out, most, total
+
+    def scores(self, slot: Any, sums: Any) -> jax.Array:
+        """Returns q @ k.T [ROWS, TILE]; the other warpgroup's turn begins when this product has been issued."""
+        self.plgpu.wgmma(sums, self.memory.q.at[self.group], self.memory.k.at[slot].T)
+        self.pass_turn()
+        return sums[...]
+
+    def visible(self, own: Span, first_row: Any) -> jax.Array:
+        """Returns which rows of a tile each query sees [ROWS, TILE]."""
+        iota = functools.partial(self.plgpu.broadcasted_iota, jnp.int32, layout=self.plgpu.Layout.WGMMA)
+        query = (iota((ROWS, TILE), 0) & (self.sizes.tokens - 1)) + own.first
+        row = iota((ROWS, TILE), 1) + first_row
+        seen = (row <= query) & (row < own.end)
+        return seen if self.sizes.window is None else seen & (row > query - self.sizes.window)
+
+    def clear_unseen_values(self, own: Span, slot: Any, first_row: Any) -> None:
+        """Writes zeros over the rows of a tile of V that no query of this CTA sees.
+
+        They may hold NaN, and 0 * NaN is NaN. The other warpgroup writes the same zeros in its own turn.
+        """
+        lowest = jnp.where(self.is_shared, self.spans[0].lowest, own.lowest)
+
+        @pl.when((first_row + TILE > own.end) | (first_row < lowest))
+        def _():
+            for start in range(0, TILE, ROWS):
+                values = self.memory.v.at[slot, pl.ds(start, ROWS)]
+                layout = self.plgpu.Layout.WGMMA
+                row = self.plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + (first_row + start)
+                seen = (row < own.end) & (row >= lowest)
+                values[...] = jnp.where(seen, values[...], jnp.zeros((), values.dtype))
+            self.plgpu.commit_smem()
+
+    def add_values(self, out: jax.Array, weights: jax.Array, slot: Any) -> jax.Array:
+        """Returns out + weights @ v."""
+        if self.interpret:  # the interpreter supports neither this product nor `ACC.init`
+            values = self.memory.v[slot].astype(jnp.float32)
+            self.plgpu.commit_smem()
+            return out + weights.astype(jnp.float32) @ values
+
+        def multiply(sums):
+            self.plgpu.wgmma(sums, weights, self.memory.v.at[slot])
+
+        return pl.run_state(multiply)(self.plgpu.ACC.init(out))
+
+
+def attend_prompts(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    page_table: jax.Array,
+    first_row: jax.Array,
+    sequence: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Runs the kernel; the arguments are those of `prompt_attention`.
+
+    Args:
+        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+    (blocks, tokens, heads, dim), (_, kv_heads, page, _) = q.shape, k_pool.shape
+    sizes = Sizes(tokens, heads // kv_heads, page, dim, window)
+
+    def shared(*shape):
+        transforms = plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    def barrier(arrivals, count):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    def kernel(refs, *memory):
+        cta = _Cta(refs, Memory(*memory), sizes, scale, bool(interpret))
+
+        @pl.when(cta.group == COMPUTING)
+        def _():
+            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+            cta.load_tiles()
+
+        @pl.when(cta.group < COMPUTING)
+        def _():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            cta.attend()
+
+    def entry(*refs):
+        pl.run_scoped(
+            functools.partial(kernel, Refs(*refs)),
+            shared(COMPUTING, ROWS, dim),
+            *[shared(STAGES, TILE, dim)] * 2,
+            barrier(sizes.heads, COMPUTING),
+            *[barrier(sizes.pages, STAGES)] * 2,
+            *[barrier(COMPUTING, STAGES)] * 2,
+            plgpu.Barrier(num_arrivals=COMPUTING),
+            collective_axes="warpgroup",
+        )
+
+    return plgpu.kernel(
+        entry,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(kv_heads, math.ceil(blocks / sizes.blocks)),
+        grid_names=("kv_head", "blocks"),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        kernel_name="prompt_attention",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=interpret,
+    )(q, k_pool, v_pool, page_table, first_row, sequence, ends)
