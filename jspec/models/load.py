@@ -206,7 +206,7 @@ def read_checkpoint(
     Raises:
         ValueError: the checkpoint is not of the required kind. `load` lists the other errors.
     """
-    dtype = _dtype_name(dtype)
+    dtype = dtype_name(dtype)
     folder = find(path)
     logger.info("loading %s", folder)
     if orbax.is_checkpoint(folder):
@@ -281,7 +281,7 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
     return plan_folder(folder, read_format, kind=kind, families=families.model_types())
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
 
     Raises:

@@ -341,3 +341,20 @@ def test_prompt_file_with_a_wrong_line_raises_naming_the_line(
     path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in objects))
     with pytest.raises(ValueError, match=expected):
         read_prompts(path, 2)
+
+
+@pytest.mark.long
+def test_serve_command_with_a_shape_serves_random_weights_with_and_without_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out.json"
+    words = ["bench", "serve", "--shape", "tiny", "--num-prompts", "3", "--input-len", "20", "--output-len", "4"]
+    assert main([*words, "--slots", "2", "--tree", "none", "chain:2", "--json", str(out)]) == 0
+    plain, drafted = json.loads(out.read_text())["results"]
+    assert plain["completed"] == drafted["completed"] == 3
+    assert plain["total_output_tokens"] == drafted["total_output_tokens"] <= 12
+    assert (plain["num_draft_tokens"], drafted["num_draft_tokens"] > 0) == (0, True)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a text"}')
+    assert main([*words, "--prompts", str(prompts), "--num-prompts", "1"]) == 2
+    assert "pass a --target" in capsys.readouterr().err

@@ -13,12 +13,16 @@ from convert import hub
 from jspec.core.tree import Tree
 from jspec.draft import auto
 from jspec.draft.base import Drafter
+from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle_head import EagleHead
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.engine.api import Engine
 from jspec.engine.tokenizer import Tokenizer
+from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
+from jspec.tools.bench import random_models
 from jspec.tools.bench.report import count, option
 
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
@@ -42,25 +46,41 @@ class Pair:
     """A target, loaded once for several engines, and the source of its drafters."""
 
     target: Model
-    tokenizer: Tokenizer
+    words: Tokenizer | None  # the target's tokenizer; None: it has none
     eos_ids: tuple[int, ...]
     draft: str | None  # folder or hub id, "ngram" or "suffix"; None: plain decoding only
     dtype: str | None  # dtype of the weights; None: float32 on CPU, bfloat16 elsewhere
+    head: EagleHead | None = None  # a head with random weights, used if ``draft`` is None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pair:
-        """Load the target that the command line names (`OPTIONS`), else the embedded target and its head."""
+        """Load the target that the command line names (`OPTIONS`), else the embedded target and its head.
+
+        ``--shape``, if the command has it, stands for a target and a head with random weights, without a tokenizer.
+        """
         target, draft, tokenizer = arguments.target, arguments.draft, arguments.tokenizer
+        if shape := getattr(arguments, "shape", None):
+            if target is not None:
+                raise ValueError(f"--target: expected none with --shape {shape}, got {target}; pass one of them")
+            dtype = load.dtype_name(arguments.dtype)
+            model, head = random_models.random_target(shape, dtype), random_models.random_head(shape, dtype)
+            return cls(model, None, (), draft, dtype, head)
         if target is None:
             target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
         model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
         return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.words is None:
+            raise ValueError("--shape: expected random tokens as prompts, got texts, and no tokenizer; pass a --target")
+        return self.words
+
     def engine(self, drafter: Drafter | None, **options: Any) -> Engine:
         return Engine(
             self.target,
             drafter=drafter,
-            tokenizer=self.tokenizer,
+            tokenizer=self.words,
             eos_ids=self.eos_ids,
             compile_ahead=True,  # nothing compiles while times are measured
             **options,
@@ -70,6 +90,8 @@ class Pair:
         """Return a new drafter for a draft tree; without a tree return None, which means plain decoding."""
         if tree is None:
             return None
+        if self.draft is None and self.head is not None:
+            return Eagle3(self.head, tree)
         if self.draft is None:
             raise ValueError(f"--tree {tree}: expected --draft, who drafts it, got none; name one, or --tree none")
         own = {"ngram": NGram, "suffix": Suffix}.get(self.draft)

@@ -29,6 +29,7 @@ from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
 from jspec.engine.metrics import Metrics
 from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
+from jspec.tools.bench import random_models
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
@@ -379,5 +380,6 @@ OPTIONS = (
     option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
+    option("--shape", choices=sorted(random_models.TARGETS), help="random weights of this shape; default: none"),
     *ENGINE_OPTIONS,
 )
