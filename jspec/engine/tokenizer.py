@@ -42,8 +42,13 @@ class Tokenizer(Protocol):
     hidden_ids: frozenset[int]
     byte_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
-        """Convert a text to token ids, including the special tokens that the tokenizer adds."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert a text to token ids.
+
+        Args:
+            add_special_tokens: whether to include the special tokens that the tokenizer adds; the engine itself never
+                gives this argument.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -84,8 +89,9 @@ class ByteTokenizer:
     vocab_size = 256
     hidden_ids: frozenset[int] = frozenset()
     byte_ids: frozenset[int] = frozenset()
+    chat_template = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -146,8 +152,8 @@ class HFTokenizer:
                     "another version of transformers",
                 )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, verbose=False))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         # Removing blanks before punctuation would change text that was streamed already.
@@ -158,6 +164,11 @@ class HFTokenizer:
         other = copy(self)
         other._skips_special_tokens, other.hidden_ids, other.special_texts = False, frozenset(), {}
         return other
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name; None: there is none."""
+        return self._tokenizer.chat_template or None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if not self._tokenizer.chat_template and "{" not in options.get("chat_template", ""):

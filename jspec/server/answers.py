@@ -64,7 +64,9 @@ class Answer(ABC):
     def _check(self, ask: Ask) -> None:
         """Check fields that depend on one another."""
         if self.own.get("best_of", 1) > ask.params.get("n", 1):
-            raise invalid("best_of", f"expected at most n, because all completions are returned, got {self.own['best_of']}")
+            raise invalid(
+                "best_of", f"expected at most n, because all completions are returned, got {self.own['best_of']}"
+            )
         if self.options and not self.is_stream:
             raise invalid("stream_options", "expected nothing without stream; set stream, or leave it out")
         if self.is_stream and "prompt_logprobs" in ask.params:
@@ -179,7 +181,8 @@ class Generate:
         ask = await self._service.read(scope, receive, self._answer.table)
         answer = self._answer(self._service, ask)
         scope["jspec.answer"] = answer  # for the log
-        await while_there(receive, self._serve(answer, send))
+        with self._service.active():
+            await while_there(receive, self._serve(answer, send))
 
     async def _serve(self, answer: Answer, send: Send) -> None:
         service, seconds = self._service, self._service.settings.request_timeout
@@ -189,7 +192,6 @@ class Generate:
                 async with _until(deadline):
                     has_grammar = answer.params.grammar_field is not None
                     answer.requests = await service.in_thread(answer.prepare, has_grammar=has_grammar)
-            service.check_ready()  # it may have changed meanwhile
             with service.calls.submitted(answer.requests) as call:
                 if answer.is_stream:
                     await self._stream(answer, call, EventStream(send), deadline)

@@ -33,7 +33,9 @@ async def read_json(scope: Scope, receive: Receive, *, most: int, seconds: float
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"Content-Type: expected application/json, got {kind[:80]!r}", code="unsupported_media_type")
+        raise ApiError(
+            415, f"Content-Type: expected application/json, got {kind[:80]!r}", code="unsupported_media_type"
+        )
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > most:
         raise _too_large(most)

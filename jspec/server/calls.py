@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from jspec.engine.api import Engine
 from jspec.engine.engine_thread import Delivery, EngineThread
@@ -36,12 +37,14 @@ class Call:
 
     def push(self, prompt: int, delivery: Delivery) -> None:
         """Add the new output of one prompt."""
-        if delivery.chunk is not None:
-            self._new.setdefault(prompt * self._n + delivery.chunk.index, []).append(delivery.chunk)
+        chunk = delivery.chunk
+        self._new.setdefault(prompt * self._n + chunk.index, []).append(chunk)
         if delivery.last:
             self.unfinished.discard(prompt)
         if delivery.error is not None:
             self.fail(failed(delivery.error))
+        elif chunk.finish_reason == "abort":  # by something else than this call, which takes no output then
+            self.fail(ApiError(503, "the request was aborted; try again", code="aborted"))
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:
@@ -82,12 +85,15 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     first, last = chunks[0], chunks[-1]
-    joined = {
+    joined: dict[str, Any] = {
         name: None if getattr(first, name) is None else [entry for one in chunks for entry in getattr(one, name)]
         for name in ("token_ids", "from_draft", "logprobs", "pieces", "rounds")
     }
     text = None if first.text is None else "".join(one.text or "" for one in chunks)
     return replace(last, text=text, prompt_logprobs=first.prompt_logprobs, **joined)
+
+
+Key = tuple[Call, int]  # a call and the number of one of its prompts; names a request in the engine's thread
 
 
 class Calls:
@@ -182,8 +188,8 @@ class Calls:
 
     def _receive(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
-            call, prompt = delivery.key  # type: ignore[misc]
+            call, prompt = cast(Key, delivery.key)
             call.push(prompt, delivery)
-            self.rate.count(len(delivery.chunk.token_ids) if delivery.chunk else 0)
+            self.rate.count(len(delivery.chunk.token_ids))
             if delivery.last:
                 self.pending -= len(call.requests[prompt].samples)

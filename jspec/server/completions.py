@@ -87,14 +87,15 @@ class CompletionAnswer(Answer):
     def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         is_first = index not in self._offsets
         echo = self._prompt_text(index) if self.echoes and is_first else ""
+        text = echo + (chunk.text or "")
         choice = {
             "index": index,
-            "text": echo + (chunk.text or ""),
+            "text": text,
             "logprobs": self._logprobs(index, chunk, len(echo)),
             "finish_reason": finish_reason(chunk),
             "stop_reason": stop_reason(chunk),
         }
-        self._offsets[index] = self._offsets.get(index, 0) + len(choice["text"])
+        self._offsets[index] = self._offsets.get(index, 0) + len(text)
         if self.wants_ids:
             choice["token_ids"] = chunk.token_ids
             if is_first:

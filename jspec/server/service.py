@@ -43,6 +43,7 @@ class Service:
         state: "warming", "ready", "draining" or "unhealthy"; requests are served while it is "ready".
         calls: the open calls.
         texts: texts of single tokens.
+        num_active: number of requests whose fields were read and whose answers are not sent yet.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -53,6 +54,7 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "jspec-text")
         self._grammar_thread = ThreadPoolExecutor(1, "jspec-grammar")  # grammars are compiled one at a time
+        self.num_active = 0
         self._is_tracing = False
 
     @property
@@ -83,10 +85,17 @@ class Service:
         model = ask.own.get("model")
         if model is not None and model not in self.settings.names:
             names = ", ".join(self.settings.names)
-            raise ApiError(
-                404, f"model: expected {names}, got {model[:80]!r}", param="model", code="model_not_found"
-            )
+            raise ApiError(404, f"model: expected {names}, got {model[:80]!r}", param="model", code="model_not_found")
         return ask
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Count a request as active while the context is open."""
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
 
     async def in_thread(self, work: Callable[[], T], *, has_grammar: bool = False) -> T:
         """Run work that may take long in a worker thread; work with a grammar waits for other grammars."""
