@@ -16,6 +16,7 @@ MESSAGES: list[Any] = [
     {"role": "system", "content": "Tell a story."},
     {"role": "user", "content": "Once upon a time"},
 ]
+WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}
 SEEDED: dict[str, Any] = dict(max_completion_tokens=24, temperature=0.8, seed=7)
 
 
@@ -173,7 +174,10 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs.enable_thinking"),
         ({"extra_body": {"prompt": "a"}}, "prompt"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
+            "response_format",
+        ),
     ],
 )
 def test_wrong_field_raises_the_clients_error_that_names_it(
