@@ -107,7 +107,7 @@ class Stub:
         yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 
 
-STATS = {"pages_in_use": 3, "pages": 64, "running": 1, "waiting": 2, "acceptance_per_position": [0.5], "live": True}
+STATS = {"pages_used": 3, "pages_total": 64, "running": 1, "waiting": 2, "acceptance_by_position": [0.5], "live": True}
 
 
 def _event(body: dict[str, Any], text: str, rounds: list[Round], finish: str | None = None) -> str:
