@@ -189,6 +189,10 @@ class InputProcessor:
         penalty_input.check(params, words, stop_ids, vocab_size=self.vocab_size, max_new_tokens=max_new_tokens)
         return words
 
+    def limit_grammars(self, seconds: float) -> None:
+        """Lower the limit of CPU time for compiling one grammar, in seconds, for callers that nobody trusts."""
+        self._grammars.limit(seconds)
+
     def close(self) -> None:
         """End the process that compiles grammars."""
         self._grammars.close()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
-FIELD = re.compile(r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\])*): ")  # the field at the start of an error
+FIELD = re.compile(r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\])*)(?:: |(?==))")  # at the start of an error
 
 
 class ApiError(Exception):
@@ -62,7 +62,7 @@ def refused(
     """Turn an engine's error about an argument into an error about the field of the request that gave the argument.
 
     Args:
-        error: an error whose message begins with the argument's name and a colon.
+        error: an error whose message begins with the argument's name and a colon, or with ``name=value``.
         names: the field of the request for each argument whose name differs.
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
@@ -71,7 +71,8 @@ def refused(
     found = FIELD.match(message)
     field = None if found is None else names.get(found[1], found[1])
     if found is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
-        return invalid(field + found[2], message[found.end() :])
+        is_named = message[found.end() - 2 : found.end()] == ": "
+        return invalid(field + found[2], message[found.end() :] if is_named else message)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)

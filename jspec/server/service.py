@@ -21,6 +21,7 @@ from jspec.server.settings import Settings
 
 T = TypeVar("T")
 QUEUE_PER_SLOT = 5  # completions that may run or wait, for each slot
+GRAMMAR_SECONDS = 5.0  # CPU time to compile one grammar
 TEXT_THREADS = 2  # threads that tokenise and render templates
 WARMING, READY, DRAINING, UNHEALTHY = "warming", "ready", "draining", "unhealthy"
 REASONS = {
@@ -49,6 +50,7 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.state = READY
+        engine.input_processor.limit_grammars(GRAMMAR_SECONDS)
         limit = QUEUE_PER_SLOT * engine.config.slots if settings.max_queue is None else settings.max_queue
         self.calls = Calls(engine, limit)
         self.texts = TokenTexts(engine.tokenizer)

@@ -52,12 +52,8 @@ def _add_address_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
     parser.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
-    parser.add_argument(
-        "--allowed-host", nargs="+", default=(), metavar="NAME", help="further values of the header Host"
-    )
-    parser.add_argument(
-        "--allow-origin", nargs="+", default=(), metavar="ORIGIN", help="web pages that may call (CORS)"
-    )
+    parser.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
+    parser.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
     parser.add_argument("--log-text", action="store_true", help="log the texts of requests")
 
@@ -177,8 +173,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         names=tuple(arguments.served_model_name or (arguments.target,)),
         keys=tuple(map(digest_of, keys)),
         warm=warm,
-        allowed_hosts=tuple(arguments.allowed_host),
-        allow_origins=tuple(arguments.allow_origin),
+        allowed_hosts=tuple(arguments.allowed_host or ()),
+        allow_origins=tuple(arguments.allow_origin or ()),
         ignore_unknown=arguments.unknown_fields == "ignore",
         drain_seconds=arguments.drain_timeout,
         reasoning=not arguments.no_reasoning,
