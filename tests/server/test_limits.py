@@ -70,7 +70,7 @@ def test_each_of_several_keys_opens_all_routes_and_others_open_health_alone() ->
         for header in ("first", "Basic first", "Bearer"):
             assert refusal(server, Authorization=header) == (401, "invalid_api_key")
         with server.http() as http:
-            paths = ("/v1/models", "/metrics", "/stats", "/tokenize", "/nope", "/v1/models/tiny", "/health/", "//")
+            paths = ("/v1/models", "/metrics", "/stats", "/tokenize", "/nope", "/v1/models/tiny", "/health/")
             assert [http.get(path).status_code for path in paths] == [401] * len(paths)
             assert http.get("/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
