@@ -204,6 +204,28 @@ class Engine(EngineLoop):
         asked = await self._async_steps.finish(self, partial(make, keywords=fields))
         return [make_completion(request) for request in asked]
 
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Request:
+        """Make the request of one prompt, which `jspec.engine.engine_thread.EngineThread.submit` takes.
+
+        The prompt is tokenised, the parameters are checked and a grammar is compiled; nothing is queued. This may take
+        seconds, and any thread may do it while others run steps.
+
+        Args:
+            trace: whether to record every round's draft tree in ``Chunk.rounds``.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter cannot be served.
+        """
+        return self._make_request(prompt, params, sampling_params=sampling_params, trace=trace, keywords=fields)
+
     def submit(
         self,
         prompt: Prompt,

@@ -27,6 +27,7 @@ class Round:
         path: ids of the accepted nodes, the root first.
         accept_len: number of accepted draft tokens.
         emitted: emitted tokens, cut where the request ended.
+        start: number of the request's output tokens before the round.
     """
 
     tokens: np.ndarray
@@ -35,6 +36,7 @@ class Round:
     path: list[int]
     accept_len: int
     emitted: list[int]
+    start: int = 0
 
     def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
         """Draw the tree as text with one node per line; accepted nodes are marked with a star.
@@ -269,6 +271,9 @@ class Chunk:
         logprobs: one record per token of this chunk, if requested.
         prompt_logprobs: one record per prompt token (None for the first token), if requested; only in the first chunk.
         pieces: text of each new token, for coloured display; None without a tokenizer.
+        stop_reason: the stop token or the stop string that ended the completion; None except in the last chunk.
+        rounds: one record per round whose tokens are in this chunk, with ``trace=True``; else None.
+        metrics: counters of the completion; None except in its last chunk.
     """
 
     text: str | None
@@ -279,6 +284,9 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     pieces: list[str] | None = None
+    stop_reason: int | str | None = None
+    rounds: list[Round] | None = None
+    metrics: Metrics | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,1 +1,1 @@
-"""The HTTP server, over the public engine."""
+"""Serves an engine over HTTP with the routes of OpenAI's API (`jspec serve`); needs the extra `serve`."""

@@ -18,7 +18,7 @@ from jspec import SamplingParams
 from jspec.core.config import EngineConfig
 from jspec.engine.detokenizer import IncrementalDetokenizer
 from jspec.engine.input_processor import InputProcessor
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.support.tokenizer_folders import KINDS, PUBLISHED
 
 pytestmark = pytest.mark.once
@@ -241,6 +241,38 @@ def test_tokenizer_with_special_tokens_adds_and_hides_them(name: str, request: p
     assert tokenizer.encode("Once")[0] == 1
     assert tokenizer.hidden_ids == {0, 1, 2}
     assert len(tokenizer.byte_ids) == 256
+
+
+@pytest.mark.parametrize("name", each("chat", "sentencepiece"))
+def test_request_with_skip_special_tokens_false_shows_them_except_stop_tokens(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = load(name, request)
+    texts: dict[str, int] = tokenizer.special_texts  # type: ignore[attr-defined]
+    (first, second), word = list(texts)[:2], tokenizer.encode("Once")[-1]
+    processor = InputProcessor(tokenizer, tokenizer.vocab_size, (texts[second],), EngineConfig())
+    shown = {}
+    for skips in (True, False):
+        decoder = processor.request([word], SamplingParams(skip_special_tokens=skips)).output.decoder
+        shown[skips] = "".join(decoder.push([word, texts[first], word, texts[second]], 0)) + decoder.finish(4)
+    plain = tokenizer.decode([word])
+    assert shown[False].replace(" ", "") == f"{plain}{first}{plain}" and first not in shown[True]
+    assert shown[True].split() == shown[False].replace(first, "").split()
+    params = SamplingParams(skip_special_tokens=False, stop=f"{first}{plain}"[:-1])
+    stopped = processor.request([word], params).output.decoder
+    if name != "sentencepiece":  # whose words have a blank before them
+        assert "".join(stopped.push([word, texts[first], word], 0)) == plain and stopped.stop_string
+
+
+def test_request_for_special_tokens_of_a_tokenizer_that_cannot_show_them_raises() -> None:
+    class Hiding(ByteTokenizer):
+        hidden_ids = frozenset({7})
+        with_special_tokens = property()  # type: ignore[assignment]  # raises AttributeError, as if it were absent
+
+    processor = InputProcessor(Hiding(), 256, (), EngineConfig())
+    with pytest.raises(ValueError, match=r"skip_special_tokens: expected True, because .*Hiding\) cannot show"):
+        processor.request([1], SamplingParams(skip_special_tokens=False))
+    processor.request([1])
 
 
 QWEN_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"

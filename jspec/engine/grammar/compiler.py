@@ -48,6 +48,10 @@ class GrammarInput:
         self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
         self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
 
+    def limit(self, seconds: float) -> None:
+        """Lower the limit of CPU time for one grammar, in seconds."""
+        self._run.seconds = min(self._run.seconds, seconds)
+
     def close(self) -> None:
         """End the processes that compile grammars; a later grammar starts a new process."""
         self._run.close()

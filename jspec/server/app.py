@@ -1,0 +1,114 @@
+"""The ASGI application: the routes, the guards before them, and the errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jspec.engine.api import Engine
+from jspec.server import status
+from jspec.server.answers import Generate
+from jspec.server.body import ClientGone
+from jspec.server.chat import ChatAnswer
+from jspec.server.completions import CompletionAnswer
+from jspec.server.counts import CountRequests, Counts
+from jspec.server.errors import ApiError
+from jspec.server.guards import Guard
+from jspec.server.service import READY, WARMING, Service
+from jspec.server.settings import Settings
+from jspec.server.tokens import Detokenize, Tokenize
+
+CODES = {404: "route_not_found", 405: "method_not_allowed"}
+METHODS = ["GET", "POST"]
+
+logger = logging.getLogger("jspec.server")
+
+
+def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
+    """Make the ASGI application of an engine; its lifespan starts and stops the engine's thread.
+
+    Args:
+        engine: the engine, which the caller closes afterwards.
+        settings: the server's options; ``app.state.service`` is what the routes share.
+    """
+    settings = settings or Settings()
+    service, counts = Service(engine, settings), Counts()
+    routes = [
+        Route("/v1/completions", Generate(service, CompletionAnswer), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, ChatAnswer), methods=["POST"]),
+        Route("/tokenize", Tokenize(service), methods=["POST"]),
+        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        *status.routes(service, counts),
+    ]
+    paths = frozenset(route.path for route in routes)
+    middleware = [
+        Middleware(CountRequests, counts=counts, routes=paths),
+        Middleware(Guard, settings=settings),
+    ]
+    if settings.allow_origins:  # a browser asks first, without the key
+        headers = ["Authorization", "Content-Type"]
+        origins = list(settings.allow_origins)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=METHODS, allow_headers=headers)
+        middleware.insert(1, cors)
+    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _bug}
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers=handlers,  # type: ignore[arg-type]
+        lifespan=lambda app: _running(service),
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _running(service: Service) -> AsyncIterator[None]:
+    """Run the engine's thread, and compile what the settings ask for, while the application runs."""
+    service.calls.start()
+    warming: asyncio.Task[None] | None = None
+    if service.settings.warm:
+        service.state = WARMING
+        warming = asyncio.create_task(_warm(service))
+    try:
+        yield
+    finally:
+        if warming is not None:
+            warming.cancel()
+        await asyncio.to_thread(service.close)
+
+
+async def _warm(service: Service) -> None:
+    await service.in_thread(service.warm)
+    if service.state == WARMING:
+        service.state = READY
+        logger.info("compiled: %s", ", ".join(service.settings.warm))
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    made = ApiError(error.status_code, message, code=CODES.get(error.status_code), headers=error.headers)
+    return JSONResponse(made.body, made.status, made.headers)
+
+
+async def _client_gone(request: Request, error: ClientGone) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    made = ApiError(500, "the server failed; see its log", code="internal_error")
+    return JSONResponse(made.body, made.status)
