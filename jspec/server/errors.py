@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
-FIELD = re.compile(r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\])*)(?:: |(?==))")  # at the start of an error
+FIELD = re.compile(
+    r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
+)  # at the start of an error
 
 
 class ApiError(Exception):
