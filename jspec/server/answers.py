@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request import Chunk, Request
 from jspec.server.calls import Call, Output
-from jspec.server.errors import ApiError, invalid, refused
+from jspec.server.errors import ApiError, failed, invalid, refused
 from jspec.server.events import DONE, PING, EventStream, dumps, event, send_json, while_there
 from jspec.server.fields import Ask, Field
 from jspec.server.rounds import rounds_json
@@ -105,6 +105,8 @@ class Answer(ABC):
             return self.make_requests()
         except (TypeError, ValueError, ImportError) as error:
             raise refused(error, self.names, self.table, self.prompt_field) from error
+        except RuntimeError as error:  # of the engine, or of a process that compiles grammars or renders templates
+            raise failed(error) from error
 
     def count_output(self, outputs: Sequence[Output]) -> None:
         """Add new output to the counters of the usage."""

@@ -112,6 +112,33 @@ def test_server_of_a_failed_engine_ends_with_status_1(
     assert server.server.status == 1
 
 
+def test_server_that_cannot_compile_what_it_should_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warmup(**outputs: bool) -> None:
+        raise ValueError("no memory for the programs")
+
+    monkeypatch.setattr(serving.engine(), "warmup", warmup)
+    with serving.running(warm=("logprobs",)) as server:
+        serving.wait_until(server.ended)
+    assert server.server.status == 1
+
+
+def test_failure_while_a_request_is_prepared_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a broken process")
+
+    with serving.running() as server:
+        monkeypatch.setattr(serving.engine(), "prepare", prepare)
+        with pytest.raises(openai.InternalServerError, match="a broken process"):
+            server.client().completions.create(model=serving.NAME, **ASK)
+        monkeypatch.undo()
+        server.service.calls.thread.stop()
+        server.service.check_ready = lambda: None  # type: ignore[method-assign]  # it ends between check and submission
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.client().completions.create(model=serving.NAME, **ASK)
+        assert caught.value.status_code == 503
+        assert server.service.calls.pending == 0
+
+
 @pytest.mark.slow
 def test_command_serves_the_demo_and_ends_on_sigterm_after_its_running_request() -> None:
     words = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--slots", "2", "--max-len", "512"]
