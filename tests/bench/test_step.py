@@ -19,10 +19,11 @@ from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.models.decoder import Model
-from jspec.tools.bench import profiling, random_models, roofline, step, step_costs
+from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
+from jspec.tools.bench.host import HostTime, measure_host, ready_engine
 from jspec.tools.bench.report import table_of
 from jspec.tools.bench.step import Case
-from jspec.tools.bench.step_costs import HostTime, max_tokens, measure_host, ready_engine
+from jspec.tools.bench.step_costs import max_tokens
 from pallas_kernels.layers.quantized import Quantized
 
 pytestmark = pytest.mark.once
@@ -221,7 +222,7 @@ def test_host_time_measurement_decodes_every_row_in_every_step(engines: list[Eng
         metrics = engine.metrics
         assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * case.context
         steps = metrics.num_drafts - was.num_drafts
-        assert steps >= 4 * (STEPS + step_costs.WARM_UP - 1)
+        assert steps >= 4 * (STEPS + host.WARM_UP - 1)
         assert metrics.num_accepted_tokens - was.num_accepted_tokens == steps
         assert engine.pages_in_use == 0
 
