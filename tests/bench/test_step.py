@@ -18,6 +18,7 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
+from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
@@ -258,3 +259,11 @@ def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: 
         assert abs(long.ratio - 1) < 0.1
         monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
         assert measure_host([first, second], FULL, 50, 1)[1].ratio > 1.1
+
+
+def test_ready_engine_with_a_tokenizer_emits_text() -> None:
+    """The first token comes from the prefill, which has results of its own; every round emits two."""
+    text = host.TEXT.read_text()
+    with ready_engine(CASES[0], max_len(CASES), ByteTokenizer()) as engine:
+        (done,) = engine.generate([1] * 8, max_tokens=9)
+    assert done.text == text[0] + text[:8]

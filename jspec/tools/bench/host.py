@@ -92,7 +92,7 @@ def ready_engine(case: step.Case, max_len: int, tokenizer: Tokenizer | None = No
         head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
     engine = bench_engine(case, target, head, max_len, CHUNK)
     engine.input_processor.tokenizer = tokenizer  # of any vocabulary, because no program reads the results
-    ids = [TOKEN] if tokenizer is None else tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    ids = [TOKEN] * (case.tree_depth + 1) if tokenizer is None else tokenizer.encode(TEXT.read_text(encoding="utf-8"))
     compiled = engine.core.runner.programs.compiled
     answers: dict[str, Callable[..., Any]] = {
         "prefill": _answer(case.batch, case.tree_depth, 0, ids),
@@ -112,9 +112,8 @@ def _answer(rows: int, length: int, accepted: int, ids: Sequence[int]) -> Callab
         accepted: number of draft tokens that each row accepts.
     """
     rest = [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
-    lines = [[*ids[at : at + accepted + 1], *rest] for at in range(0, max(len(ids) - accepted, 1), accepted + 1)]
-    if len(ids) == 1:
-        lines = [[*ids * (accepted + 1), *rest]]
+    count = accepted + 1
+    lines = [[*ids[at : at + count], *rest] for at in range(0, len(ids) - accepted, count)]
     reports = [np.array([[line] * rows], np.int32).view(ReadyResult) for line in lines]
     outputs = cycle(StepOutput(report=one, trace=None) for one in reports)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, next(outputs))
