@@ -57,6 +57,7 @@ class Answer(ABC):
         self.wants_ids: bool = self.own.get("return_token_ids", False)
         self.requests: Sequence[Request] = ()
         self.num_tokens = self.num_cached = self.num_ended = 0
+        self._unsent_rounds: list[dict[str, Any]] = []
         self._check(ask)
         self.params = ask.sampling_params()
         self.n = self.params.n
@@ -129,8 +130,9 @@ class Answer(ABC):
         """Return the whole answer."""
         self.count_output(outputs)
         choices = [self.choice(index, chunk) for index, chunk in outputs]
-        rounds = self._rounds(outputs[0][1]) if self.is_traced else {}
-        return {**self._envelope(self.kind, choices), "usage": self.usage(), **rounds}
+        if self.is_traced:
+            self._unsent_rounds = [one for _, chunk in outputs for one in rounds_json(chunk, self.service.texts)]
+        return {**self._envelope(self.kind, choices), "usage": self.usage(), **self._take_rounds()}
 
     def events(self, outputs: Sequence[Output]) -> str:
         """Return the events of new output, as text."""
@@ -138,10 +140,10 @@ class Answer(ABC):
         more: dict[str, Any] = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
         texts = []
         for index, chunk in outputs:
-            rounds = self._rounds(chunk) if self.is_traced else {}
+            if self.is_traced:
+                self._unsent_rounds += rounds_json(chunk, self.service.texts)
             for delta in self.deltas(index, chunk):
-                texts.append(event({**self._envelope(self.chunk_kind, [delta]), **more, **rounds}))
-                rounds = {}
+                texts.append(event({**self._envelope(self.chunk_kind, [delta]), **more, **self._take_rounds()}))
         return "".join(texts)
 
     def usage_event(self) -> str:
@@ -154,8 +156,10 @@ class Answer(ABC):
         own = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
         return {**own, "choices": choices}
 
-    def _rounds(self, chunk: Chunk) -> dict[str, Any]:
-        return {"jspec": {"rounds": rounds_json(chunk, self.service.texts)}}
+    def _take_rounds(self) -> dict[str, Any]:
+        """Return the recorded rounds that no event has; they wait while a parser holds their text back."""
+        rounds, self._unsent_rounds = self._unsent_rounds, []
+        return {"jspec": {"rounds": rounds}} if self.is_traced else {}
 
 
 def finish_reason(chunk: Chunk) -> str | None:
