@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.server.counts import Counts
 from jspec.server.errors import ApiError
+from jspec.server.page import page
 from jspec.server.service import READY, REASONS, UNHEALTHY, Service
-
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 def routes(service: Service, counts: Counts) -> list[Route]:
@@ -48,8 +41,9 @@ def routes(service: Service, counts: Counts) -> list[Route]:
     async def stats(request: Request) -> Response:
         return JSONResponse(await service.in_thread(lambda: _stats(service)))
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(files("jspec.server").joinpath("page.html").read_text("utf-8"), headers=PAGE_HEADERS)
+    async def live_page(request: Request) -> Response:
+        raw, headers = page()
+        return Response(raw, headers=headers)
 
     return [
         Route("/health", health),
@@ -57,7 +51,7 @@ def routes(service: Service, counts: Counts) -> list[Route]:
         Route("/v1/models/{name:path}", model),
         Route("/metrics", metrics),
         Route("/stats", stats),
-        Route("/", page),
+        Route("/", live_page),
     ]
 
 
@@ -67,8 +61,9 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _stats(service: Service) -> dict[str, Any]:
-    """Return the engine's counters for the page; takes the engine's lock, so a worker thread calls it."""
+    """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
     metrics, calls = service.engine.metrics, service.calls
+    template = getattr(service.engine.tokenizer, "chat_template", None)
     pages = service.engine.scheduler.pages
     return {
         "running": calls.thread.num_running,
@@ -82,4 +77,6 @@ def _stats(service: Service) -> dict[str, Any]:
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "acceptance_by_position": metrics.acceptance_per_position,
         "prefix_hit_rate": metrics.prefix_hit_rate,
+        "live": service.settings.live,  # whether requests may record rounds
+        "chat": template is not None,  # whether conversations can be formatted
     }
