@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from jspec.engine.request import Chunk, Request
 from jspec.server.calls import Call, Output
 from jspec.server.errors import ApiError, failed, invalid, refused
-from jspec.server.events import DONE, PING, EventStream, dumps, event, send_json, while_there
+from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there
 from jspec.server.fields import Ask, Field
 from jspec.server.rounds import rounds_json
 from jspec.server.service import Service
@@ -137,20 +137,23 @@ class Answer(ABC):
     def events(self, outputs: Sequence[Output]) -> str:
         """Return the events of new output, as text."""
         self.count_output(outputs)
-        more: dict[str, Any] = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
-        texts = []
+        found: list[dict[str, Any]] = []
         for index, chunk in outputs:
             if self.is_traced:
                 self._unsent_rounds += rounds_json(chunk, self.service.texts)
-            for delta in self.deltas(index, chunk):
-                texts.append(event({**self._envelope(self.chunk_kind, [delta]), **more, **self._take_rounds()}))
-        return "".join(texts)
+            found += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
+        usage = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
+        return "".join(event(one | usage) for one in found)
 
-    def usage_event(self) -> str:
-        """Return the event of the usage after a stream's last choice, if the request asked for it."""
+    def last_events(self) -> str:
+        """Return the events after a stream's last output: the usage, if the request asked for it, and the end."""
         if not self.options.get("include_usage"):
-            return ""
-        return event({**self._envelope(self.chunk_kind, []), "usage": self.usage()})
+            return DONE
+        return event({**self._envelope(self.chunk_kind, []), "usage": self.usage()}) + DONE
+
+    def error_events(self, error: ApiError) -> str:
+        """Return the events with which an error ends a stream."""
+        return event(error.body) + DONE
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         own = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
@@ -214,13 +217,13 @@ class Generate:
                     outputs = await call.take(self._service.settings.ping_seconds)
                     if text := answer.events(outputs) if outputs else PING:
                         await events.write(text)
-            last = answer.usage_event()
+            last = answer.last_events()
         except ApiError as error:
             if not events.started:
                 raise
-            last = f"data: {dumps(error.body)}\n\n"
+            last = answer.error_events(error)
             logger.warning("%s ended with an error: %s", answer.id, error.code)
-        await events.write(last + DONE, more=False)
+        await events.write(last, more=False)
 
 
 @contextlib.asynccontextmanager

@@ -39,18 +39,19 @@ def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
     return ids
 
 
-def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any]) -> None:
+def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any], field: str = "messages") -> None:
     """Check that there are messages, and a template to render them.
+
+    Args:
+        field: the field of the request that has the messages.
 
     Raises:
         ApiError: one of the two is missing.
     """
     if "messages" not in own:
-        raise invalid("messages", "expected a list of messages, got nothing")
+        raise invalid(field, "expected a list of messages, got nothing")
     if getattr(tokenizer, "chat_template", "unknown") is None:
-        raise invalid(
-            "messages", "expected a model with a chat template, got one without; use /v1/completions with a text"
-        )
+        raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
 
 
 def template_names(own: dict[str, Any]) -> dict[str, str]:
@@ -67,7 +68,7 @@ class ChatAnswer(Answer):
     prompt_field = "messages"
 
     def __init__(self, service: Service, ask: Ask) -> None:
-        check_conversation(service.engine.tokenizer, ask.own)
+        check_conversation(service.engine.tokenizer, ask.own, self.prompt_field)
         ask.params.setdefault("max_tokens", None)  # as many as fit
         if ask.own.get("logprobs", False):
             ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
@@ -123,6 +124,11 @@ class ChatAnswer(Answer):
         if "prompt_logprobs" in self.names and scores is not None:
             more["prompt_logprobs"] = prompt_entries(scores, self.service.texts)
         return {**super().body(outputs), **more}
+
+    def usage(self) -> dict[str, Any]:
+        reasoning_tokens = sum(message.num_reasoning_tokens for message in self._messages.values())
+        details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if self._reasons else {}
+        return super().usage() | details
 
     def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
         message = self._messages[index]
@@ -186,12 +192,14 @@ class Message:
         has_begun: whether a stream has sent its role.
         has_calls: whether it calls a tool.
         unsent: chunks whose log-probabilities no event has.
+        num_reasoning_tokens: number of tokens up to the end of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
         self.has_begun = self.has_calls = False
         self.unsent: list[Chunk] = []
+        self.num_reasoning_tokens = self._size = 0
 
     def parts(self, chunk: Chunk) -> list[Part]:
         """Add new output; return its parts."""
@@ -202,7 +210,13 @@ class Message:
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
+        self._count_reasoning(chunk, self._parser.reasoning_end)
         return parts
+
+    def _count_reasoning(self, chunk: Chunk, end: int | None) -> None:
+        for piece in chunk.pieces or ():
+            self._size += len(piece)
+            self.num_reasoning_tokens += end is None or 0 < self._size <= end
 
 
 def call_delta(call: CallDelta) -> dict[str, Any]:

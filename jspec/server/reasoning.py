@@ -34,8 +34,11 @@ def read(reader: Reader, *, is_inside: bool) -> Reading[None]:
     if not (yield from reader.take(OPEN)) and not is_inside:
         reader.at = 0
         return
+    reader.reasoning_end = None
     yield from reader.skip_blanks()
     reader.commit()
     if (yield from reader.pass_until(CLOSE, is_reasoning=True)):
+        reader.commit()
+        reader.reasoning_end = reader.num_dropped
         yield from reader.skip_blanks()
         reader.commit()

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from jspec import SamplingParams
+from jspec.server.errors import ApiError
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)
@@ -105,8 +106,11 @@ def test_server_of_a_failed_engine_ends_with_status_1(
     with serving.running(ping_seconds=0.05) as server:
         assert server.client().completions.create(model=serving.NAME, **ASK).choices[0].text
         fail(monkeypatch)
-        with pytest.raises(openai.InternalServerError):  # 500 or 503
+        with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):  # it may have ended already
             server.client().completions.create(model=serving.NAME, **ASK)
+        with pytest.raises(ApiError) as caught:
+            server.service.check_ready()
+        assert (caught.value.status, caught.value.code) == (503, "unhealthy")
         serving.wait_until(server.ended)
         monkeypatch.undo()
     assert server.server.status == 1
