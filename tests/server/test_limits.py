@@ -162,11 +162,14 @@ def test_body_that_is_no_json_object_is_refused(server: serving.Running, body: b
 
 
 def test_half_of_a_surrogate_pair_is_refused_with_its_field(server: serving.Running) -> None:
+    right = {"messages": [{"role": "user", "content": "a"}]}
+    wrong = [{"messages": [{"role": "user", "content": "a\ud800"}]}, {**right, "stop": ["\udfff"]}]
+    wrong += [{**right, "user": "\ud83d"}, {**right, "metadata": {"\ude00": "a"}}]
     with server.http() as http:
-        for body in ({"prompt": "a\ud800"}, {"prompt": "a", "stop": ["\udfff"]}):
+        for body in wrong:
             raw = json.dumps(body).encode()
-            error = http.post(PATH, content=raw, headers={"Content-Type": "application/json"}).json()["error"]
-            assert error["param"] == list(body)[-1]
+            answer = http.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, list(body)[-1])
         assert http.post(PATH, json={**ASK, "prompt": "a\U0001f600"}).status_code == 200
 
 
