@@ -55,12 +55,18 @@ class Call:
     async def take(self, seconds: float | None = None) -> list[Output]:
         """Wait for new output; return it with one chunk a choice, or [] if none comes in time.
 
+        Args:
+            seconds: how long to wait; None: as long as it takes.
+
         Raises:
             ApiError: a completion failed, or the server ends.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        timer = seconds and asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            if timer:
+                timer.cancel()
         self._changed.clear()
         if self._error is not None:
             raise self._error

@@ -50,8 +50,7 @@ def event(data: Any, name: str | None = None) -> str:
     return f"{head}data: {dumps(data)}\n\n"
 
 
-def dumps(data: Any) -> str:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+dumps = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 class EventStream:

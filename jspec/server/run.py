@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -119,10 +120,9 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end, or at the second signal end at once."""
+        """Begin to end, or at the second signal end the process at once."""
         if self._end_at is not None:
-            self.should_exit = self.force_exit = True
-            return
+            os._exit(128 + sig)
         self.status = INTERRUPTED if sig == signal.SIGINT else 0
         self.drain()
 

@@ -79,6 +79,8 @@ def test_completions_of_several_prompts_are_in_order(client: openai.OpenAI) -> N
     texts = [one.text for prompt in prompts for one in own(prompt, n=2, max_tokens=8, seed=5).samples]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == texts
+    sizes = [len(own(prompt, max_tokens=1).prompt_token_ids) for prompt in prompts]
+    assert answer.usage.prompt_tokens == sum(sizes)  # each prompt once, whatever n is
     streamed = [""] * 4
     for chunk in ask(client, prompt=prompts, n=2, max_tokens=8, temperature=1.0, seed=5, stream=True):
         (choice,) = chunk.choices
@@ -102,6 +104,13 @@ def test_stop_string_ends_the_text_and_is_named(client: openai.OpenAI) -> None:
     chunks = list(ask(client, **SEEDED, stop=stop, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
     assert chunks[-1].choices[0].stop_reason == stop
+
+
+def test_stop_token_ends_the_text_and_is_named(client: openai.OpenAI) -> None:
+    token = own(**SEEDED).token_ids[3]
+    (choice,) = ask(client, **SEEDED, stop_token_ids=[token]).choices
+    assert choice.text == own(**SEEDED, stop_token_ids=[token]).text
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", token)
 
 
 def test_default_of_max_tokens_is_16(client: openai.OpenAI) -> None:
@@ -162,6 +171,14 @@ def test_echo_scores_a_prompt_as_lm_eval_reads_it(client: openai.OpenAI) -> None
         assert choice.text.startswith(tokenizer.decode(prompt))
         starts = zip(scores.text_offset[:-1], scores.tokens[:-1], strict=True)
         assert all(choice.text[offset:].startswith(token) for offset, token in starts)
+
+
+def test_echo_scores_the_prompt_of_each_of_several_completions(client: openai.OpenAI) -> None:
+    answer = ask(client, prompt=["Once upon", "The little"], n=2, echo=True, logprobs=0, max_tokens=2, seed=1)
+    scores = [choice.logprobs.token_logprobs for choice in answer.choices]
+    sizes = [len(own(prompt, max_tokens=1).prompt_token_ids) for prompt in ("Once upon", "The little")]
+    assert scores[0][: sizes[0]] == scores[1][: sizes[0]]
+    assert scores[2][: sizes[1]] == scores[3][: sizes[1]] != scores[0][: sizes[1]]
 
 
 def test_echo_puts_the_prompt_before_each_text(client: openai.OpenAI) -> None:

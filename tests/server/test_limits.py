@@ -116,11 +116,9 @@ def test_body_beyond_the_limit_is_refused_by_its_announced_and_by_its_counted_si
 
 
 async def _chunked(server: serving.Running) -> int:
-    host, port = server.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    )
+    reader, writer = await asyncio.open_connection(*serving.address(server.url))
+    kinds = "Content-Type: application/json\r\nTransfer-Encoding: chunked"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{kinds}\r\n\r\n"
     writer.write(head.encode() + b"1000\r\n" + b" " * 4096 + b"\r\n")  # and no end
     status, _, _ = await serving.answer(reader)
     writer.close()
@@ -180,8 +178,7 @@ def test_head_that_is_too_large_is_refused(server: serving.Running) -> None:
 
 def test_what_is_no_http_gets_an_error_in_json(server: serving.Running) -> None:
     async def run() -> int:
-        host, port = server.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*serving.address(server.url))
         writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
         status, _, raw = await serving.answer(reader)
         assert json.loads(raw)["error"]["type"] == "invalid_request_error"

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +45,7 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[serving.Running]:
-    with serving.running(max_queue=64, body_seconds=2) as one:
+    with serving.running(max_queue=64, body_seconds=2, send_buffer=4096) as one:
         yield one
 
 
@@ -77,6 +79,39 @@ def test_500_clients_that_leave_at_random_leave_nothing_behind(server: serving.R
 
     read = asyncio.run(run())
     assert min(read) == 0 < max(read)  # some left before the first byte, some after it
+    check_nothing_is_left(server)
+
+
+def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server: serving.Running) -> None:
+    """Each answer is larger than a connection's buffers, so most of it waits until the client reads."""
+    body = {**ASK, "max_tokens": 150, "ignore_eos": True, "logprobs": 5, "n": 4, "stream": True}
+
+    def ask() -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(serving.address(server.url))
+        connection.sendall(serving.request(server.url, "/v1/completions", body))
+        return connection
+
+    async def read(connection: socket.socket) -> bytes:
+        reader, writer = await asyncio.open_connection(sock=connection)
+        _, _, raw = await serving.answer(reader)
+        writer.close()
+        return raw
+
+    clients = [ask(), ask()]
+    serving.wait_until(lambda: server.service.calls.pending > 0)
+    serving.wait_until(lambda: server.service.calls.pending == 0, 60)  # the engine has finished, and nobody reads
+    assert server.service.num_active == 2
+    assert server.client().completions.create(model=serving.NAME, **ASK).choices[0].text
+
+    for raw in [asyncio.run(read(client)) for client in clients]:
+        choices = [chunk["choices"][0] for chunk in serving.events(raw)[:-1]]
+        counts: Counter[int] = Counter()
+        for choice in choices:
+            counts[choice["index"]] += len(choice["logprobs"]["tokens"])
+        assert counts == dict.fromkeys(range(4), 150)
+        assert max(len(choice["logprobs"]["tokens"]) for choice in choices) > 20  # merged while nobody read
     check_nothing_is_left(server)
 
 
@@ -151,8 +186,7 @@ def test_bytes_that_are_no_request_get_a_4xx_or_a_closed_connection(server: serv
         damaged = bytearray(whole)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.choice((rng.randrange(256), rng.randrange(32, 127)))
-        host, port = server.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*serving.address(server.url))
         writer.write(damaged if rng.random() < 0.9 else rng.randbytes(100))
         status = 0
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -75,13 +76,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(served: Engine | None = None, **settings: Any) -> Iterator[Running]:
+def running(served: Engine | None = None, *, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
     """Serve an engine, by default the small one, at a free port while the context is open.
 
     Args:
+        send_buffer: bytes that the system buffers for a client that does not read; None: the system's choice.
         settings: fields of `Settings`.
     """
     listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     app = make_app(served or engine(), Settings(**{"names": (NAME,), **settings}))
     ready = threading.Event()
     server = Server(app, ready.set)
@@ -114,17 +118,26 @@ def held(served: Engine) -> Iterator[threading.Event]:
         del served.step  # type: ignore[attr-defined]
 
 
-async def post(url: str, path: str, body: Any, **headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a connection of its own; return the connection, to read, to wait or to leave."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+def request(url: str, path: str, body: Any, **headers: str) -> bytes:
+    """Return the bytes of a POST request; headers are named with underscores."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    own = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(raw))}
+    own = {"Host": url.removeprefix("http://"), "Content-Type": "application/json", "Content-Length": str(len(raw))}
     own |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in own.items())
-    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw)
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
+
+
+async def post(url: str, path: str, body: Any, **headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request over a connection of its own; return the connection, to read, to wait or to leave."""
+    reader, writer = await asyncio.open_connection(*address(url))
+    writer.write(request(url, path, body, **headers))
     await writer.drain()
     return reader, writer
+
+
+def address(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,9 @@ def test_greeting_has_the_address_and_asks_for_the_key_if_there_is_one() -> None
     assert "http://127.0.0.1:8000/v1" in text and "Authorization" not in text
     text = serve.greeting("h:1", Settings(names=("m",), keys=(b"digest",)))
     assert "Bearer $KEY" in text and "digest" not in text
+
+
+@pytest.mark.once
+def test_command_line_without_serve_needs_none_of_the_servers_libraries() -> None:
+    code = "import sys, jspec.tools.command_line; print({'starlette', 'uvicorn', 'ray'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
