@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec import Chunk, Eagle3, Engine, SamplingParams, Tree
 from jspec.engine.engine_thread import Delivery, EngineThread
 from jspec.engine.request import Request
+from jspec.engine.round_record import BreakOff, Round
 from jspec.engine.token_logprobs import PromptLogprobs
 from tests.support import brittle, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
@@ -139,6 +143,37 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
         in_rounds = [token for one in chunk.rounds or [] for token in one.emitted]
         assert in_rounds == chunk.token_ids[len(chunk.token_ids) - len(in_rounds) :]
     assert all(chunk.rounds is None for chunk in received.chunks("other"))
+
+
+def test_round_that_breaks_off_tells_the_targets_token_and_its_place_in_the_draft() -> None:
+    """The formulas are written again here, over the tree's arrays and the completion's log-probabilities."""
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
+    chunks = list(engine_of(drafted=True).stream("once", params, trace=True))
+    scores = [one for chunk in chunks for one in chunk.logprobs or []]
+    rounds, breaks = [one for chunk in chunks for one in chunk.rounds or []], []
+    for one in rounds:
+        found = one.break_off
+        if len(one.emitted) == one.accept_len:
+            assert found is None and one is rounds[-1]
+            continue
+        assert found is not None and found.node == one.path[one.accept_len]
+        assert found.token == one.emitted[-1] == scores[one.start + one.accept_len].token_id
+        assert found.target_probability == pytest.approx(math.exp(scores[one.start + one.accept_len].logprob))
+        children = [node for node, parent in enumerate(one.parents) if parent == found.node]
+        assert sorted(found.proposed) == children
+        assert (found.rank is not None) == (found.token in one.tokens[children])
+        breaks.append(found)
+    assert any(found.proposed for found in breaks)
+
+
+def test_break_off_at_a_proposed_token_has_its_rank_and_probability() -> None:
+    tree: dict[str, Any] = dict(tokens=np.array([9, 5, 6, 7, 0]), parents=np.array([-1, 0, 0, 0, -1]))
+    one = Round(**tree, scores=np.log([1, 0.2, 0.5, 0.1, 1]), path=[0], accept_len=0, emitted=[5])
+    assert one.break_off == BreakOff(0, 5, (2, 1, 3), 2, pytest.approx(0.2), None)
+    other = replace(one, emitted=[8])
+    assert other.break_off == BreakOff(0, 8, (2, 1, 3), None, None, None)
+    assert replace(one, emitted=[]).break_off is None
+    assert replace(one, path=[0, 2], accept_len=1, emitted=[6, 1]).break_off == BreakOff(2, 1, (), None, None, None)
 
 
 def test_engine_thread_with_random_aborts_of_500_submissions_leaves_no_request(
