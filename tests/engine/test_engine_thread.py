@@ -77,14 +77,16 @@ def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
     assert received.threads <= {one._thread} and not (one._requests or one._keys or one._num_sent or one._records)
 
 
-@cache
-def engine_of(*, drafted: bool) -> Engine:
+def make_engine(*, drafted: bool) -> Engine:
     """Return an engine of eight slots that reads and writes bytes."""
     target = tiny.model(256, layers=1)
     head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(0, 1))
     drafter = Eagle3(head, Tree.chain(3)) if drafted else None
     sizes: dict[str, Any] = dict(slots=8, buckets=(8,), prefill_buckets=(16,), max_len=64, page_size=4)
     return Engine(target, drafter=drafter, tokenizer="bytes", **sizes)
+
+
+engine_of = cache(make_engine)
 
 
 def params_of(number: int) -> SamplingParams:
@@ -126,11 +128,12 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
     engine = engine_of(drafted=True)
     thread = EngineThread(engine, received)
     thread.start()
-    thread.submit("traced", engine.prepare("once", max_tokens=12, seed=1, trace=True))
-    thread.submit("other", engine.prepare("once", max_tokens=12, seed=1))
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
+    thread.submit("traced", engine.prepare("once", params, trace=True))
+    thread.submit("other", engine.prepare("once", params))
     received.wait(["traced", "other"])
     thread.stop()
-    (expected,) = engine.generate("once", max_tokens=12, seed=1, trace=True)
+    (expected,) = engine.generate("once", params, trace=True)
     rounds = [one for chunk in received.chunks("traced") for one in chunk.rounds or []]
     assert expected.rounds and len(rounds) == len(expected.rounds)
     for one, own in zip(rounds, expected.rounds, strict=True):
@@ -289,16 +292,16 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
 
 
 def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all_keys(received: Received) -> None:
-    engine = Engine(tiny.model(16, layers=1), slots=2, max_len=16, buckets=(2,), prefill_buckets=(8,))
+    engine = make_engine(drafted=False)
     thread = EngineThread(engine, received)
-    for i in range(5):
+    for i in range(20):
         thread.submit(i, engine.prepare([1, 2], max_tokens=8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.core.runner, "dispatch", Fault(engine.core.runner.dispatch, 3, OSError("device lost")))
         patch.setattr(engine.core.runner, "reset_state", Fault(lambda error: None, 1, OSError("no memory")))
         thread.start()
-        received.wait(range(5))
-    assert all(received.reasons(i) == ["error"] for i in range(5))
+        received.wait(range(20))
+    assert all(received.reasons(i) == ["error"] for i in range(20))
     assert not thread.healthy
     thread.stop()
 
