@@ -9,7 +9,8 @@ from operator import attrgetter
 import numpy as np
 
 from jspec.core.records import NO_TOKEN, StepOutput, StepResult, Trace
-from jspec.engine.request import Chunk, Completion, Request, Round
+from jspec.engine.request import Chunk, Completion, Request
+from jspec.engine.round_record import Round
 from jspec.engine.token_logprobs import TokenLogprob, token_logprobs
 
 
@@ -58,7 +59,9 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
                 emitted_drafts=emitted_drafts,
             )
             if step.trace is not None and request.trace:
-                output.rounds.append(_round(step.trace, (index, row), fields.accept_len, emitted, start))
+                scores = None if request.params.logprobs is None else output.logprobs[start:]
+                record = _round(step.trace, (index, row), fields.accept_len, emitted)
+                output.rounds.append(replace(record, start=start, logprobs=scores))
         output.pieces += pieces  # last, because a stream in another thread may now yield the tokens
         if output.stop_string is not None:
             return "stop"
@@ -80,7 +83,7 @@ def _finish_reason(request: Request) -> str:
     return "eos" if last in request.eos_ids else "stop"
 
 
-def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int], start: int) -> Round:
+def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int]) -> Round:
     return Round(
         tokens=np.asarray(trace.tokens[at]),
         parents=np.asarray(trace.parents[at]),
@@ -88,7 +91,6 @@ def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int
         path=[int(node) for node in trace.path[at][: accept_len + 1]],
         accept_len=accept_len,
         emitted=emitted,
-        start=start,
     )
 
 

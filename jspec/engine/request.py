@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from jspec.engine.detokenizer import TextDecoder
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.metrics import Metrics
+from jspec.engine.round_record import Round
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.token_logprobs import PromptLogprobs, TokenLogprob
-
-
-@dataclass(frozen=True)
-class Round:
-    """A record of one round of one request: its draft tree with N nodes and its outcome. Made with ``trace=True``.
-
-    Attributes:
-        tokens: [N] target token id of each node; node 0 is the root, the newest token before the round.
-        parents: [N] parent of each node; -1 for the root and for padding nodes.
-        scores: [N] sum of the drafter's log-probabilities from the root to each node (natural, at temperature 1).
-        path: ids of the accepted nodes, the root first.
-        accept_len: number of accepted draft tokens.
-        emitted: emitted tokens, cut where the request ended.
-        start: number of the request's output tokens before the round.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    scores: np.ndarray
-    path: list[int]
-    accept_len: int
-    emitted: list[int]
-    start: int = 0
-
-    def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-        """Draw the tree as text with one node per line; accepted nodes are marked with a star.
-
-        Args:
-            decode: a tokenizer's ``decode``; None: tokens are shown as ids. A token without readable text (a special
-                token, or a part of a character) is shown as ``#id``.
-        """
-        lines: list[str] = []
-
-        def show(token: int) -> str:
-            if decode is None:
-                return str(token)
-            text = decode([token])
-            return repr(text) if text and "\ufffd" not in text else f"#{token}"
-
-        def walk(node: int, indent: int) -> None:
-            star = "*" if node in self.path else " "
-            lines.append(f"{star} {'  ' * indent}{show(int(self.tokens[node]))}  ({self.scores[node]:.3f})")
-            for child in np.flatnonzero(self.parents == node):
-                walk(int(child), indent + 1)
-
-        walk(0, 0)
-        emitted = self.emitted if decode is None else repr(decode(self.emitted))
-        return "\n".join([*lines, f"emitted {emitted}"])
 
 
 @dataclass(eq=False)

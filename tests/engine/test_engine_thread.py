@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec import Chunk, Eagle3, Engine, SamplingParams, Tree
 from jspec.engine.engine_thread import Delivery, EngineThread
 from jspec.engine.request import Request
+from jspec.engine.round_record import BreakOff, Round
 from jspec.engine.token_logprobs import PromptLogprobs
 from tests.support import brittle, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
@@ -73,14 +77,16 @@ def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
     assert received.threads <= {one._thread} and not (one._requests or one._keys or one._num_sent or one._records)
 
 
-@cache
-def engine_of(*, drafted: bool) -> Engine:
+def make_engine(*, drafted: bool) -> Engine:
     """Return an engine of eight slots that reads and writes bytes."""
     target = tiny.model(256, layers=1)
     head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(0, 1))
     drafter = Eagle3(head, Tree.chain(3)) if drafted else None
     sizes: dict[str, Any] = dict(slots=8, buckets=(8,), prefill_buckets=(16,), max_len=64, page_size=4)
     return Engine(target, drafter=drafter, tokenizer="bytes", **sizes)
+
+
+engine_of = cache(make_engine)
 
 
 def params_of(number: int) -> SamplingParams:
@@ -122,11 +128,12 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
     engine = engine_of(drafted=True)
     thread = EngineThread(engine, received)
     thread.start()
-    thread.submit("traced", engine.prepare("once", max_tokens=12, seed=1, trace=True))
-    thread.submit("other", engine.prepare("once", max_tokens=12, seed=1))
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
+    thread.submit("traced", engine.prepare("once", params, trace=True))
+    thread.submit("other", engine.prepare("once", params))
     received.wait(["traced", "other"])
     thread.stop()
-    (expected,) = engine.generate("once", max_tokens=12, seed=1, trace=True)
+    (expected,) = engine.generate("once", params, trace=True)
     rounds = [one for chunk in received.chunks("traced") for one in chunk.rounds or []]
     assert expected.rounds and len(rounds) == len(expected.rounds)
     for one, own in zip(rounds, expected.rounds, strict=True):
@@ -139,6 +146,37 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
         in_rounds = [token for one in chunk.rounds or [] for token in one.emitted]
         assert in_rounds == chunk.token_ids[len(chunk.token_ids) - len(in_rounds) :]
     assert all(chunk.rounds is None for chunk in received.chunks("other"))
+
+
+def test_round_that_breaks_off_tells_the_targets_token_and_its_place_in_the_draft() -> None:
+    """The formulas are written again here, over the tree's arrays and the completion's log-probabilities."""
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
+    chunks = list(engine_of(drafted=True).stream("once", params, trace=True))
+    scores = [one for chunk in chunks for one in chunk.logprobs or []]
+    rounds, breaks = [one for chunk in chunks for one in chunk.rounds or []], []
+    for one in rounds:
+        found = one.break_off
+        if len(one.emitted) == one.accept_len:
+            assert found is None and one is rounds[-1]
+            continue
+        assert found is not None and found.node == one.path[one.accept_len]
+        assert found.token == one.emitted[-1] == scores[one.start + one.accept_len].token_id
+        assert found.target_probability == pytest.approx(math.exp(scores[one.start + one.accept_len].logprob))
+        children = [node for node, parent in enumerate(one.parents) if parent == found.node]
+        assert sorted(found.proposed) == children
+        assert (found.rank is not None) == (found.token in one.tokens[children])
+        breaks.append(found)
+    assert any(found.proposed for found in breaks)
+
+
+def test_break_off_at_a_proposed_token_has_its_rank_and_probability() -> None:
+    tree: dict[str, Any] = dict(tokens=np.array([9, 5, 6, 7, 0]), parents=np.array([-1, 0, 0, 0, -1]))
+    one = Round(**tree, scores=np.log([1, 0.2, 0.5, 0.1, 1]), path=[0], accept_len=0, emitted=[5])
+    assert one.break_off == BreakOff(0, 5, (2, 1, 3), 2, pytest.approx(0.2), None)
+    other = replace(one, emitted=[8])
+    assert other.break_off == BreakOff(0, 8, (2, 1, 3), None, None, None)
+    assert replace(one, emitted=[]).break_off is None
+    assert replace(one, path=[0, 2], accept_len=1, emitted=[6, 1]).break_off == BreakOff(2, 1, (), None, None, None)
 
 
 def test_engine_thread_with_random_aborts_of_500_submissions_leaves_no_request(
@@ -254,16 +292,16 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
 
 
 def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all_keys(received: Received) -> None:
-    engine = Engine(tiny.model(16, layers=1), slots=2, max_len=16, buckets=(2,), prefill_buckets=(8,))
+    engine = make_engine(drafted=False)
     thread = EngineThread(engine, received)
-    for i in range(5):
+    for i in range(20):
         thread.submit(i, engine.prepare([1, 2], max_tokens=8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.core.runner, "dispatch", Fault(engine.core.runner.dispatch, 3, OSError("device lost")))
         patch.setattr(engine.core.runner, "reset_state", Fault(lambda error: None, 1, OSError("no memory")))
         thread.start()
-        received.wait(range(5))
-    assert all(received.reasons(i) == ["error"] for i in range(5))
+        received.wait(range(20))
+    assert all(received.reasons(i) == ["error"] for i in range(20))
     assert not thread.healthy
     thread.stop()
 
