@@ -26,7 +26,7 @@ from jspec.server.counts import CountRequests, Counts
 from jspec.server.errors import ApiError, body_for
 from jspec.server.guards import Guard
 from jspec.server.responses import ResponseAnswer
-from jspec.server.service import READY, WARMING, Service
+from jspec.server.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.settings import Settings
 from jspec.server.tokens import Detokenize, Tokenize
 
@@ -94,7 +94,12 @@ async def _running(service: Service) -> AsyncIterator[None]:
 
 
 async def _warm(service: Service) -> None:
-    await service.in_thread(service.warm)
+    """Compile, and then serve; without memory for the programs the server ends."""
+    try:
+        await service.in_thread(service.warm)
+    except Exception:
+        logger.exception("--warm: the programs could not be compiled")
+        service.state = UNHEALTHY
     if service.state == WARMING:
         service.state = READY
         logger.info("compiled: %s", ", ".join(service.settings.warm))

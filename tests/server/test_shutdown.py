@@ -17,6 +17,8 @@ import openai
 import pytest
 
 from jspec import SamplingParams
+from jspec.server.calls import Calls
+from jspec.server.errors import ApiError
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)
@@ -105,11 +107,42 @@ def test_server_of_a_failed_engine_ends_with_status_1(
     with serving.running(ping_seconds=0.05) as server:
         assert server.client().completions.create(model=serving.NAME, **ASK).choices[0].text
         fail(monkeypatch)
-        with pytest.raises(openai.InternalServerError):  # 500 or 503
+        with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):  # it may have ended already
             server.client().completions.create(model=serving.NAME, **ASK)
+        with pytest.raises(ApiError) as caught:
+            server.service.check_ready()
+        assert (caught.value.status, caught.value.code) == (503, "unhealthy")
         serving.wait_until(server.ended)
         monkeypatch.undo()
     assert server.server.status == 1
+
+
+def test_server_that_cannot_compile_what_it_should_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warmup(**outputs: bool) -> None:
+        raise ValueError("no memory for the programs")
+
+    monkeypatch.setattr(serving.engine(), "warmup", warmup)
+    with serving.running(warm=("logprobs",)) as server:
+        serving.wait_until(server.ended)
+    assert server.server.status == 1
+
+
+def test_failure_while_a_request_is_prepared_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a broken process")
+
+    with serving.running() as server:
+        monkeypatch.setattr(serving.engine(), "prepare", prepare)
+        with pytest.raises(openai.InternalServerError, match="a broken process"):
+            server.client().completions.create(model=serving.NAME, **ASK)
+
+
+def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
+    calls = Calls(serving.engine(), 1)
+    calls.thread.stop()
+    with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([serving.engine().prepare([5])]):
+        pass
+    assert (caught.value.status, calls.pending, calls.num_open) == (503, 0, 0)
 
 
 @pytest.mark.slow
