@@ -284,7 +284,7 @@ def test_parser_holds_back_blanks_and_beginnings_of_a_marker_alone(format_: str,
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "{}", '{"answer"', '{"name": 1,', '{"name": "Bob"', '{"name": "f", "parameters": [', "[1]"]
+    "text", ["a", "{}", '{"answer": 1', '{"name": 1,', '{"name": "Bob"', '{"name": "f", "parameters": [', "[1]"]
 )
 def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) -> None:
     parser = auto("llama3_json")
