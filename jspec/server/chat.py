@@ -6,6 +6,7 @@ from typing import Any
 
 from jspec.engine.chat_input import format_conversations
 from jspec.engine.request import Chunk, Request
+from jspec.engine.sampling_params import GRAMMARS
 from jspec.engine.tokenizer import Tokenizer
 from jspec.server import reasoning
 from jspec.server.answers import Answer, finish_reason, stop_reason
@@ -76,7 +77,7 @@ class ChatAnswer(Answer):
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
         template = getattr(service.engine.tokenizer, "chat_template", None)
         self._template = "\n".join(template.values()) if isinstance(template, dict) else template
-        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template)
+        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template) and _may_reason(ask)
         self._choice = self._read_tools(ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
@@ -176,6 +177,11 @@ class ChatAnswer(Answer):
         reason = finish_reason(chunk)
         is_call = message.has_calls and reason == "stop"
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
+
+
+def _may_reason(ask: Ask) -> bool:
+    """Return whether an answer may begin with reasoning; a grammar leaves no room for it, unless it has the marker."""
+    return all(reasoning.CLOSE in str(ask.params[name]) for name in GRAMMARS if name in ask.params)
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

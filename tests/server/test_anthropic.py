@@ -72,7 +72,9 @@ def test_text_and_usage_equal_those_of_chat_completions(server: serving.Running,
     assert usage.input_tokens + usage.cache_read_input_tokens == other.usage.prompt_tokens
     assert usage.output_tokens == other.usage.completion_tokens == 16
     blocks = [{"type": "text", "text": "Tell a story.", "cache_control": {"type": "ephemeral"}}]
-    assert ask(client, system=blocks, **SEEDED).content == answer.content
+    again = ask(client, system=blocks, **SEEDED)
+    assert again.content == answer.content and again.usage.cache_read_input_tokens > 0
+    assert again.usage.input_tokens + again.usage.cache_read_input_tokens == other.usage.prompt_tokens
     assert ask(client, system="Be brief.", **SEEDED).content != answer.content  # the negative control
 
 

@@ -130,6 +130,15 @@ def test_prompt_that_ends_inside_reasoning_begins_the_answer_there(client: opena
     assert ask(client, extra_body=outside).choices[0].message.content == "I call.</think>Look:"
 
 
+def test_answer_in_a_schema_has_no_reasoning_even_if_the_prompt_ends_inside_it(client: openai.OpenAI) -> None:
+    inside = {"chat_template_kwargs": {"enable_thinking": True}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    message = ask(client, response_format=schema, extra_body=inside).choices[0].message
+    assert json.loads(message.content) in ({"x": 1}, {"x": 2})
+    free = ask(client, extra_body=inside, max_tokens=8).choices[0].message  # the negative control
+    assert free.reasoning_content and not free.content
+
+
 def test_parser_by_name_overrides_the_templates() -> None:
     with serving.running(tool_serving.engine(), tool_parser="mistral") as server:
         say = saying('[TOOL_CALLS]f[ARGS]{"x": 2}')

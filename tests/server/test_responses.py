@@ -80,6 +80,7 @@ def test_text_and_usage_equal_those_of_chat_completions(client: openai.OpenAI) -
 def test_instructions_and_a_text_are_the_same_as_messages(client: openai.OpenAI) -> None:
     short = ask(client, instructions="Tell a story.", input="Once upon a time", **SEEDED)
     assert short.output_text == ask(client, **SEEDED).output_text
+    assert 0 < short.usage.input_tokens_details.cached_tokens < short.usage.input_tokens
     assert short.instructions == "Tell a story."
 
 

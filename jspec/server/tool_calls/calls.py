@@ -10,6 +10,7 @@ from jspec.server.json_scanner import JsonScanner
 from jspec.server.text_reader import CallDelta, Part, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
+BARE_KEYS = ("name", "arguments", "type", "id")  # keys of a call that no marker announces
 
 
 def make_id() -> str:
@@ -65,13 +66,18 @@ class Calls:
                 return scanner.has_ended
             yield
 
-    def read_object(self) -> Reading[bool]:
-        """Read a call ``{"name": ..., "arguments": {...}}``, which may have other keys; return whether it is one."""
+    def read_object(self, *, is_bare: bool = False) -> Reading[bool]:
+        """Read a call ``{"name": ..., "arguments": {...}}``, which may have other keys; return whether it is one.
+
+        Args:
+            is_bare: whether no marker announces the call. Only `BARE_KEYS` are allowed then, so that other JSON is soon
+                known to be none.
+        """
         reader, found, begun = self._reader, dict[str, str](), False
         more = yield from reader.take("{")
         while more:
             key = yield from self._read_key()
-            if key is None or key in found:
+            if key is None or key in found or (is_bare and key not in BARE_KEYS):
                 return False
             if key == "arguments" and "name" in found:
                 begun = yield from self.stream_arguments(json.loads(found["name"]))
@@ -111,9 +117,9 @@ class Calls:
             return value[0] == '"' and json.loads(value) in self.names
         return key != "arguments" or value[0] == "{"
 
-    def read_list(self, separator: str) -> Reading[bool]:
+    def read_list(self, separator: str, *, is_bare: bool = False) -> Reading[bool]:
         """Read calls with a separator between them; return whether there is one, and all are complete."""
-        while (yield from self.read_object()):
+        while (yield from self.read_object(is_bare=is_bare)):
             yield from self._reader.skip_blanks()
             if not (yield from self._reader.take(separator)):
                 return True

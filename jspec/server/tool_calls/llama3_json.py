@@ -11,9 +11,9 @@ from jspec.server.tool_calls.calls import Calls
 
 def read(reader: Reader, calls: Calls) -> Reading[None]:
     """Read an answer with calls and text."""
-    found = True
+    found = is_bare = True
     while found:
         yield from reader.skip_blanks()
-        if (yield from calls.read_list(";")):
+        if (yield from calls.read_list(";", is_bare=is_bare)):
             yield from reader.drop_blanks_at_end()
-        found = yield from reader.pass_until("<|python_tag|>")
+        found, is_bare = (yield from reader.pass_until("<|python_tag|>")), False

@@ -89,6 +89,17 @@ def _read_token(reader: Reader, names: Collection[str] | None) -> Reading[str | 
             return None
         if names is not None and not any(name.startswith(rest) for name in names):
             return None
+        yield from _wait(reader, "" if found else f"{first}\n")
+
+
+def _wait(reader: Reader, characters: str) -> Reading[None]:
+    """Wait for more text, and for one of the characters if any are given, so that a long string is not read again."""
+    seen = len(reader.text)
+    yield
+    while characters and not reader.ended and len(reader.text) - reader.at <= MAX_CHARACTERS:
+        if any(character in reader.text[seen:] for character in characters):
+            return
+        seen = len(reader.text)
         yield
 
 
