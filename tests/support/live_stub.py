@@ -148,7 +148,7 @@ def random_round(rng: random.Random, nodes: int) -> Round:
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """Serve an app from a thread of its own; yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
