@@ -23,6 +23,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.access_log = False  # it would show the query, which is the client's text
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -141,7 +141,7 @@ def test_logprobs_equal_the_engines_and_hold_the_sampled_token(client: openai.Op
 
 
 def test_echo_scores_a_prompt_as_lm_eval_reads_it(client: openai.OpenAI) -> None:
-    """lm-eval's local-completions: prompts as ids, one token out, and the slice [context:-1] of the log-probabilities."""
+    """lm-eval's local-completions sends prompts as ids, asks for one token, and reads the slice [context:-1]."""
     tokenizer = serving.engine().tokenizer
     assert tokenizer is not None
     contexts, rests = ["Once upon", "The little"], [" a time, there", " girl was"]
@@ -155,13 +155,13 @@ def test_echo_scores_a_prompt_as_lm_eval_reads_it(client: openai.OpenAI) -> None
         assert len(scores.token_logprobs) == len(prompt) + 1
         assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
         assert scores.token_logprobs[start:-1] == pytest.approx([one.logprob for one in records[start:]])
-        is_greedy = [x == max(t.values()) for x, t in zip(scores.token_logprobs[1:], scores.top_logprobs[1:])]
+        scored = zip(scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True)
+        is_greedy = [logprob == max(top.values()) for logprob, top in scored]
         assert is_greedy[:-1] == [one.rank == 1 for one in records[1:]]
         assert is_greedy[-1]
         assert choice.text.startswith(tokenizer.decode(prompt))
-        assert [choice.text[o:].startswith(t) for o, t in zip(scores.text_offset[:-1], scores.tokens)] == [True] * len(
-            prompt
-        )
+        starts = zip(scores.text_offset[:-1], scores.tokens[:-1], strict=True)
+        assert all(choice.text[offset:].startswith(token) for offset, token in starts)
 
 
 def test_echo_puts_the_prompt_before_each_text(client: openai.OpenAI) -> None:

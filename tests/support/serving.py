@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -87,6 +89,58 @@ def running(served: Engine | None = None, **settings: Any) -> Iterator[Running]:
         thread.join(30)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def held(served: Engine) -> Iterator[threading.Event]:
+    """Let the engine make no step until the yielded event is set, or the context ends."""
+    gate, step = threading.Event(), served.step
+
+    def wait_and_step() -> bool:
+        gate.wait(30)
+        return step()
+
+    served.step = wait_and_step  # type: ignore[method-assign]
+    try:
+        yield gate
+    finally:
+        gate.set()
+        del served.step  # type: ignore[attr-defined]
+
+
+async def post(url: str, path: str, body: Any, **headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request over a connection of its own; return the connection, to read, to wait or to leave."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    own = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(raw))}
+    own |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in own.items())
+    writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw)
+    await writer.drain()
+    return reader, writer
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Read a whole response; return its status, headers and body."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:] if line)}
+    if headers.get("transfer-encoding") != "chunked":
+        return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+    return int(lines[0].split()[1]), headers, body
+
+
+def events(body: bytes) -> list[Any]:
+    """Return the data of a stream's events; the last is "[DONE]", and comments are left out."""
+    assert body.endswith(b"\n\n")
+    blocks = [block for block in body.decode()[:-2].split("\n\n") if not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    data = [block.removeprefix("data: ") for block in blocks]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 
 def wait_until(holds: Any, seconds: float = 10.0) -> None:
