@@ -131,14 +131,23 @@ class EngineThread:
 
     # -- the engine's thread
 
+    def turn(self) -> bool:
+        """Carry out the calls since the last turn, run one step and deliver its output; the thread repeats this.
+
+        Returns:
+            False if the step had nothing to start or to read.
+        """
+        self._take_calls()
+        has_work = self._engine.step()
+        self._deliver_new()
+        return has_work
+
     def _run(self) -> None:
         error: BaseException | None = None
         try:
             has_work = True
             while self._wait(has_work):
-                self._take_calls()
-                has_work = self._engine.step()
-                self._deliver_new()
+                has_work = self.turn()
         except BaseException as caught:
             logger.exception("the engine's thread ends; its requests end with this error")
             error = caught

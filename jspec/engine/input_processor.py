@@ -15,13 +15,14 @@ from jspec.core.records import MAX_STOP_IDS
 from jspec.core.shorten import short
 from jspec.engine import penalty_input
 from jspec.engine.caller_input import read_params, read_prompt, read_prompts
-from jspec.engine.detokenizer import TextDecoder, visible_context
+from jspec.engine.detokenizer import TextDecoder
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.request import OutputState, Request
 from jspec.engine.sampling_params import SamplingParams, sample_seed
 from jspec.engine.token_logprobs import PromptLogprobs
+from jspec.engine.token_texts import visible_context
 from jspec.engine.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter

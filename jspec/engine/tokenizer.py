@@ -10,15 +10,15 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from convert import hub
 from convert.fields import CheckpointError, cut, short
 from jspec.engine.chat_template import ChatTemplate
+from jspec.engine.token_texts import BLANK, TokenTexts, decodes_independently
 
-REPLACEMENT = "\ufffd"
-BLANK = "\u2581"  # SentencePiece's character for a blank
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
 ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
@@ -161,14 +161,24 @@ class HFTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
     def with_special_tokens(self) -> HFTokenizer:
+        return self._with_special_tokens
+
+    @cached_property
+    def _with_special_tokens(self) -> HFTokenizer:
         other = copy(self)
         other._skips_special_tokens, other.hidden_ids, other.special_texts = False, frozenset(), {}
+        other.__dict__.pop("token_texts", None)
         return other
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
         """The chat template, or several by name; None: there is none."""
         return self._tokenizer.chat_template or None
+
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        """The texts of single tokens, for the detokenizer; None if the decoder does not decode tokens one by one."""
+        return TokenTexts(self) if decodes_independently(self._tokenizer) else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if not self._tokenizer.chat_template and "{" not in options.get("chat_template", ""):

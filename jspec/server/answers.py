@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request import Chunk, Request
 from jspec.server.calls import Call, Output
-from jspec.server.errors import ApiError, invalid, refused
-from jspec.server.events import DONE, PING, EventStream, dumps, event, send_json, while_there
+from jspec.server.errors import ApiError, failed, invalid, refused
+from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there
 from jspec.server.fields import Ask, Field
 from jspec.server.rounds import rounds_json
 from jspec.server.service import Service
@@ -57,6 +57,7 @@ class Answer(ABC):
         self.wants_ids: bool = self.own.get("return_token_ids", False)
         self.requests: Sequence[Request] = ()
         self.num_tokens = self.num_cached = self.num_ended = 0
+        self._unsent_rounds: list[dict[str, Any]] = []
         self._check(ask)
         self.params = ask.sampling_params()
         self.n = self.params.n
@@ -105,6 +106,8 @@ class Answer(ABC):
             return self.make_requests()
         except (TypeError, ValueError, ImportError) as error:
             raise refused(error, self.names, self.table, self.prompt_field) from error
+        except RuntimeError as error:  # of the engine, or of a process that compiles grammars or renders templates
+            raise failed(error) from error
 
     def count_output(self, outputs: Sequence[Output]) -> None:
         """Add new output to the counters of the usage."""
@@ -127,33 +130,39 @@ class Answer(ABC):
         """Return the whole answer."""
         self.count_output(outputs)
         choices = [self.choice(index, chunk) for index, chunk in outputs]
-        rounds = self._rounds(outputs[0][1]) if self.is_traced else {}
-        return {**self._envelope(self.kind, choices), "usage": self.usage(), **rounds}
+        if self.is_traced:
+            self._unsent_rounds = [one for _, chunk in outputs for one in rounds_json(chunk, self.service.texts)]
+        return {**self._envelope(self.kind, choices), "usage": self.usage(), **self._take_rounds()}
 
     def events(self, outputs: Sequence[Output]) -> str:
         """Return the events of new output, as text."""
         self.count_output(outputs)
-        more: dict[str, Any] = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
-        texts = []
+        found: list[dict[str, Any]] = []
         for index, chunk in outputs:
-            rounds = self._rounds(chunk) if self.is_traced else {}
-            for delta in self.deltas(index, chunk):
-                texts.append(event({**self._envelope(self.chunk_kind, [delta]), **more, **rounds}))
-                rounds = {}
-        return "".join(texts)
+            if self.is_traced:
+                self._unsent_rounds += rounds_json(chunk, self.service.texts)
+            found += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
+        usage = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
+        return "".join(event(one | usage) for one in found)
 
-    def usage_event(self) -> str:
-        """Return the event of the usage after a stream's last choice, if the request asked for it."""
+    def last_events(self) -> str:
+        """Return the events after a stream's last output: the usage, if the request asked for it, and the end."""
         if not self.options.get("include_usage"):
-            return ""
-        return event({**self._envelope(self.chunk_kind, []), "usage": self.usage()})
+            return DONE
+        return event({**self._envelope(self.chunk_kind, []), "usage": self.usage()}) + DONE
+
+    def error_events(self, error: ApiError) -> str:
+        """Return the events with which an error ends a stream."""
+        return event(error.body) + DONE
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         own = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
         return {**own, "choices": choices}
 
-    def _rounds(self, chunk: Chunk) -> dict[str, Any]:
-        return {"jspec": {"rounds": rounds_json(chunk, self.service.texts)}}
+    def _take_rounds(self) -> dict[str, Any]:
+        """Return the recorded rounds that no event has; they wait while a parser holds their text back."""
+        rounds, self._unsent_rounds = self._unsent_rounds, []
+        return {"jspec": {"rounds": rounds}} if self.is_traced else {}
 
 
 def finish_reason(chunk: Chunk) -> str | None:
@@ -208,13 +217,13 @@ class Generate:
                     outputs = await call.take(self._service.settings.ping_seconds)
                     if text := answer.events(outputs) if outputs else PING:
                         await events.write(text)
-            last = answer.usage_event()
+            last = answer.last_events()
         except ApiError as error:
             if not events.started:
                 raise
-            last = f"data: {dumps(error.body)}\n\n"
+            last = answer.error_events(error)
             logger.warning("%s ended with an error: %s", answer.id, error.code)
-        await events.write(last + DONE, more=False)
+        await events.write(last, more=False)
 
 
 @contextlib.asynccontextmanager

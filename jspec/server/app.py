@@ -18,13 +18,15 @@ from starlette.routing import Route
 from jspec.engine.api import Engine
 from jspec.server import status
 from jspec.server.answers import Generate
+from jspec.server.anthropic import CountTokens, MessageAnswer
 from jspec.server.body import ClientGone
 from jspec.server.chat import ChatAnswer
 from jspec.server.completions import CompletionAnswer
 from jspec.server.counts import CountRequests, Counts
-from jspec.server.errors import ApiError
+from jspec.server.errors import ApiError, body_for
 from jspec.server.guards import Guard
-from jspec.server.service import READY, WARMING, Service
+from jspec.server.responses import ResponseAnswer
+from jspec.server.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.settings import Settings
 from jspec.server.tokens import Detokenize, Tokenize
 
@@ -46,6 +48,9 @@ def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
     routes = [
         Route("/v1/completions", Generate(service, CompletionAnswer), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, ChatAnswer), methods=["POST"]),
+        Route("/v1/responses", Generate(service, ResponseAnswer), methods=["POST"]),
+        Route("/v1/messages", Generate(service, MessageAnswer), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokens(service), methods=["POST"]),
         Route("/tokenize", Tokenize(service), methods=["POST"]),
         Route("/detokenize", Detokenize(service), methods=["POST"]),
         *status.routes(service, counts),
@@ -89,20 +94,25 @@ async def _running(service: Service) -> AsyncIterator[None]:
 
 
 async def _warm(service: Service) -> None:
-    await service.in_thread(service.warm)
+    """Compile, and then serve; without memory for the programs the server ends."""
+    try:
+        await service.in_thread(service.warm)
+    except Exception:
+        logger.exception("--warm: the programs could not be compiled")
+        service.state = UNHEALTHY
     if service.state == WARMING:
         service.state = READY
         logger.info("compiled: %s", ", ".join(service.settings.warm))
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(body_for(request.url.path, error), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:80]}: {error.detail}"
     made = ApiError(error.status_code, message, code=CODES.get(error.status_code), headers=error.headers)
-    return JSONResponse(made.body, made.status, made.headers)
+    return JSONResponse(body_for(request.url.path, made), made.status, made.headers)
 
 
 async def _client_gone(request: Request, error: ClientGone) -> Response:
@@ -111,4 +121,4 @@ async def _client_gone(request: Request, error: ClientGone) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     made = ApiError(500, "the server failed; see its log", code="internal_error")
-    return JSONResponse(made.body, made.status)
+    return JSONResponse(body_for(request.url.path, made), made.status)

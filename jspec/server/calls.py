@@ -158,18 +158,28 @@ class Calls:
 
     @contextlib.contextmanager
     def submitted(self, requests: Sequence[Request]) -> Iterator[Call]:
-        """Submit requests; when the context ends, what has not finished is aborted."""
+        """Submit requests; when the context ends, what has not finished is aborted.
+
+        Raises:
+            ApiError: the engine's thread has ended.
+        """
         call = Call(requests)
         self._open.add(call)
         try:
             for prompt, request in enumerate(requests):
-                self.thread.submit((call, prompt), request)
-                self.pending += len(request.samples)
+                self._submit((call, prompt), request)
             yield call
         finally:
             self._open.discard(call)
             for prompt in call.unfinished:
                 self.thread.abort((call, prompt))
+
+    def _submit(self, key: Key, request: Request) -> None:
+        try:
+            self.thread.submit(key, request)
+        except RuntimeError as error:
+            raise ApiError(503, f"the engine serves no more: {error}", code="unhealthy") from error
+        self.pending += len(request.samples)
 
     def fail_all(self, error: ApiError) -> None:
         """End all open calls with an error."""

@@ -7,13 +7,18 @@ from typing import Any
 from jspec.engine.chat_input import format_conversations
 from jspec.engine.request import Chunk, Request
 from jspec.engine.tokenizer import Tokenizer
+from jspec.server import reasoning
 from jspec.server.answers import Answer, finish_reason, stop_reason
-from jspec.server.errors import invalid
+from jspec.server.errors import invalid, refused
 from jspec.server.fields import CHAT, Ask
 from jspec.server.logprobs import chat_entries, prompt_entries
 from jspec.server.service import Service
 from jspec.server.text_reader import CallDelta, OutputParser, Part
+from jspec.server.tool_calls.choose import parser_for
+from jspec.server.tool_calls.grammar import tool_grammar
+from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
+PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -34,18 +39,19 @@ def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
     return ids
 
 
-def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any]) -> None:
+def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any], field: str = "messages") -> None:
     """Check that there are messages, and a template to render them.
+
+    Args:
+        field: the field of the request that has the messages.
 
     Raises:
         ApiError: one of the two is missing.
     """
     if "messages" not in own:
-        raise invalid("messages", "expected a list of messages, got nothing")
+        raise invalid(field, "expected a list of messages, got nothing")
     if getattr(tokenizer, "chat_template", "unknown") is None:
-        raise invalid(
-            "messages", "expected a model with a chat template, got one without; use /v1/completions with a text"
-        )
+        raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
 
 
 def template_names(own: dict[str, Any]) -> dict[str, str]:
@@ -62,22 +68,54 @@ class ChatAnswer(Answer):
     prompt_field = "messages"
 
     def __init__(self, service: Service, ask: Ask) -> None:
-        check_conversation(service.engine.tokenizer, ask.own)
+        check_conversation(service.engine.tokenizer, ask.own, self.prompt_field)
         ask.params.setdefault("max_tokens", None)  # as many as fit
         if ask.own.get("logprobs", False):
             ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
         elif "top_logprobs" in ask.own:
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
+        template = getattr(service.engine.tokenizer, "chat_template", None)
+        self._template = "\n".join(template.values()) if isinstance(template, dict) else template
+        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template)
+        self._choice = self._read_tools(ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
-        self._messages = {index: Message(self._parser()) for index in range(self.n)}
+        self._messages: dict[int, Message] = {}  # of each choice, once the prompt is rendered
 
-    def _parser(self) -> OutputParser | None:
-        """Return what splits the text of one completion; None: all of it is content."""
-        return None
+    def _read_tools(self, ask: Ask) -> ToolChoice:
+        """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
+        own, field = ask.own, ask.names.get("json_schema")
+        try:
+            choice = read_choice(own.get("tools"), own.get("tool_choice"))
+            grammar = tool_grammar(own.get("tools"), own.get("tool_choice"), own.get("parallel_tool_calls"))
+        except ValueError as error:
+            raise refused(error, {}) from error
+        if grammar is not None:
+            ask.set("tool_choice", grammar)
+        elif choice.mode == "auto" and field is not None:
+            raise invalid(
+                field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
+            )
+        if self._reasons or choice.mode != "none":
+            ask.params.setdefault("skip_special_tokens", False)  # markers may be special tokens
+        return choice
+
+    def _parser(self, prompt: list[int]) -> OutputParser | None:
+        """Return what splits the text of one completion; None: all of it is content.
+
+        Args:
+            prompt: token ids of the prompt.
+        """
+        if self._choice.mode == "none" and not self._reasons:
+            return None
+        assert self.service.engine.tokenizer is not None
+        end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
+        tools, choice = self.own.get("tools"), self.own.get("tool_choice")
+        return parser_for(self._template, name, tools, choice, self._reasons, prompt=end)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
+        self._messages = {index: Message(self._parser(ids)) for index in range(self.n)}
         return [self.service.engine.prepare(ids, self.params, trace=self.is_traced)]
 
     def body(self, outputs: Any) -> dict[str, Any]:
@@ -86,6 +124,11 @@ class ChatAnswer(Answer):
         if "prompt_logprobs" in self.names and scores is not None:
             more["prompt_logprobs"] = prompt_entries(scores, self.service.texts)
         return {**super().body(outputs), **more}
+
+    def usage(self) -> dict[str, Any]:
+        reasoning_tokens = sum(message.num_reasoning_tokens for message in self._messages.values())
+        details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if self._reasons else {}
+        return super().usage() | details
 
     def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
         message = self._messages[index]
@@ -149,12 +192,14 @@ class Message:
         has_begun: whether a stream has sent its role.
         has_calls: whether it calls a tool.
         unsent: chunks whose log-probabilities no event has.
+        num_reasoning_tokens: number of tokens up to the end of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
         self.has_begun = self.has_calls = False
         self.unsent: list[Chunk] = []
+        self.num_reasoning_tokens = self._size = 0
 
     def parts(self, chunk: Chunk) -> list[Part]:
         """Add new output; return its parts."""
@@ -165,7 +210,13 @@ class Message:
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
+        self._count_reasoning(chunk, self._parser.reasoning_end)
         return parts
+
+    def _count_reasoning(self, chunk: Chunk, end: int | None) -> None:
+        for piece in chunk.pieces or ():
+            self._size += len(piece)
+            self.num_reasoning_tokens += end is None or 0 < self._size <= end
 
 
 def call_delta(call: CallDelta) -> dict[str, Any]:

@@ -6,8 +6,20 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+ANTHROPIC_TYPES = {  # by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
-FIELD = re.compile(r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\])*)(?:: |(?==))")  # at the start of an error
+FIELD = re.compile(
+    r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
+)  # at the start of an error
 
 
 class ApiError(Exception):
@@ -39,6 +51,17 @@ class ApiError(Exception):
         """The error as the body of a response, or as the data of an event in a stream."""
         error = {"message": self.message, "type": kind_of(self.status), "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the API that has the route ``path``."""
+    return anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of Anthropic's API."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def kind_of(status: int) -> str:

@@ -44,9 +44,10 @@ async def _leaving(receive: Receive) -> None:
         pass
 
 
-def event(data: Any) -> str:
-    """Return one event of a stream."""
-    return f"data: {dumps(data)}\n\n"
+def event(data: Any, name: str | None = None) -> str:
+    """Return one event of a stream; a name is for clients that tell events by it."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {dumps(data)}\n\n"
 
 
 def dumps(data: Any) -> str:

@@ -14,6 +14,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.server.errors import invalid, refused
 from jspec.server.messages import messages
 from jspec.server.structured import response_format, structured_outputs
+from jspec.server.tool_calls.tools import read_choice
 from jspec.server.values import (
     Reader,
     boolean,
@@ -23,12 +24,11 @@ from jspec.server.values import (
     listing,
     mapping,
     never,
-    one_of,
     only,
     text,
 )
 
-MAX_N, MAX_STOPS, MAX_STOP, MAX_BIAS, MAX_TOOLS = 16, 16, 256, 1024, 128
+MAX_N, MAX_STOPS, MAX_STOP, MAX_BIAS = 16, 16, 256, 1024
 
 logger = logging.getLogger("jspec.server")
 
@@ -159,23 +159,11 @@ def _modalities(name: str, value: Any) -> Any:
     return value
 
 
-def _tools(name: str, value: Any) -> list[dict[str, Any]]:
-    tools = listing(MAX_TOOLS)(name, value)
-    for index, tool in enumerate(tools):
-        path = f"{name}[{index}]"
-        one_of("function")(f"{path}.type", mapping(path, tool).get("type"))
-        function = mapping(f"{path}.function", tool.get("function"))
-        text(f"{path}.function.name", function.get("name"))
-        if function.get("parameters") is not None:
-            mapping(f"{path}.function.parameters", function["parameters"])
-    return tools
-
-
-def _tool_choice(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return one_of("none", "auto", "required")(name, value)
-    one_of("function")(f"{name}.type", mapping(name, value).get("type"))
-    text(f"{name}.function.name", mapping(f"{name}.function", value.get("function")).get("name"))
+def _tools(name: str, value: Any) -> Any:
+    try:
+        read_choice(value, None)
+    except ValueError as error:
+        raise refused(error, {}) from error
     return value
 
 
@@ -245,7 +233,7 @@ CHAT = {
     "max_completion_tokens": Field(given, "max_tokens"),
     "logprobs": Field(boolean),
     "top_logprobs": Field(integer(0, MAX_LOGPROBS)),
-    "tool_choice": Field(_tool_choice),
+    "tool_choice": Field(given),
     "parallel_tool_calls": Field(boolean),
     "reasoning_effort": Field(text),
     "add_special_tokens": Field(only(False, "the chat template writes the special tokens")),

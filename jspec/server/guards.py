@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jspec.server.errors import ApiError
+from jspec.server.errors import ApiError, body_for
 from jspec.server.events import send_json
 from jspec.server.settings import Settings
 
@@ -28,7 +28,7 @@ class Guard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await send_json(send, error.body, error.status, error.headers)
+            await send_json(send, body_for(scope["path"], error), error.status, error.headers)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -42,7 +42,9 @@ class Guard:
         if not self._settings.keys or scope["path"] in OPEN:
             return None
         kind, _, key = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self._settings.accepts_key(key.strip().encode("latin-1")):
+        given = [key] if kind.lower() == "bearer" else []
+        given += headers.getlist("x-api-key")  # of Anthropic's API
+        if any(self._settings.accepts_key(key.strip().encode("latin-1")) for key in given):
             return None
         return ApiError(
             401,

@@ -34,13 +34,14 @@ from jspec.server.body import ClientGone, read_json
 from jspec.server.errors import ApiError
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
-from jspec.server.service import QUEUE_PER_SLOT
+from jspec.server.service import QUEUE_PER_SLOT, WARMING
 from jspec.server.settings import Settings, digest_of, keys_of_environment
 
 BLOCK = 512  # characters between two marks of a prompt
 BUSIER = 8  # requests that a home replica may have more than the least busy one
 MOST_HOMES = 100_000  # marks of which the home replica is remembered
 HEALTH_PERIOD, HEALTH_TIMEOUT = 5.0, 60.0  # seconds; a compilation may keep a replica from answering for a while
+WARM_POLL = 0.1  # seconds between two looks at whether a replica has compiled its programs
 
 logger = logging.getLogger("jspec.server")
 
@@ -162,6 +163,8 @@ class Replica:
         self._app = make_app(self._engine, settings)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
+        while self._app.state.service.state == WARMING:  # until then Ray sends no requests
+            await asyncio.sleep(WARM_POLL)
 
     async def stream(self, ask: Ask) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the answer; closing the iterator tells the application that the client left."""

@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
 
     def _check_health(self) -> None:
         """End with status 1 if the engine can serve no more."""
-        if self._service.calls.thread.healthy or (self._service.state == UNHEALTHY and self._end_at is not None):
+        if self.status == 1 or (self._service.calls.thread.healthy and self._service.state != UNHEALTHY):
             return
         logger.error("the engine failed, so the server ends")
         self._service.state, self.status, self._end_at = UNHEALTHY, 1, time.monotonic()

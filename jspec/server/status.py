@@ -61,7 +61,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _stats(service: Service) -> dict[str, Any]:
-    """Return the engine's counters and what it offers; takes the engine's lock, so a worker thread calls it."""
+    """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
     metrics, calls = service.engine.metrics, service.calls
     template = getattr(service.engine.tokenizer, "chat_template", None)
     pages = service.engine.scheduler.pages

@@ -42,7 +42,14 @@ class Part:
 
 
 class OutputParser(Protocol):
-    """Splits the text of one answer into content, reasoning and tool calls."""
+    """Splits the text of one answer into content, reasoning and tool calls.
+
+    Attributes:
+        reasoning_end: that of `Reader`.
+    """
+
+    @property
+    def reasoning_end(self) -> int | None: ...
 
     def push(self, text: str) -> list[Part]:
         """Add text of any length; return what it has decided."""
@@ -60,12 +67,16 @@ class Reader:
         text: the text that is held back.
         at: position in ``text`` up to which the format has read; what is before it may still become content.
         ended: whether no more text comes.
+        reasoning_end: number of characters of the answer up to the end of its reasoning, the marker included; 0: it has
+            none; None: it has not ended.
         parts: what was found and not yet handed to the caller.
     """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
         self.parts: list[Part] = []
+        self.reasoning_end: int | None = 0
+        self.num_dropped = 0  # characters
         self._tried = 0  # no marker that begins before this position counts
 
     def pass_on(self, size: int, *, is_reasoning: bool = False) -> None:
@@ -78,6 +89,7 @@ class Reader:
     def drop(self, size: int) -> None:
         """Remove the first ``size`` characters of the text."""
         self.text, self.at, self._tried = self.text[size:], 0, max(self._tried - size, 0)
+        self.num_dropped += size
 
     def commit(self) -> None:
         """Remove what was read, because it can no longer become content."""
@@ -158,6 +170,10 @@ class TextParser:
     def __init__(self, read: Callable[[Reader], Reading[None]]) -> None:
         self._reader = Reader()
         self._steps = read(self._reader)
+
+    @property
+    def reasoning_end(self) -> int | None:
+        return self._reader.reasoning_end
 
     def push(self, text: str) -> list[Part]:
         self._reader.text += text

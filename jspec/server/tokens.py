@@ -69,9 +69,8 @@ class Detokenize:
         tokens, size = ask.own.get("tokens"), self._service.engine.input_processor.vocab_size
         if tokens is None:
             raise invalid("tokens", "expected a list of token ids, got nothing")
-        wrong = next((token for token in tokens if not is_int(token) or not 0 <= token < size), None)
-        if wrong is not None:
-            raise invalid("tokens", f"expected ids in [0, {size}), got {short(wrong)}")
+        if wrong := [token for token in tokens if not is_int(token) or not 0 <= token < size]:
+            raise invalid("tokens", f"expected ids in [0, {size}), got {short(wrong[0])}")
         tokenizer = _tokenizer(self._service)
         await send_json(send, {"prompt": await self._service.in_thread(lambda: tokenizer.decode(tokens))})
 

@@ -156,7 +156,9 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         OSError: the file with the keys cannot be read.
     """
     from jspec.server.settings import Settings, digest_of, is_loopback
+    from jspec.server.tool_calls.choose import check_name
 
+    check_name(arguments.tool_parser)
     keys = read_keys(arguments.api_key_file)
     if arguments.no_auth and keys:
         raise ValueError(f"--no-auth: expected no key beside it, got one; leave it out, or the key and {KEY_VARIABLE}")

@@ -245,6 +245,24 @@ def test_neutral_values_of_fields_that_are_not_offered_are_accepted(client: open
     assert ask(client, **SEEDED, **neutral).choices[0].text == own(**SEEDED).text
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_requests_of_vllms_benchmark_are_served(server: serving.Running, is_chat: bool) -> None:
+    """The bodies that `vllm bench serve` sends; it reads the chunks with choices, their text, and the usage."""
+    body: dict[str, Any] = {"model": serving.NAME, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"repetition_penalty": 1.0, "temperature": 0.0, "ignore_eos": True, "top_p": 1.0, "min_p": 0.0}
+    if is_chat:
+        content = [{"type": "text", "text": PROMPT}]
+        body |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 8}
+    else:
+        body |= {"prompt": PROMPT, "max_tokens": 8, "logprobs": None}
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions" if is_chat else "/v1/completions", json=body)
+    *chunks, usage, done = serving.events(answer.content)
+    assert done == "[DONE]" and usage["usage"]["completion_tokens"] == 8
+    texts = [c["delta"].get("content", "") if is_chat else c["text"] for one in chunks for c in one["choices"]]
+    assert "".join(texts)
+
+
 def test_models_are_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by, model.max_model_len) == (serving.NAME, "jspec", serving.MAX_LEN)  # type: ignore[attr-defined]

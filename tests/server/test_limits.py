@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from jspec.server.service import GRAMMAR_SECONDS
 from jspec.server.settings import Settings, digest_of
 from tests.support import serving
 
@@ -70,7 +71,7 @@ def test_each_of_several_keys_opens_all_routes_and_others_open_health_alone() ->
         for header in ("first", "Basic first", "Bearer"):
             assert refusal(server, Authorization=header) == (401, "invalid_api_key")
         with server.http() as http:
-            paths = ("/v1/models", "/metrics", "/stats", "/tokenize", "/nope", "/v1/models/tiny", "/health/", "//")
+            paths = ("/v1/models", "/metrics", "/stats", "/tokenize", "/nope", "/v1/models/tiny", "/health/")
             assert [http.get(path).status_code for path in paths] == [401] * len(paths)
             assert http.get("/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
@@ -264,6 +265,39 @@ def test_refused_requests_leave_their_room_to_others(server: serving.Running) ->
         assert refusal(server, {**ASK, "n": 4, "prompt": [10**6]})[0] == 400
     assert server.service.calls.pending == 0
     assert refusal(server) == (200, None)
+
+
+# -- grammars
+
+SLOW = "(a|b|c|d|aa|bb|cc){1,400}[ab]{300}(a|b){1,400}"  # an automaton of very many states
+
+
+def test_grammar_that_takes_too_long_is_refused_and_others_are_served_meanwhile(
+    server: serving.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = serving.engine().input_processor._grammars._run
+    assert builder.seconds == GRAMMAR_SECONDS
+    monkeypatch.setattr(builder, "seconds", 1.0)
+    ended: list[str] = []
+
+    async def one(name: str, **fields: Any) -> tuple[int, Any]:
+        reader, writer = await serving.post(server.url, PATH, {**ASK, **fields})
+        status, _, raw = await serving.answer(reader)
+        writer.close()
+        ended.append(name)
+        return status, json.loads(raw)
+
+    async def run() -> Any:
+        slow = asyncio.create_task(one("slow", structured_outputs={"regex": SLOW}))
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(one("second", structured_outputs={"regex": "ab?"}))
+        return await one("plain"), await slow, await second
+
+    (plain, _), (slow, error), (second, _) = asyncio.run(run())
+    assert (plain, slow, second) == (200, 400, 200)
+    assert error["error"]["param"] == "structured_outputs"
+    assert "more than 1 seconds of CPU time" in error["error"]["message"]
+    assert ended == ["plain", "slow", "second"]  # grammars are compiled one at a time
 
 
 # -- what it tells

@@ -54,11 +54,17 @@ class Running:
         url: its address, without a path.
         service: what its routes share.
         server: the server.
+        thread: the thread in which it runs.
     """
 
     url: str
     service: Service
     server: Server
+    thread: threading.Thread
+
+    def ended(self) -> bool:
+        """Return whether the server has ended."""
+        return not self.thread.is_alive()
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return OpenAI's client, which tries each request once."""
@@ -83,7 +89,7 @@ def running(served: Engine | None = None, **settings: Any) -> Iterator[Running]:
     thread.start()
     try:
         assert ready.wait(30)
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.service, server)
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.service, server, thread)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
-from jspec.engine.grammar import json_schema, schema_lark, schema_regex
+from jspec.engine.grammar import disjoint, json_schema, schema_lark, schema_regex
 from jspec.engine.grammar.builder import Builder
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabulary, compile_lark
 from jspec.engine.grammar.expression import NoTable
@@ -164,7 +164,7 @@ def _forms(field: str, value: str) -> tuple[str | None, str | None]:
     """
     if field != "json_schema":
         return (value, None) if field == "regex" else (None, value)
-    schema = json_schema.parse(value)
+    schema = disjoint.with_any_of(json_schema.parse(value))
     try:
         regex = schema_regex.regex_of(schema)
     except NoTable:
