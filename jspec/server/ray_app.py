@@ -34,7 +34,7 @@ from jspec.server.body import ClientGone, read_json
 from jspec.server.errors import ApiError
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
-from jspec.server.service import QUEUE_PER_SLOT, WARMING
+from jspec.server.service import QUEUE_PER_SLOT, UNHEALTHY, WARMING
 from jspec.server.settings import Settings, digest_of, keys_of_environment
 
 BLOCK = 512  # characters between two marks of a prompt
@@ -165,6 +165,7 @@ class Replica:
         await self._lifespan.__aenter__()
         while self._app.state.service.state == WARMING:  # until then Ray sends no requests
             await asyncio.sleep(WARM_POLL)
+        self.check_health()
 
     async def stream(self, ask: Ask) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the answer; closing the iterator tells the application that the client left."""
@@ -173,7 +174,8 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise a RuntimeError if the engine has failed, so that Ray replaces this replica."""
-        if not self._app.state.service.calls.thread.healthy:
+        service = self._app.state.service
+        if service.state == UNHEALTHY or not service.calls.thread.healthy:
             raise RuntimeError("the engine has failed")
 
     async def __del__(self) -> None:  # Ray awaits it too, when the replica ends

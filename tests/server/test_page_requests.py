@@ -204,7 +204,11 @@ def test_page_shows_the_rounds_of_a_small_engine(browser: Browser) -> None:
 def test_page_of_a_server_that_records_no_rounds_says_so(browser: Browser) -> None:
     with serving.running() as server:
         open_page(browser, server)
-        assert not browser.eval("isLive")
+        browser.wait("!$('notice').hidden")
+        assert "jspec serve --live" in browser.eval("$('notice').textContent")
+        browser.eval("$('tokens').value = 8; setMode('completion')")
+        run(browser, "ab ab")
+        assert "jspec" not in browser.eval("runs[0].body") and browser.eval("textOf(runs[0]).length > 0")
 
 
 @pytest.mark.long

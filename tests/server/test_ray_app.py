@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -142,6 +143,16 @@ def test_reader_that_leaves_is_told_to_the_application() -> None:
     asyncio.run(read())
     assert seen.count("sent") < 6  # the application waited for its reader
     assert seen[-1] == "http.disconnect"
+
+
+@pytest.mark.parametrize(
+    ("state", "healthy", "fails"), [("ready", True, False), ("ready", False, True), ("unhealthy", True, True)]
+)
+def test_health_check_fails_with_the_engine(state: str, healthy: bool, fails: bool) -> None:
+    service = SimpleNamespace(state=state, calls=SimpleNamespace(thread=SimpleNamespace(healthy=healthy)))
+    replica = SimpleNamespace(_app=SimpleNamespace(state=SimpleNamespace(service=service)))
+    with pytest.raises(RuntimeError, match="engine") if fails else contextlib.nullcontext():
+        ray_app.Replica.check_health(replica)
 
 
 # -- two replicas
