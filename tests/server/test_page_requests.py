@@ -80,6 +80,21 @@ def test_model_without_chat_template_is_asked_for_a_completion(browser: Browser,
     assert "messages" in stub.asked[0] and stub.asked[1]["prompt"] == stub.asked[0]["messages"][0]["content"]
 
 
+def test_answer_that_is_stopped_keeps_its_rounds_and_another_can_run(browser: Browser, stub: Stub) -> None:
+    stub.delay = 0.2
+    browser.eval("$('prompt').focus()")
+    browser.type("Tell me")
+    browser.press("Enter")
+    browser.wait("runs[0]?.rounds.length === 2")
+    browser.press("Escape")
+    browser.wait("!controller && $('stop').hidden")
+    assert "stopped" in browser.eval("runs[0].status.textContent")
+    assert "JSONL" in browser.eval("runs[0].tools.textContent") and browser.eval("runs[0].rounds.length") < 5
+    stub.delay = 0
+    run(browser, "Again")
+    assert browser.eval("runs[1].output.textContent") == stub.text
+
+
 def test_second_message_of_a_chat_brings_the_first_answer_along(browser: Browser, stub: Stub) -> None:
     browser.eval("setMode('chat')")
     run(browser, "one")
