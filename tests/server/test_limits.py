@@ -162,11 +162,14 @@ def test_body_that_is_no_json_object_is_refused(server: serving.Running, body: b
 
 
 def test_half_of_a_surrogate_pair_is_refused_with_its_field(server: serving.Running) -> None:
+    right = {"messages": [{"role": "user", "content": "a"}]}
+    wrong = [{"messages": [{"role": "user", "content": "a\ud800"}]}, {**right, "stop": ["\udfff"]}]
+    wrong += [{**right, "user": "\ud83d"}, {**right, "metadata": {"\ude00": "a"}}]
     with server.http() as http:
-        for body in ({"prompt": "a\ud800"}, {"prompt": "a", "stop": ["\udfff"]}):
+        for body in wrong:
             raw = json.dumps(body).encode()
-            error = http.post(PATH, content=raw, headers={"Content-Type": "application/json"}).json()["error"]
-            assert error["param"] == list(body)[-1]
+            answer = http.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, list(body)[-1])
         assert http.post(PATH, json={**ASK, "prompt": "a\U0001f600"}).status_code == 200
 
 
@@ -296,7 +299,7 @@ def test_grammar_that_takes_too_long_is_refused_and_others_are_served_meanwhile(
     (plain, _), (slow, error), (second, _) = asyncio.run(run())
     assert (plain, slow, second) == (200, 400, 200)
     assert error["error"]["param"] == "structured_outputs"
-    assert "more than 1 seconds of CPU time" in error["error"]["message"]
+    assert "seconds of CPU time" in error["error"]["message"]
     assert ended == ["plain", "slow", "second"]  # grammars are compiled one at a time
 
 
@@ -304,20 +307,20 @@ def test_grammar_that_takes_too_long_is_refused_and_others_are_served_meanwhile(
 
 
 def test_metrics_count_requests_and_tokens(server: serving.Running) -> None:
-    with server.http() as http:
-        before = http.get("/metrics").text
-        assert refusal(server) == (200, None)
-        after = http.get("/metrics").text
-        stats = http.get("/stats").json()
-
-    def value(text: str, start: str) -> float:
-        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(start)), 0.0)
-
     tokens = "vllm:generation_tokens_total{"
     requests = 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
-    assert value(after, tokens) == value(before, tokens) + 4
-    assert value(after, requests) == value(before, requests) + 1
-    assert f'model_name="{serving.NAME}"' in after
+    with server.http() as http:
+
+        def value(start: str) -> float:
+            lines = http.get("/metrics").text.splitlines()
+            return next((float(line.split()[-1]) for line in lines if line.startswith(start)), 0.0)
+
+        before = value(tokens), value(requests)
+        assert refusal(server) == (200, None)
+        serving.wait_until(lambda: value(requests) == before[1] + 1)  # counted once the answer is sent
+        assert value(tokens) == before[0] + 4
+        assert f'model_name="{serving.NAME}"' in http.get("/metrics").text
+        stats = http.get("/stats").json()
     assert stats["slots"] == serving.SLOTS and stats["running"] == stats["waiting"] == 0
     assert 0 <= stats["pages_used"] <= stats["pages_total"]
     assert stats["acceptance_by_position"] == serving.engine().metrics.acceptance_per_position

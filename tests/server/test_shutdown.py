@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from jspec import SamplingParams
+from jspec.server.calls import Calls
 from jspec.server.errors import ApiError
 from tests.support import serving
 
@@ -134,13 +135,14 @@ def test_failure_while_a_request_is_prepared_is_an_error_of_the_server(monkeypat
         monkeypatch.setattr(serving.engine(), "prepare", prepare)
         with pytest.raises(openai.InternalServerError, match="a broken process"):
             server.client().completions.create(model=serving.NAME, **ASK)
-        monkeypatch.undo()
-        server.service.calls.thread.stop()
-        server.service.check_ready = lambda: None  # type: ignore[method-assign]  # it ends between check and submission
-        with pytest.raises(openai.InternalServerError) as caught:
-            server.client().completions.create(model=serving.NAME, **ASK)
-        assert caught.value.status_code == 503
-        assert server.service.calls.pending == 0
+
+
+def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
+    calls = Calls(serving.engine(), 1)
+    calls.thread.stop()
+    with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([serving.engine().prepare([5])]):
+        pass
+    assert (caught.value.status, calls.pending, calls.num_open) == (503, 0, 0)
 
 
 @pytest.mark.slow

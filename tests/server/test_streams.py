@@ -218,7 +218,7 @@ def test_request_that_takes_too_long_ends_with_504_or_an_error_event() -> None:
         _, _, body = post(server, "/v1/completions", {**ASK, "stream": True})
         error, done = serving.events(body)
         assert (error["error"]["code"], done) == ("timeout", "[DONE]")
-        assert server.service.num_active == 0
+        serving.wait_until(lambda: server.service.num_active == 0)
 
 
 def test_rounds_are_sent_to_one_request_at_a_time() -> None:

@@ -128,7 +128,12 @@ async def post(url: str, path: str, body: Any, **headers: str) -> tuple[asyncio.
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Read a whole response; return its status, headers and body."""
+    """Read a whole response; return its status, headers and body; fail if it does not come in time."""
+    async with asyncio.timeout(60):
+        return await _answer(reader)
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:] if line)}
     if headers.get("transfer-encoding") != "chunked":
