@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
 from dataclasses import dataclass
 
+KEY_VARIABLE = "JSPEC_API_KEY"
 MEGABYTE = 2**20
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -89,3 +91,8 @@ def is_loopback(host: str) -> bool:
 def digest_of(key: str) -> bytes:
     """Return the digest of a key, which alone is kept."""
     return hashlib.sha256(key.encode()).digest()
+
+
+def keys_of_environment() -> list[str]:
+    """Return the API keys of the environment, which are separated by commas."""
+    return [key for one in os.environ.get(KEY_VARIABLE, "").split(",") if (key := one.strip())]

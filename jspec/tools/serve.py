@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jspec.server.settings import KEY_VARIABLE, keys_of_environment
 from jspec.tools import demo, generate
 from jspec.tools.parser import Parser
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
 WARM = ("logprobs", "grammar", "rounds")
-KEY_VARIABLE = "JSPEC_API_KEY"
 SLOTS = 8
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -196,13 +195,13 @@ def read_keys(path: str | None) -> list[str]:
     Raises:
         ValueError: the file has no key.
     """
-    keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]
+    keys = keys_of_environment()
     if path is not None:
         own = Path(path).read_text("utf-8").split()
         if not own:
             raise ValueError(f"{path}: expected a key a line, got none")
         keys += own
-    return [key for key in keys if key]
+    return keys
 
 
 def greeting(address: str, settings: Settings) -> str:

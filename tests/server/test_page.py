@@ -1,99 +1,19 @@
-"""Test the live page in a browser, over answers made up beforehand."""
+"""Test what the live page shows, in a browser, over answers made up beforehand."""
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import random
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jspec.tools import demo
-from tests.support import live_stub
-from tests.support.browser import Browser, chromium
-from tests.support.live_stub import FIRST, Stub, random_round, serving
+from tests.support.browser import Browser
+from tests.support.live_page import OVERLAPS, run, settle, shown
+from tests.support.live_stub import FIRST, Stub, random_round
 
-EDGE_POINTS = 40  # points of each edge at which it is compared with the labels
-OVERLAPS = """(() => {
-  const nodes = [...document.querySelectorAll("#canvas .node")];
-  const boxes = nodes.map((n) => n.querySelector("rect").getBoundingClientRect());
-  const texts = nodes.map((n) => [...n.querySelectorAll("text")].map((t) => t.getBoundingClientRect()));
-  const depths = [...document.querySelectorAll("#canvas .depth")].map((t) => t.getBoundingClientRect());
-  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
-  const inside = (p, b) => p.x > b.left + 1 && p.x < b.right - 1 && p.y > b.top + 1 && p.y < b.bottom - 1;
-  const found = [];
-  const labels = [...boxes, ...depths];
-  labels.forEach((a, i) => labels.forEach((b, j) => { if (i < j && meet(a, b)) found.push(`labels ${i} ${j}`); }));
-  texts.forEach((pair, i) => { if (pair.length > 1 && meet(...pair)) found.push(`texts of node ${i}`); });
-  const isOut = (t, box) => t.left < box.left || t.right > box.right;
-  texts.forEach((all, i) => all.forEach((t) => { if (isOut(t, boxes[i])) found.push(`text ${i} out`); }));
-  for (const edge of document.querySelectorAll("#canvas .edge")) {
-    const matrix = edge.getScreenCTM(), length = edge.getTotalLength();
-    for (let k = 0; k <= POINTS; k++) {
-      const point = edge.getPointAtLength((k / POINTS) * length).matrixTransform(matrix);
-      labels.forEach((box, i) => { if (inside(point, box)) found.push(`edge on label ${i}`); });
-    }
-  }
-  return found;
-})()""".replace("POINTS", str(EDGE_POINTS))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    executable = chromium()
-    if executable is None:
-        pytest.skip("needs Chromium: install the package chromium")
-    with Browser(executable, tmp_path_factory.mktemp("chromium")) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Stub, str]]:
-    stub = Stub()
-    with serving(stub.app()) as address:
-        yield stub, address
-
-
-@pytest.fixture
-def stub(served: tuple[Stub, str], browser: Browser) -> Stub:
-    """The stub with 12 rounds of 60 nodes, and the browser at its page, in the mode for completions."""
-    one, address = served
-    rng = random.Random(0)
-    one.__dict__ |= Stub(rounds=[random_round(rng, 60) for _ in range(12)]).__dict__
-    browser.resize(1280, 860)
-    browser.open("about:blank")
-    browser.complaints.clear()
-    browser.open(address)
-    browser.eval("sessionStorage.clear()")
-    browser.wait("document.getElementById('model').textContent === 'stub'")
-    browser.eval("setMode('completion')")
-    return one
-
-
-def run(browser: Browser, prompt: str = "Tell me", *, other: str = "") -> None:
-    """Enter a prompt with the keyboard and wait for the end of the answer."""
-    browser.eval(f"$('other').value = {json.dumps(other)}; $('prompt').focus()")
-    browser.type(prompt)
-    browser.press("Enter")
-    browser.wait("!controller && turns.length && $('send').hidden === false")
-    settle(browser)
-
-
-def settle(browser: Browser) -> None:
-    """Wait until the page has drawn its newest state."""
-    browser.eval("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
-
-
-def shown(browser: Browser) -> int:
-    """Return the index of the round on show, as the slider tells it."""
-    settle(browser)
-    return browser.eval("$('slider').valueAsNumber") - 1
-
+pytestmark = pytest.mark.once
 
 # -- trees
 
@@ -307,139 +227,9 @@ def test_statistics_equal_those_of_the_plots(browser: Browser, stub: Stub) -> No
     assert browser.eval("[$('pages').textContent, $('load').textContent]") == ["3 / 64", "1, 2"]
 
 
-# -- the server's refusals
-
-
-def test_page_of_a_server_with_keys_asks_for_one_and_sends_it(browser: Browser, stub: Stub) -> None:
-    stub.key = "secret"
-    browser.eval("location.reload()")
-    browser.wait("!document.getElementById('keyform').hidden")
-    browser.wait("document.activeElement.id === 'key'")
-    browser.type("secret")
-    browser.press("Enter")
-    browser.wait("document.getElementById('model').textContent === 'stub' && $('keyform').hidden")
-    run(browser)
-    assert stub.keys == ["Bearer secret"]
-    assert "secret" not in browser.eval("curlOf(runs[0]) + pythonOf(runs[0])")
-    browser.eval("sessionStorage.clear()")
-
-
-@pytest.mark.parametrize(
-    ("status", "words"), [(429, "only one is recorded at a time"), (503, "not ready"), (500, "step failed")]
-)
-def test_refused_request_is_explained_and_can_be_tried_again(
-    browser: Browser, stub: Stub, status: int, words: str
-) -> None:
-    stub.refusals = [(status, {"message": "the step failed"}, {"Retry-After": "3"})]
-    browser.eval("$('prompt').focus()")
-    browser.type("Tell me")
-    browser.press("Enter")
-    browser.wait("!$('notice').hidden")
-    told = browser.eval("$('notice').textContent")
-    assert words in told and "the step failed" in told and "Try again in 3 s." in told
-    assert browser.eval("$('prompt').value") == "Tell me"
-    browser.click("#notice button")
-    browser.wait("turns.length === 1")
-    assert browser.eval("runs.at(-1).output.textContent") == stub.text
-    assert browser.eval("document.querySelectorAll('.turn').length") == 1
-
-
-def test_server_without_rounds_is_named_and_asked_without_them(browser: Browser, stub: Stub) -> None:
-    stub.refusals = [(400, {"message": "jspec: expected a server with --live", "param": "jspec"}, {})]
-    browser.eval("$('prompt').focus()")
-    browser.type("Tell me")
-    browser.press("Enter")
-    browser.wait("!$('notice').hidden")
-    assert "jspec serve --live" in browser.eval("$('notice').textContent")
-    browser.click("#notice button")
-    browser.wait("turns.length === 1")
-    assert "jspec" in stub.asked[0] and "jspec" not in stub.asked[1] and "logprobs" not in stub.asked[1]
-    assert browser.eval("runs.at(-1).output.textContent") == stub.text
-    assert browser.eval("document.querySelectorAll('.run .target, .run .draft').length") == 0
-
-
-def test_model_without_chat_template_is_asked_for_a_completion(browser: Browser, stub: Stub) -> None:
-    stub.refusals = [(400, {"message": "messages: the tokenizer has no chat template"}, {})]
-    browser.eval("setMode('chat')")
-    browser.click("#demo")
-    browser.wait("!$('notice').hidden")
-    browser.click("#notice button")
-    browser.wait("turns.length === 1")
-    assert "messages" in stub.asked[0] and stub.asked[1]["prompt"] == stub.asked[0]["messages"][0]["content"]
-
-
-def test_second_message_of_a_chat_brings_the_first_answer_along(browser: Browser, stub: Stub) -> None:
-    browser.eval("setMode('chat')")
-    run(browser, "one")
-    browser.eval("$('prompt').focus()")
-    browser.type("two")
-    browser.press("Enter")
-    browser.wait("turns.length === 2")
-    roles = ("user", "assistant", "user")
-    texts = ("one", stub.text, "two")
-    assert stub.asked[1]["messages"] == [dict(role=r, content=t) for r, t in zip(roles, texts, strict=True)]
-    assert browser.complaints == []
-
-
-# -- copies
-
-
-def test_copied_requests_hold_what_was_sent(browser: Browser, stub: Stub) -> None:
-    run(browser, "it's \"quoted\" \\ é 'x'", other="none")
-    for index, body in enumerate(stub.asked):
-        words = shlex.split(browser.eval(f"curlOf(runs[{index}])").replace("\\\n", " "))
-        assert words[:2] == ["curl", "-N"] and words[2].endswith("/v1/completions")
-        assert json.loads(words[words.index("-d") + 1]) == body
-        tree = ast.parse(browser.eval(f"pythonOf(runs[{index}])"))
-        call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".create"))
-        sent = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        assert sent | sent.pop("extra_body") == body
-
-
-def test_downloaded_rounds_are_those_sent(browser: Browser, stub: Stub, tmp_path: Path) -> None:
-    run(browser)
-    browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    browser.eval("download(runs[0])")
-    file = tmp_path / "rounds.jsonl"
-    Browser.until(file.exists)
-    assert [json.loads(line) for line in file.read_text().splitlines()] == stub.rounds
-
-
-# -- the page as a page
-
-
-def test_policy_allows_the_pages_own_script_and_no_other(browser: Browser, stub: Stub) -> None:
-    run(browser, other="none")
-    browser.click(".run footer button")
-    assert browser.eval("$('snippet').open")
-    assert browser.complaints == []
-    browser.eval("document.body.insertAdjacentHTML('beforeend', '<img src=/x onerror=\"window.hacked = 1\">')")
-    browser.eval("fetch('http://localhost:1/').catch(() => 0)")
-    told = ("inline event handler", "img-src", "connect-src")
-    Browser.until(lambda: browser.eval("1") and all(any(word in one for one in browser.complaints) for word in told))
-    assert browser.eval("window.hacked ?? null") is None
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_page_is_no_wider_than_a_phone(browser: Browser, stub: Stub, dark: bool) -> None:
-    browser.resize(390, 844, dark=dark)
-    assert browser.eval("document.documentElement.scrollWidth") <= 390
-    run(browser, other="none")
-    browser.eval("openSnippet(runs[0])")
-    assert browser.eval("document.documentElement.scrollWidth") <= 390
-
-
-def test_demo_prompt_runs_from_the_empty_page(browser: Browser, stub: Stub) -> None:
-    browser.click("#demo")
-    browser.wait("turns.length === 1")
-    assert stub.asked[0]["prompt"] == demo.PROMPT
-    assert browser.eval("$('empty').hidden")
-
-
 def test_stub_draws_rounds_in_which_parents_come_first() -> None:
     """The trees of these tests are trees, and differ."""
     rounds = [random_round(random.Random(seed), 60) for seed in range(20)]
     assert all(p < i for one in rounds for i, p in enumerate(one["p"]))
     assert all(b == 0 or one["p"][b] == a for one in rounds for a, b in zip(one["a"], one["a"][1:], strict=False))
     assert len({tuple(one["p"]) for one in rounds}) == 20 and len({len(one["a"]) for one in rounds}) > 3
-    assert live_stub.TEXTS

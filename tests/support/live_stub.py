@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class Stub:
         rounds: rounds of an answer with drafting.
         refusals: (status, error, headers) of the next answers, which are taken first.
         key: the API key that the server asks for; None: none.
+        delay: seconds before each round.
+        undrafted: text of an answer without drafting; None: that of the answer with drafting.
         asked: bodies of the requests, in order.
         keys: values of their Authorization headers.
     """
@@ -53,6 +56,7 @@ class Stub:
     rounds: list[Round] = field(default_factory=list)
     refusals: list[tuple[int, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     key: str | None = None
+    delay: float = 0.0
     undrafted: str | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -92,7 +96,7 @@ class Stub:
             return JSONResponse({"error": error}, status, headers)
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
-    def _events(self, body: dict[str, Any]) -> Iterator[str]:
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """The events of an answer: the first token, then one chunk a round; without drafting one token a round."""
         rounds = self.rounds
         if body.get("draft") is False:
@@ -101,6 +105,7 @@ class Stub:
         yield ": ping\n\n"
         yield _event(body, FIRST, [])
         for one in rounds:
+            await asyncio.sleep(self.delay)
             yield _event(body, "".join(one["e"]), [one])
         yield _event(body, "", [], "length")
         usage = {"prompt_tokens": 3, "completion_tokens": 1 + sum(len(one["e"]) for one in rounds)}
@@ -148,7 +153,7 @@ def random_round(rng: random.Random, nodes: int) -> Round:
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """Serve an app from a thread of its own; yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
