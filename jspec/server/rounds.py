@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.engine.request import Chunk, Round
-from jspec.server.logprobs import TokenTexts
+from jspec.server.logprobs import LEAST, TokenTexts
 
 
 def rounds_json(chunk: Chunk, texts: TokenTexts) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def rounds_json(chunk: Chunk, texts: TokenTexts) -> list[dict[str, Any]]:
     for one in rounds:
         end = start + len(one.emitted)
         emitted = {"e": (chunk.pieces or [])[start:end], "d": chunk.from_draft[start:end]}
-        found.append(_tree(one, texts) | emitted)
+        found.append(_tree(one, texts) | emitted | _break_off(one))
         start = end
     return found
 
@@ -34,6 +34,12 @@ def _tree(one: Round, texts: TokenTexts) -> dict[str, Any]:
     return {
         "t": [texts.text_of(int(one.tokens[node])) for node in nodes],
         "p": [place.get(parents[node], -1) for node in nodes],
-        "s": [round(float(one.scores[node]), 4) for node in nodes],
+        "s": [round(max(float(one.scores[node]), LEAST), 4) for node in nodes],
         "a": [place[node] for node in one.path],
     }
+
+
+def _break_off(one: Round) -> dict[str, Any]:
+    """Return the rank and the draft's probability of the target's token where the draft broke off."""
+    found = one.break_off
+    return {} if found is None else {"r": found.rank, "q": found.draft_probability}

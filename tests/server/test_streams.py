@@ -236,6 +236,8 @@ def test_rounds_are_sent_to_one_request_at_a_time() -> None:
             assert sum(sent["d"]) == min(record.accept_len, len(record.emitted))
             assert sent["p"][0] == -1 and all(0 <= parent < node for node, parent in enumerate(sent["p"]) if node)
             assert len(sent["t"]) == len(sent["p"]) == len(sent["s"])
+            end = record.break_off
+            assert (sent.get("r"), sent.get("q")) == ((end.rank, end.draft_probability) if end else (None, None))
         first = chunks[0]["choices"][0]["text"]
         assert first + "".join(text for one in rounds for text in one["e"]) == done.text
         with serving.held(serving.engine()):
