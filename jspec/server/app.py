@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,9 +15,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jspec.engine.api import Engine
-from jspec.server import status
 from jspec.server.answers import Generate
 from jspec.server.anthropic import CountTokens, MessageAnswer
 from jspec.server.body import ClientGone
@@ -28,10 +29,10 @@ from jspec.server.guards import Guard
 from jspec.server.responses import ResponseAnswer
 from jspec.server.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.settings import Settings
+from jspec.server.status import Status
 from jspec.server.tokens import Detokenize, Tokenize
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
-METHODS = ["GET", "POST"]
 
 logger = logging.getLogger("jspec.server")
 
@@ -45,36 +46,42 @@ def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
     """
     settings = settings or Settings()
     service, counts = Service(engine, settings), Counts()
-    routes = [
-        Route("/v1/completions", Generate(service, CompletionAnswer), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, ChatAnswer), methods=["POST"]),
-        Route("/v1/responses", Generate(service, ResponseAnswer), methods=["POST"]),
-        Route("/v1/messages", Generate(service, MessageAnswer), methods=["POST"]),
-        Route("/v1/messages/count_tokens", CountTokens(service), methods=["POST"]),
-        Route("/tokenize", Tokenize(service), methods=["POST"]),
-        Route("/detokenize", Detokenize(service), methods=["POST"]),
-        *status.routes(service, counts),
-    ]
-    paths = frozenset(route.path for route in routes)
-    middleware = [
-        Middleware(CountRequests, counts=counts, routes=paths),
-        Middleware(Guard, settings=settings),
-    ]
-    if settings.allow_origins:  # a browser asks first, without the key
-        headers = ["Authorization", "Content-Type"]
-        origins = list(settings.allow_origins)
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=METHODS, allow_headers=headers)
-        middleware.insert(1, cors)
+    routes = [*_posts(service), *Status(service, counts).routes()]
     handlers = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _bug}
     app = Starlette(
         routes=routes,
-        middleware=middleware,
+        middleware=_middleware(settings, counts, frozenset(route.path for route in routes)),
         exception_handlers=handlers,  # type: ignore[arg-type]
         lifespan=lambda app: _running(service),
     )
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _posts(service: Service) -> list[Route]:
+    """Return the routes that take a body."""
+    apps: dict[str, ASGIApp] = {
+        "/v1/completions": Generate(service, CompletionAnswer),
+        "/v1/chat/completions": Generate(service, ChatAnswer),
+        "/v1/responses": Generate(service, ResponseAnswer),
+        "/v1/messages": Generate(service, MessageAnswer),
+        "/v1/messages/count_tokens": CountTokens(service),
+        "/tokenize": Tokenize(service),
+        "/detokenize": Detokenize(service),
+    }
+    return [Route(path, app, methods=["POST"]) for path, app in apps.items()]
+
+
+def _middleware(settings: Settings, counts: Counts, paths: frozenset[str]) -> list[Middleware]:
+    """Return what a request passes before the routes, in order."""
+    cors: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"])
+    origins = list(settings.allow_origins)
+    return [
+        Middleware(CountRequests, counts=counts, routes=paths),
+        *([Middleware(CORSMiddleware, allow_origins=origins, **cors)] if origins else []),  # a browser asks without key
+        Middleware(Guard, settings=settings),
+    ]
 
 
 @contextlib.asynccontextmanager

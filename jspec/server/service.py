@@ -84,11 +84,15 @@ class Service:
         if self.settings.log_text:
             logger.info("request to %s: %r", scope["path"], body)
         ask = read_fields(body, table, ignore_unknown=self.settings.ignore_unknown)
-        model = ask.own.get("model")
-        if model is not None and model not in self.settings.names:
-            names = ", ".join(self.settings.names)
-            raise ApiError(404, f"model: expected {names}, got {model[:80]!r}", param="model", code="model_not_found")
+        if "model" in ask.own:
+            self.check_model(ask.own["model"])
         return ask
+
+    def check_model(self, name: str) -> None:
+        """Raise an `ApiError` with status 404 unless the model has this name."""
+        if name not in self.settings.names:
+            names = ", ".join(self.settings.names)
+            raise ApiError(404, f"model: expected {names}, got {name[:80]!r}", param="model", code="model_not_found")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -10,6 +10,16 @@ from dataclasses import dataclass
 
 KEY_VARIABLE = "JSPEC_API_KEY"
 MEGABYTE = 2**20
+YEAR = 365 * 24 * 3600
+LIMITS = (  # name of a number, its least and its largest value
+    ("port", 0, 65535),
+    ("max_queue", 1, 2**20),
+    ("max_body", 1, 2**30),
+    ("body_seconds", 0.001, YEAR),
+    ("request_timeout", 0.001, YEAR),
+    ("drain_seconds", 0, YEAR),
+    ("ping_seconds", 0.001, YEAR),
+)
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -36,6 +46,9 @@ class Settings:
         reasoning: whether to split the reasoning from the answer.
         reasoning_field: name of the field that has the reasoning.
         warm: what to compile before the first request: "logprobs", "grammar", "rounds".
+
+    Raises:
+        ValueError: a number is impossible; the message names the option.
     """
 
     names: tuple[str, ...] = ("jspec",)
@@ -57,6 +70,12 @@ class Settings:
     reasoning: bool = True
     reasoning_field: str = "reasoning_content"
     warm: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least, most in LIMITS:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
 
     @property
     def is_loopback(self) -> bool:

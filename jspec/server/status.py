@@ -9,50 +9,54 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.server.counts import Counts
-from jspec.server.errors import ApiError
 from jspec.server.page import page
-from jspec.server.service import READY, REASONS, UNHEALTHY, Service
+from jspec.server.service import Service
 
 
-def routes(service: Service, counts: Counts) -> list[Route]:
-    """Return the routes; ``counts`` are the counters of HTTP requests."""
+class Status:
+    """The routes that tell about the server.
 
-    async def health(request: Request) -> Response:
-        if service.state == READY and not service.calls.thread.healthy:
-            service.state = UNHEALTHY
-        if service.state != READY:
-            raise ApiError(503, REASONS[service.state], code=service.state)
+    Args:
+        service: the engine behind the routes.
+        counts: counters of HTTP requests.
+    """
+
+    def __init__(self, service: Service, counts: Counts) -> None:
+        self._service, self._counts = service, counts
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/metrics", self._metrics),
+            Route("/stats", self._stats),
+            Route("/", self._page),
+        ]
+
+    async def _health(self, request: Request) -> Response:
+        self._service.check_ready()
         return JSONResponse({"status": "ok"})
 
-    async def models(request: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
+        service = self._service
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.settings.names]})
 
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in service.settings.names:
-            known = ", ".join(service.settings.names)
-            raise ApiError(404, f"model: expected {known}, got {name[:80]!r}", param="model", code="model_not_found")
-        return JSONResponse(_model(service, name))
+    async def _model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return JSONResponse(_model(self._service, request.path_params["name"]))
 
-    async def metrics(request: Request) -> Response:
+    async def _metrics(self, request: Request) -> Response:
+        service = self._service
         text = await service.in_thread(lambda: service.engine.prometheus(service.name))
-        return PlainTextResponse(text + counts.exposition(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(text + self._counts.exposition(), media_type="text/plain; version=0.0.4")
 
-    async def stats(request: Request) -> Response:
-        return JSONResponse(await service.in_thread(lambda: _stats(service)))
+    async def _stats(self, request: Request) -> Response:
+        return JSONResponse(await self._service.in_thread(lambda: _stats(self._service)))
 
-    async def live_page(request: Request) -> Response:
+    async def _page(self, request: Request) -> Response:
         raw, headers = page()
         return Response(raw, headers=headers)
-
-    return [
-        Route("/health", health),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-        Route("/metrics", metrics),
-        Route("/stats", stats),
-        Route("/", live_page),
-    ]
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

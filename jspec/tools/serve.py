@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jspec.server.settings import KEY_VARIABLE, keys_of_environment
+from jspec.server.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
+from jspec.server.tool_calls.choose import check_name
 from jspec.tools import demo, generate
 from jspec.tools.parser import Parser
-
-if TYPE_CHECKING:
-    from jspec.server.settings import Settings
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
 WARM = ("logprobs", "grammar", "rounds")
@@ -126,8 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target is None:
         _take_demo(arguments)
     settings = make_settings(arguments)
-    _log(arguments.log_level)
-    with bind(settings.host, settings.port) as listener:
+    with _log(arguments.log_level), bind(settings.host, settings.port) as listener:
         address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
         tokenizer = generate.prepare(arguments)
         with generate.make_engine(arguments, tokenizer, **engine_options(arguments)) as engine:
@@ -155,18 +153,9 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         ValueError: an option has an impossible value, or an address that others reach has no key.
         OSError: the file with the keys cannot be read.
     """
-    from jspec.server.settings import Settings, digest_of, is_loopback
-    from jspec.server.tool_calls.choose import check_name
-
     check_name(arguments.tool_parser)
     keys = read_keys(arguments.api_key_file)
-    if arguments.no_auth and keys:
-        raise ValueError(f"--no-auth: expected no key beside it, got one; leave it out, or the key and {KEY_VARIABLE}")
-    if not (is_loopback(arguments.host) or keys or arguments.no_auth):
-        raise ValueError(
-            f"--host: expected a loopback address without a key, got {arguments.host}; give --api-key-file FILE or "
-            f"{KEY_VARIABLE}, or --no-auth to serve everybody"
-        )
+    _check_access(arguments, keys)
     warm = tuple(arguments.warm.split(",")) if arguments.warm else ()
     if wrong := [name for name in warm if name not in WARM]:
         raise ValueError(f"--warm: expected some of {','.join(WARM)}, got {wrong[0]!r}")
@@ -181,6 +170,17 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         reasoning=not arguments.no_reasoning,
         **{name: getattr(arguments, name) for name in SAME},
     )
+
+
+def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:
+    """Raise ValueError if an address that others reach has no key, or --no-auth has one."""
+    if arguments.no_auth and keys:
+        raise ValueError(f"--no-auth: expected no key beside it, got one; leave it out, or the key and {KEY_VARIABLE}")
+    if not (is_loopback(arguments.host) or keys or arguments.no_auth):
+        raise ValueError(
+            f"--host: expected a loopback address without a key, got {arguments.host}; give --api-key-file FILE or "
+            f"{KEY_VARIABLE}, or --no-auth to serve everybody"
+        )
 
 
 SAME = (  # options with the name of their setting
@@ -222,11 +222,21 @@ def _host_of_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _log(level: str) -> None:
-    """Write the server's log to the standard error."""
+@contextlib.contextmanager
+def _log(level: str) -> Iterator[None]:
+    """Write the server's log to the standard error while the context is open."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, least in (("jspec.server", level), ("uvicorn.error", "warning")):
-        logging.getLogger(name).handlers = [handler]
-        logging.getLogger(name).setLevel(least.upper())
-        logging.getLogger(name).propagate = False
+    least = {logging.getLogger("jspec.server"): level, logging.getLogger("uvicorn.error"): "warning"}
+    before = [(logger, logger.level, logger.propagate) for logger in least]
+    for logger, name in least.items():
+        logger.addHandler(handler)
+        logger.setLevel(name.upper())
+        logger.propagate = False  # the root logger may have a handler, which would write each line again
+    try:
+        yield
+    finally:
+        for logger, number, propagates in before:
+            logger.removeHandler(handler)
+            logger.setLevel(number)
+            logger.propagate = propagates

@@ -98,6 +98,10 @@ def test_loopback_address_needs_no_key(host: str) -> None:
         (["--warm", "logprobs,other"], "--warm: expected some of logprobs,grammar,rounds, got 'other'"),
         (["--tool-parser", "other"], "tool_parser: expected one of"),
         (["--tree", "chain:2", "--target", "demo"], "--tree: expected a drafter"),
+        (["--max-queue", "0"], "max_queue: expected 1 to 1048576, got 0"),
+        (["--max-body", "0"], "max_body: expected 1 to 1073741824, got 0"),
+        (["--request-timeout", "-1"], "request_timeout: expected 0.001 to 31536000, got -1.0"),
+        (["--drain-timeout", "nan"], "drain_seconds: expected 0 to 31536000, got nan"),
     ],
 )
 def test_wrong_option_is_an_error_of_one_line(
@@ -107,6 +111,11 @@ def test_wrong_option_is_an_error_of_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_impossible_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(["serve", "--port", "65536"]) == 2
+    assert "port: expected 0 to 65535, got 65536" in capsys.readouterr().err
 
 
 def test_file_of_keys_without_a_key_is_refused(tmp_path: Path) -> None:
