@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from jspec import SamplingParams
-from tests.support import serving
+from tests.support import serving, small
 
+MESSAGES = [{"role": "user", "content": "a"}]
 PROMPT = "Once upon a time, there was a little girl. Once upon a time"
 
 
@@ -286,3 +287,21 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(serving.NAME) == model
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
+
+
+def test_engine_without_tokenizer_takes_and_gives_token_ids() -> None:
+    engine = small.plain()
+    (done,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=6, temperature=0, logprobs=0))
+    with serving.running(engine) as server, server.http() as http:
+        fields = dict(max_tokens=6, temperature=0, return_token_ids=True, logprobs=0)
+        (choice,) = http.post("/v1/completions", json={"prompt": [1, 2, 3], **fields}).json()["choices"]
+        assert (choice["token_ids"], choice["text"]) == (done.token_ids, "")
+        assert choice["logprobs"]["tokens"] == [f"<{token}>" for token in done.token_ids]
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "a"}, "prompt"),
+            ("/v1/completions", {"prompt": [1], "stop": "a"}, "stop"),
+            ("/v1/chat/completions", {"messages": MESSAGES}, "messages"),
+            ("/tokenize", {"prompt": "a"}, None),
+        ):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -246,6 +246,9 @@ def test_openais_client_tries_again_after_429(server: serving.Running) -> None:
             _, writer = await serving.post(server.url, PATH, {**ASK, "n": 4})
             while server.service.calls.pending < 4:
                 await asyncio.sleep(0.005)
+            impatient = server.client()
+            with pytest.raises(openai.RateLimitError):
+                await asyncio.to_thread(lambda: impatient.completions.create(model=serving.NAME, **ASK))
             asyncio.get_running_loop().call_later(0.2, gate.set)
             patient = server.client(max_retries=2)
             done = await asyncio.to_thread(lambda: patient.completions.create(model=serving.NAME, **ASK))
