@@ -53,6 +53,7 @@ class EngineThread:
         self._engine, self._deliver = engine, deliver
         self._thread = threading.Thread(target=self._run, name="jspec-engine", daemon=True)
         self._compiler = ThreadPoolExecutor(1, "jspec-compile")
+        self._record_maker = ThreadPoolExecutor(1, "jspec-records")  # because a compilation may take a minute
         self._wake = threading.Condition()  # protects the next four; notified when there is something to do
         self._requests: dict[Key, Request] = {}  # from `submit` until the last delivery
         self._submitted: list[Key] = []
@@ -212,13 +213,13 @@ class EngineThread:
     def _has_records(self, sample: Request) -> bool:
         """Return whether a completion's next chunk is cheap to make.
 
-        The log-probability records of a prompt of 32,000 tokens take 0.2 s, so the other thread makes them.
+        The log-probability records of a prompt of 32,000 tokens take 0.2 s, so another thread makes them.
         """
         scores = sample.output.prompt_logprobs
         if scores is None or sample.index > 0 or self._num_sent[sample] > 0:
             return True
         if sample not in self._records:
-            self._records[sample] = self._compiler.submit(scores.records)
+            self._records[sample] = self._record_maker.submit(scores.records)
             self._records[sample].add_done_callback(self._notify)
         return self._records[sample].done()
 
@@ -236,7 +237,7 @@ class EngineThread:
         return Delivery(key, chunk, sample.error, last)
 
     def _end(self, error: BaseException | None) -> None:
-        """Take no more requests, end all unfinished ones, deliver their last chunks, and end the other thread.
+        """Take no more requests, end all unfinished ones, deliver their last chunks, and end the other threads.
 
         Args:
             error: the error that ends the thread, and with it the requests; None: they are aborted.
@@ -244,7 +245,8 @@ class EngineThread:
         with self._wake:
             self._stopped = True
             submitted, self._submitted = self._submitted, []
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._compiler, self._record_maker):
+            pool.shutdown(wait=False, cancel_futures=True)
         for key in submitted:
             self._track(key)
         samples = list(self._num_sent)

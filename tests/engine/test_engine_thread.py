@@ -370,7 +370,7 @@ def test_engine_thread_given_a_wrong_request_or_key_raises(engine: Engine, threa
         thread.submit("b", engine_of(drafted=False).prepare("x"))
 
 
-def test_engine_thread_makes_prompt_logprobs_in_its_other_thread(
+def test_engine_thread_makes_prompt_logprobs_in_another_thread(
     engine: Engine, thread: EngineThread, received: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=3, prompt_logprobs=2, seed=1)
