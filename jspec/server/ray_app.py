@@ -9,11 +9,8 @@ jspec.server.ray_app:app target=PATH`` starts it; jspec/server/README.md has a f
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import random
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,7 +19,6 @@ from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jspec.core.config import EngineConfig
@@ -34,12 +30,10 @@ from jspec.server.body import ClientGone, read_json
 from jspec.server.errors import ApiError
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
+from jspec.server.prefix_router import PrefixRouter
 from jspec.server.service import QUEUE_PER_SLOT, UNHEALTHY, WARMING
 from jspec.server.settings import Settings, digest_of, keys_of_environment
 
-BLOCK = 512  # characters between two marks of a prompt
-BUSIER = 8  # requests that a home replica may have more than the least busy one
-MOST_HOMES = 100_000  # marks of which the home replica is remembered
 HEALTH_PERIOD, HEALTH_TIMEOUT = 5.0, 60.0  # seconds; a compilation may keep a replica from answering for a while
 WARM_POLL = 0.1  # seconds between two looks at whether a replica has compiled its programs
 
@@ -250,7 +244,7 @@ class Ingress:
             return Ask(plain, b"", "")
         most, limit = self._settings.max_body, self._settings.body_seconds
         body = await read_json(scope, receive, most=most, seconds=limit)
-        asked = body.get("messages") or body.get("prompt") or ""
+        asked = body.get("messages") or body.get("prompt") or body.get("input") or ""
         return Ask(plain, dumps(body).encode(), asked if isinstance(asked, str) else dumps(asked))
 
     async def _forward(self, ask: Ask, send: Send) -> None:
@@ -285,44 +279,3 @@ def _lost(error: Exception) -> ApiError:
         return ApiError(429, "the queue is full; try again", code="queue_full", headers={"Retry-After": "1"})
     logger.warning("a replica was lost: %s", error)
     return ApiError(503, "the replica with this request ended; try again", code="replica_lost")
-
-
-class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has answered the longest beginning of its prompt: its home.
-
-    The least busy replica takes a prompt without home, and any request whose home has `BUSIER` more requests than it.
-    """
-
-    def initialize_state(self, **_: Any) -> None:
-        self._homes: OrderedDict[bytes, Any] = OrderedDict()  # replica id by mark
-
-    async def choose_replicas(
-        self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which to try them; one that is full passes the request on."""
-        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
-        load = {one.replica_id: self.replica_queue_len_cache.get(one.replica_id) or 0 for one in shuffled}
-        ranked = sorted(shuffled, key=lambda one: load[one.replica_id])
-        if pending_request is None or not ranked:
-            return [[one] for one in ranked]
-        pending_request.routing_context.should_backoff = True  # all replicas are tried in each round
-        marks = marks_of(pending_request.args[0].text)
-        least = ranked[0].replica_id
-        home = next((h for mark in reversed(marks) if (h := self._homes.get(mark)) in load), least)
-        chosen = least if load[home] >= load[least] + BUSIER else home
-        for mark in marks:
-            if self._homes.get(mark) not in load:
-                self._homes[mark] = chosen
-            self._homes.move_to_end(mark)
-        while len(self._homes) > MOST_HOMES:
-            self._homes.popitem(last=False)
-        return [[one] for one in sorted(ranked, key=lambda one: one.replica_id != chosen)]
-
-
-def marks_of(text: str) -> list[bytes]:
-    """Return digests of a prompt's beginnings: of each multiple of `BLOCK` characters, and of the whole prompt."""
-    digest, marks = hashlib.blake2b(digest_size=16), []
-    for start in range(0, len(text), BLOCK):
-        digest.update(text[start : start + BLOCK].encode())
-        marks.append(digest.digest())
-    return marks

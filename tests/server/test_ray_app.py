@@ -18,6 +18,7 @@ import pytest
 from jspec.tools import demo
 
 ray_app = pytest.importorskip("jspec.server.ray_app", reason="needs the extra ray")
+prefix_router = pytest.importorskip("jspec.server.prefix_router", reason="needs the extra ray")
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.once
 
@@ -28,7 +29,7 @@ PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, 
 # -- the router
 
 
-class Router(ray_app.PrefixRouter):  # type: ignore[misc, name-defined]
+class Router(prefix_router.PrefixRouter):  # type: ignore[misc, name-defined]
     """The router without Ray: its replicas are names, and the number of requests of each is given."""
 
     def __init__(self, loads: Mapping[str, int]) -> None:
@@ -53,7 +54,7 @@ def test_requests_with_equal_beginnings_go_to_one_replica() -> None:
     router = Router(dict.fromkeys("abc", 0))
     shared = "x" * 1024
     home, *_ = router.route(shared + "first question")
-    router.loads[home] = ray_app.BUSIER - 1
+    router.loads[home] = prefix_router.BUSIER - 1
     for end in ("second", "third" * 500, ""):
         assert router.route(shared + end)[0] == home
     assert {router.route("y" * 512 + end)[0] for end in "123"} != {home}  # another beginning: the least busy replica
@@ -62,9 +63,9 @@ def test_requests_with_equal_beginnings_go_to_one_replica() -> None:
 def test_home_with_too_many_requests_passes_them_on() -> None:
     router = Router(dict.fromkeys("ab", 0))
     home, other = router.route("short")
-    router.loads[home] = ray_app.BUSIER - 1
+    router.loads[home] = prefix_router.BUSIER - 1
     assert router.route("short") == [home, other]
-    router.loads[home] = ray_app.BUSIER
+    router.loads[home] = prefix_router.BUSIER
     assert router.route("short") == [other, home]
     router.loads[home] = 0
     assert router.route("short") == [home, other]  # it is still the home
@@ -81,18 +82,18 @@ def test_home_that_is_gone_is_replaced() -> None:
 
 
 def test_number_of_remembered_homes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_app, "MOST_HOMES", 4)
+    monkeypatch.setattr(prefix_router, "MOST_HOMES", 4)
     router = Router({"a": 0})
     for number in range(9):
         router.route(f"prompt {number}")
     assert len(router._homes) == 4
-    assert ray_app.marks_of("prompt 8")[0] in router._homes
+    assert prefix_router.marks_of("prompt 8")[0] in router._homes
 
 
 def test_marks_of_prompts_are_equal_up_to_the_block_in_which_they_differ() -> None:
-    one, two = (ray_app.marks_of("x" * 1100 + end) for end in ("a", "b"))
+    one, two = (prefix_router.marks_of("x" * 1100 + end) for end in ("a", "b"))
     assert len(one) == len(two) == 3 and one[:2] == two[:2] and one[2] != two[2]
-    assert ray_app.marks_of("") == []
+    assert prefix_router.marks_of("") == []
 
 
 # -- options and messages
