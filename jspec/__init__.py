@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
-    from jspec.engine.request import Chunk, Completion, Round, TokenLogprob
+    from jspec.engine.request import Chunk, Completion, TokenLogprob
+    from jspec.engine.round_record import Round
     from jspec.engine.sampling_params import SamplingParams
     from jspec.models.decoder import Model
     from jspec.sampling.logits_processor import LogitsContext
@@ -40,7 +41,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
-    "Round": "jspec.engine.request",
+    "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
     "Suffix": "jspec.draft.suffix",
     "TokenLogprob": "jspec.engine.request",

@@ -204,6 +204,34 @@ class Engine(EngineLoop):
         asked = await self._async_steps.finish(self, partial(make, keywords=fields))
         return [make_completion(request) for request in asked]
 
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Request:
+        """Make the request of one prompt, which `jspec.engine.engine_thread.EngineThread.submit` takes.
+
+        The prompt is tokenised, the parameters are checked and a grammar is compiled; nothing is queued. This may take
+        seconds, and any thread may do it while others run steps.
+
+        Args:
+            trace: whether to record every round's draft tree in ``Chunk.rounds``.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter cannot be served.
+        """
+        self._check_open()
+        _check_fields(fields)
+        request = self.input_processor.request(
+            prompt, params, sampling_params=sampling_params, trace=trace, keywords=fields
+        )
+        self.scheduler.check(request)
+        return request
+
     def submit(
         self,
         prompt: Prompt,
@@ -217,7 +245,7 @@ class Engine(EngineLoop):
         Raises:
             TypeError, ValueError: the prompt or a parameter cannot be served.
         """
-        request = self._make_request(prompt, params, sampling_params=sampling_params, keywords=fields)
+        request = self.prepare(prompt, params, sampling_params=sampling_params, **fields)
         try:
             self._queue(request.samples)
             self._compile_rounds(request.samples)
@@ -251,6 +279,7 @@ class Engine(EngineLoop):
         params: Params | None = None,
         *,
         sampling_params: Params | None = None,
+        trace: bool = False,
         **fields: Unpack[SamplingFields],
     ) -> Iterator[Chunk]:
         """Complete one prompt; yield a chunk of output after each round.
@@ -259,10 +288,13 @@ class Engine(EngineLoop):
         the request. If the request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all
         completions are interleaved; each chunk has the index of its completion.
 
+        Args:
+            trace: whether to record every round's draft tree in ``Chunk.rounds``.
+
         Raises:
             TypeError, ValueError: the prompt or a parameter cannot be served.
         """
-        request = self._make_request(prompt, params, sampling_params=sampling_params, keywords=fields)
+        request = self.prepare(prompt, params, sampling_params=sampling_params, trace=trace, **fields)
         return streams.stream(self, request)
 
     def astream(
@@ -271,13 +303,14 @@ class Engine(EngineLoop):
         params: Params | None = None,
         *,
         sampling_params: Params | None = None,
+        trace: bool = False,
         **fields: Unpack[SamplingFields],
     ) -> AsyncIterator[Chunk]:
         """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request.
 
         Errors in the prompt or a parameter are raised with the first chunk.
         """
-        make = partial(self._make_request, prompt, params, sampling_params=sampling_params, keywords=fields)
+        make = partial(self.prepare, prompt, params, sampling_params=sampling_params, trace=trace, **fields)
         return self._async_steps.stream(self, make)
 
     # -- conversations
@@ -330,13 +363,14 @@ class Engine(EngineLoop):
         params: Params | None = None,
         *,
         sampling_params: Params | None = None,
+        trace: bool = False,
         **fields: Unpack[ChatFields],
     ) -> Iterator[Chunk]:
         """Format one conversation as `chat` does; yield the chunks of its completion, as `stream` does."""
         prompts, rest = self._format(messages, fields)
         if len(prompts) != 1:
             raise ValueError(f"messages: expected one conversation, got {len(prompts)}; call chat_stream for each")
-        return self.stream(prompts[0], params, sampling_params=sampling_params, **rest)
+        return self.stream(prompts[0], params, sampling_params=sampling_params, trace=trace, **rest)
 
     def _format(self, messages: Any, fields: Mapping[str, Any]) -> tuple[list[list[int]], dict[str, Any]]:
         """Return the token ids of each conversation, and the keyword arguments that are not the chat template's."""
@@ -354,14 +388,6 @@ class Engine(EngineLoop):
         for request in requests:
             self.scheduler.check(request)
         return requests
-
-    def _make_request(self, prompt: Any, params: Any, **more: Any) -> Request:
-        """Make and check the request of one prompt, before it is queued; ``more`` goes to the input processor."""
-        self._check_open()
-        _check_fields(more.get("keywords"))
-        request = self.input_processor.request(prompt, params, **more)
-        self.scheduler.check(request)
-        return request
 
     def _samples_of(self, call: str, request: Any) -> tuple[Request, ...]:
         """Return the completions of a request, and refuse what is no request of this engine."""

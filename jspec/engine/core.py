@@ -32,7 +32,7 @@ class EngineCore:
         is_mid_step: True while an interrupt would leave requests, schedule and device inconsistent.
         drafted_rows: result rows of requests with drafts; the warning about low acceptance reads them.
         ended_metrics: sum of the counters of ended requests.
-        latencies: latency histograms of the requests that ended with a reason in `COMPLETE`.
+        latencies: histograms of times and sizes, mostly of the requests that ended with a reason in `COMPLETE`.
         live: the queued requests that have not ended.
     """
 
@@ -74,6 +74,7 @@ class EngineCore:
         self.is_mid_step = True
         plan = self.scheduler.plan()
         if plan is not None:
+            self._record_queue_times(plan)
             self.stopwatch.start()
             self.in_flight.append((plan, self._dispatch(plan)))
         self.is_mid_step = False
@@ -217,13 +218,21 @@ class EngineCore:
         pages = self.scheduler.pages
         return Gauges(len(self.scheduler.running), len(self.scheduler.waiting), pages.num_used / (pages.pages - 1))
 
+    def _record_queue_times(self, plan: Plan) -> None:
+        """Record for the requests whose first prefill is dispatched now how long they waited."""
+        for request in plan.requests if isinstance(plan, PrefillPlan) else ():
+            if request.metrics.queue_seconds == 0.0 and request.output.queued_at is not None:
+                request.metrics.queue_seconds = time.perf_counter() - request.output.queued_at
+
     def _record_times(self, request: Request) -> None:
         output = request.output
         assert output.queued_at is not None
-        elapsed = time.perf_counter() - output.queued_at
-        if output.metrics.time_to_first_token == 0.0:
-            output.metrics.time_to_first_token = elapsed
-        output.metrics.decode_seconds = elapsed - output.metrics.time_to_first_token
+        elapsed, metrics = time.perf_counter() - output.queued_at, output.metrics
+        if metrics.time_to_first_token == 0.0:
+            metrics.time_to_first_token = elapsed
+        else:
+            self.latencies.inter_token.observe(elapsed - metrics.time_to_first_token - metrics.decode_seconds)
+        metrics.decode_seconds = elapsed - metrics.time_to_first_token
 
     # -- draft depth
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 
 from jspec.engine.stop_strings import StopStringMatcher
-from jspec.engine.tokenizer import REPLACEMENT, Tokenizer
+from jspec.engine.token_texts import REPLACEMENT, TokenTexts
+from jspec.engine.tokenizer import Tokenizer
 
 NO_STOPS = StopStringMatcher(())  # has no state, so all decoders without stop strings share it
 CONTEXT = 8  # earlier tokens decoded with new ones, to keep leading blanks and all bytes of a character
@@ -62,16 +63,26 @@ class TextDecoder:
             tokens: new tokens of the completion.
             num_before: number of tokens pushed earlier.
         """
-        if self._detokenizer is None and not self._matcher:
-            return [""] * len(tokens)
+        texts = self._texts(tokens)
+        if not self._matcher:
+            return list(texts)
         pieces: list[str] = []
-        for count, token in enumerate(tokens, num_before + 1):
-            is_end = token in self._stop_ids
-            text = "" if is_end or self._detokenizer is None else self._detokenizer.push([token])
+        for count, text in enumerate(texts, num_before + 1):
             pieces.append(self._matcher.push(text, may_end=count > self._min_tokens))
             if self.stop_string is not None:
                 break
         return pieces
+
+    def _texts(self, tokens: Sequence[int]) -> Iterable[str]:
+        """Decode new tokens to texts, one per token."""
+        if self._detokenizer is None:
+            return [""] * len(tokens)
+        shown = [token for token in tokens if token not in self._stop_ids]
+        texts = self._detokenizer.pieces(shown)
+        if len(shown) == len(tokens):
+            return texts
+        each = iter(texts)
+        return ("" if token in self._stop_ids else next(each) for token in tokens)
 
     def finish(self, num_tokens: int) -> str:
         """Return the held-back text, cut before a stop string; call this when the completion has ended.
@@ -93,6 +104,8 @@ class IncrementalDetokenizer:
 
     Two kinds of text are held back: the last character while it may be incomplete, and a run of byte tokens until the
     run ends, because one invalid byte turns the whole run into replacement characters.
+
+    While nothing is held back, a token that has the same text everywhere needs no decoding: `TokenTexts` has its text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -104,28 +117,58 @@ class IncrementalDetokenizer:
         text = tokenizer.decode(self._window)
         self._sent = _final_length(text if end == len(self._window) else tokenizer.decode(self._window[:end]))
         self._echo = text[self._sent :]  # incomplete end of the prompt's text, emitted only if new ids change it
+        self._token_texts: TokenTexts | None = getattr(tokenizer, "token_texts", None)
+        self._is_settled = self._can_settle(text)  # whether `pieces` may use the texts of tokens; `_sent` is then stale
 
     def copy(self) -> IncrementalDetokenizer:
         other = copy(self)
         other._window = list(self._window)
         return other
 
+    def pieces(self, ids: Sequence[int]) -> Iterable[str]:
+        """Add ids; return or yield for each one the text that has become final with it."""
+        if self._is_settled and self._token_texts is not None:
+            texts = [self._token_texts[token] for token in ids]
+            if None not in texts:
+                self._window += self._visible(ids)
+                if len(self._window) > 4 * CONTEXT:
+                    self._window = self._tail(self._window)
+                return texts  # type: ignore[return-value]  # no None is left
+        return self._push_each(ids)
+
+    def _push_each(self, ids: Sequence[int]) -> Iterator[str]:
+        for token in ids:
+            yield self.push([token])
+
     def push(self, ids: Sequence[int]) -> str:
         """Add ids; return the text that has become final."""
+        if self._is_settled:
+            self._sent = len(self._tokenizer.decode(self._window))
         visible = self._visible(ids)
         self._window += visible
-        if not visible or self._window[-1] in self._tokenizer.byte_ids:
+        if not visible:
+            return ""
+        self._is_settled = False
+        if self._window[-1] in self._tokenizer.byte_ids:
             return ""
         text = self._tokenizer.decode(self._window)
         piece = self._take(text, _final_length(text))
         if len(self._window) > 4 * CONTEXT:
             self._shorten(len(text) - self._sent)
+        else:
+            self._is_settled = self._can_settle(text)
         return piece
 
     def finish(self) -> str:
         """Return the text that `push` has held back, even if its last character is incomplete."""
+        if self._is_settled:
+            return ""
         text = self._tokenizer.decode(self._window)
         return self._take(text, len(text))
+
+    def _can_settle(self, text: str) -> bool:
+        """Return whether all of the window's text is emitted, so that it ends with a whole character."""
+        return self._token_texts is not None and text != "" and not self._echo and self._sent == len(text)
 
     def _visible(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if token not in self._tokenizer.hidden_ids]
@@ -152,19 +195,6 @@ class IncrementalDetokenizer:
         while start and not self._tokenizer.decode(ids[start:]):
             start = max(2 * start - len(ids), 0)
         return ids[start:]
-
-
-def visible_context(tokenizer: Tokenizer) -> list[int]:
-    """Find a token id with visible text; return it in a list, which is empty if there is none.
-
-    SentencePiece tokenizers drop the leading blank of a text's first token. A token decoded after this id keeps it.
-    """
-    for token in range(tokenizer.vocab_size):
-        if token not in tokenizer.hidden_ids and token not in tokenizer.byte_ids:
-            text = tokenizer.decode([token])
-            if text.strip() and REPLACEMENT not in text:
-                return [token]
-    return []
 
 
 def _final_length(text: str) -> int:

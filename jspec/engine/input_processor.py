@@ -15,13 +15,14 @@ from jspec.core.records import MAX_STOP_IDS
 from jspec.core.shorten import short
 from jspec.engine import penalty_input
 from jspec.engine.caller_input import read_params, read_prompt, read_prompts
-from jspec.engine.detokenizer import TextDecoder, visible_context
+from jspec.engine.detokenizer import TextDecoder
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.request import OutputState, Request
 from jspec.engine.sampling_params import SamplingParams, sample_seed
 from jspec.engine.token_logprobs import PromptLogprobs
+from jspec.engine.token_texts import visible_context
 from jspec.engine.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter
@@ -159,7 +160,23 @@ class InputProcessor:
             has_text = not self.tokenizer.hidden_ids.issuperset(prompt)
             # After a prompt without text the decoder would drop the first blank, but the grammar counts it.
             context = prompt if has_text else visible_context(self.tokenizer)
-        return TextDecoder(self.tokenizer, context, params.stop, stop_ids, params.min_tokens)
+        return TextDecoder(self._output_tokenizer(params), context, params.stop, stop_ids, params.min_tokens)
+
+    def _output_tokenizer(self, params: SamplingParams) -> Tokenizer | None:
+        """Return the tokenizer that decodes the output, which hides special tokens unless the request wants them.
+
+        Raises:
+            ValueError: the request wants them, and the tokenizer cannot show them.
+        """
+        if params.skip_special_tokens or self.tokenizer is None or not self.tokenizer.hidden_ids:
+            return self.tokenizer
+        if not hasattr(self.tokenizer, "with_special_tokens"):
+            raise ValueError(
+                "skip_special_tokens: expected True, because this engine's tokenizer "
+                f"({type(self.tokenizer).__name__}) cannot show special tokens, got False; give it a method "
+                "with_special_tokens"
+            )
+        return self.tokenizer.with_special_tokens()
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
         """Check the parameters that edit logits; return the bad words as token ids."""
@@ -172,6 +189,10 @@ class InputProcessor:
         words = penalty_input.bad_words(params, self.tokenizer)
         penalty_input.check(params, words, stop_ids, vocab_size=self.vocab_size, max_new_tokens=max_new_tokens)
         return words
+
+    def limit_grammars(self, seconds: float) -> None:
+        """Lower the limit of CPU time for compiling one grammar, in seconds, for callers that nobody trusts."""
+        self._grammars.limit(seconds)
 
     def close(self) -> None:
         """End the process that compiles grammars."""
@@ -219,7 +240,7 @@ class InputProcessor:
             ValueError: a stop string has the text of a special token and other text beside it, so it can never match.
         """
         texts: Mapping[str, int] = getattr(self.tokenizer, "special_texts", {})
-        for stop in params.stop:
+        for stop in params.stop if params.skip_special_tokens else ():
             inside = next((text for text in texts if text in stop), None) if stop not in texts else None
             if inside is not None:
                 raise ValueError(

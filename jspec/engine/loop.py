@@ -78,6 +78,11 @@ class EngineLoop:
                     request.state.awaits_rounds = awaits_rounds
                     self.core.add(request, queued_at)
 
+    def _lacks_prefills(self, requests: Sequence[Request]) -> bool:
+        """Return whether `_queue` would have to compile programs."""
+        runner = self.core.runner
+        return bool(runner.missing(runner.choice.prefill_keys(requests)))
+
     def _advance(self, requests: Sequence[Request]) -> None:
         """Run one step; if a request waits for programs of its rounds, compile them instead."""
         if any(map(needs_rounds, requests)):
@@ -114,6 +119,11 @@ class EngineLoop:
             with self._lock:
                 for request in live[start : start + AT_ONCE]:
                     self.core.finish(request, "abort")
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End the requests that have not ended yet with ``finish_reason="error"`` and the given error."""
+        with self._lock:
+            self.core.fail([request for request in requests if request.finish_reason is None], error)
 
     def _check_open(self) -> None:
         self._lock.check_process()

@@ -22,6 +22,7 @@ class Metrics:
         num_rounds_per_depth: number of rounds for each draft depth; depth 0 is plain decoding.
         num_tokens: number of emitted tokens, including each first token of a request.
         num_first_tokens: number of emitted tokens that were the first of a request.
+        queue_seconds: seconds from queueing to the dispatch of the first prefill.
         time_to_first_token: seconds from queueing to the first token.
         decode_seconds: seconds from the first to the last token.
         num_prompt_tokens: number of tokens in the prompts of admitted requests.
@@ -38,6 +39,7 @@ class Metrics:
     num_rounds_per_depth: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
     num_first_tokens: int = 0
+    queue_seconds: float = 0.0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
     num_prompt_tokens: int = 0
@@ -75,6 +77,7 @@ class Metrics:
             num_rounds_per_depth=_sums(self.num_rounds_per_depth, other.num_rounds_per_depth),
             num_tokens=self.num_tokens + other.num_tokens,
             num_first_tokens=self.num_first_tokens + other.num_first_tokens,
+            queue_seconds=self.queue_seconds + other.queue_seconds,
             time_to_first_token=self.time_to_first_token + other.time_to_first_token,
             decode_seconds=self.decode_seconds + other.decode_seconds,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
 from jspec.core.records import NO_TOKEN, StepOutput, StepResult, Trace
-from jspec.engine.request import Chunk, Completion, Request, Round
+from jspec.engine.request import Chunk, Completion, Request
+from jspec.engine.round_record import Round
 from jspec.engine.token_logprobs import TokenLogprob, token_logprobs
 
 
@@ -42,6 +45,7 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
         request.state.num_draft_cached_tokens = len(request.prompt_token_ids) + len(output.token_ids)
         if request.params.logprobs is not None:
             output.logprobs += token_logprobs(step.logprobs, (index, row), emitted, request.params.logprobs)
+        start = len(output.token_ids)
         output.token_ids += emitted
         emitted_drafts = min(count, fields.accept_len)
         output.from_draft += [True] * emitted_drafts + [False] * (count - emitted_drafts)
@@ -55,7 +59,9 @@ def process_step_output(request: Request, step: StepOutput, row: int, *, is_roun
                 emitted_drafts=emitted_drafts,
             )
             if step.trace is not None and request.trace:
-                output.rounds.append(_round(step.trace, index, row, fields.accept_len, emitted))
+                scores = None if request.params.logprobs is None else output.logprobs[start:]
+                record = _round(step.trace, (index, row), fields.accept_len, emitted)
+                output.rounds.append(replace(record, start=start, logprobs=scores))
         output.pieces += pieces  # last, because a stream in another thread may now yield the tokens
         if output.stop_string is not None:
             return "stop"
@@ -77,15 +83,23 @@ def _finish_reason(request: Request) -> str:
     return "eos" if last in request.eos_ids else "stop"
 
 
-def _round(trace: Trace, index: int, row: int, accept_len: int, emitted: list[int]) -> Round:
+def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int]) -> Round:
     return Round(
-        tokens=np.asarray(trace.tokens[index, row]),
-        parents=np.asarray(trace.parents[index, row]),
-        scores=np.asarray(trace.scores[index, row]),
-        path=[int(node) for node in trace.path[index, row, : accept_len + 1]],
+        tokens=np.asarray(trace.tokens[at]),
+        parents=np.asarray(trace.parents[at]),
+        scores=np.asarray(trace.scores[at]),
+        path=[int(node) for node in trace.path[at][: accept_len + 1]],
         accept_len=accept_len,
         emitted=emitted,
     )
+
+
+def _rounds(request: Request, start: int, end: int) -> list[Round] | None:
+    """Return the recorded rounds that emitted the output tokens ``start`` to ``end - 1``; None without ``trace``."""
+    if not request.trace:
+        return None
+    first, last = (bisect_left(request.output.rounds, at, key=attrgetter("start")) for at in (start, end))
+    return request.output.rounds[first:last]
 
 
 def make_chunk(request: Request, start: int) -> Chunk:
@@ -108,6 +122,9 @@ def make_chunk(request: Request, start: int) -> Chunk:
         output.logprobs[start:end] if request.params.logprobs is not None else None,
         _prompt_logprobs(request) if start == 0 and request.index == 0 else None,
         pieces,
+        stop_reason=output.stop_reason if reason else None,
+        rounds=_rounds(request, start, end),
+        metrics=output.metrics if reason else None,
     )
 
 

@@ -3,63 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from jspec.engine.detokenizer import TextDecoder
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.metrics import Metrics
+from jspec.engine.round_record import Round
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.token_logprobs import PromptLogprobs, TokenLogprob
-
-
-@dataclass(frozen=True)
-class Round:
-    """A record of one round of one request: its draft tree with N nodes and its outcome. Made with ``trace=True``.
-
-    Attributes:
-        tokens: [N] target token id of each node; node 0 is the root, the newest token before the round.
-        parents: [N] parent of each node; -1 for the root and for padding nodes.
-        scores: [N] sum of the drafter's log-probabilities from the root to each node (natural, at temperature 1).
-        path: ids of the accepted nodes, the root first.
-        accept_len: number of accepted draft tokens.
-        emitted: emitted tokens, cut where the request ended.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    scores: np.ndarray
-    path: list[int]
-    accept_len: int
-    emitted: list[int]
-
-    def to_text(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
-        """Draw the tree as text with one node per line; accepted nodes are marked with a star.
-
-        Args:
-            decode: a tokenizer's ``decode``; None: tokens are shown as ids. A token without readable text (a special
-                token, or a part of a character) is shown as ``#id``.
-        """
-        lines: list[str] = []
-
-        def show(token: int) -> str:
-            if decode is None:
-                return str(token)
-            text = decode([token])
-            return repr(text) if text and "\ufffd" not in text else f"#{token}"
-
-        def walk(node: int, indent: int) -> None:
-            star = "*" if node in self.path else " "
-            lines.append(f"{star} {'  ' * indent}{show(int(self.tokens[node]))}  ({self.scores[node]:.3f})")
-            for child in np.flatnonzero(self.parents == node):
-                walk(int(child), indent + 1)
-
-        walk(0, 0)
-        emitted = self.emitted if decode is None else repr(decode(self.emitted))
-        return "\n".join([*lines, f"emitted {emitted}"])
 
 
 @dataclass(eq=False)
@@ -269,6 +221,9 @@ class Chunk:
         logprobs: one record per token of this chunk, if requested.
         prompt_logprobs: one record per prompt token (None for the first token), if requested; only in the first chunk.
         pieces: text of each new token, for coloured display; None without a tokenizer.
+        stop_reason: the stop token or the stop string that ended the completion; None except in the last chunk.
+        rounds: one record per round whose tokens are in this chunk, with ``trace=True``; else None.
+        metrics: counters of the completion; None except in its last chunk.
     """
 
     text: str | None
@@ -279,6 +234,9 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     pieces: list[str] | None = None
+    stop_reason: int | str | None = None
+    rounds: list[Round] | None = None
+    metrics: Metrics | None = None
 
 
 @dataclass(frozen=True, repr=False)

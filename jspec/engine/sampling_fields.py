@@ -29,6 +29,7 @@ class SamplingFields(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | type | None
     grammar: str | None
     processor_args: tuple[float, ...]
+    skip_special_tokens: bool
     draft: bool | int
     logprobs: int | None
     prompt_logprobs: int | None

@@ -23,10 +23,10 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
         loop._queue(request.samples)
         while num_sent:
             # The steps of other callers serve this request too, so new output may exist without a step here.
-            while not (updated := _with_new_output(num_sent)):
+            while not (updated := with_new_output(num_sent)):
                 loop._advance(request.samples)
             for sample in updated:
-                yield _next_chunk(sample, num_sent)
+                yield next_chunk(sample, num_sent)
         _raise_error(request)
     finally:
         loop._abort(request.samples)
@@ -54,11 +54,11 @@ class AsyncSteps:
         try:
             await asyncio.to_thread(loop._queue, request.samples)
             while num_sent:
-                while not (updated := _with_new_output(num_sent)):
+                while not (updated := with_new_output(num_sent)):
                     await self._step(loop, request.samples)
                 await _make_records(updated)
                 for sample in updated:
-                    yield _next_chunk(sample, num_sent)
+                    yield next_chunk(sample, num_sent)
             _raise_error(request)
         finally:
             await _abort(loop, request.samples)
@@ -109,7 +109,7 @@ async def _make_records(requests: Sequence[Request]) -> None:
         await asyncio.to_thread(lambda: [one.records() for one in waiting])
 
 
-def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
+def with_new_output(num_sent: dict[Request, int]) -> list[Request]:
     """Return the completions that have ended or have unsent tokens; ``num_sent`` counts the tokens sent so far."""
     return [
         sample
@@ -118,7 +118,7 @@ def _with_new_output(num_sent: dict[Request, int]) -> list[Request]:
     ]
 
 
-def _next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
+def next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
     """Make a chunk of a completion's unsent tokens, and update ``num_sent``; ended completions are removed from it."""
     chunk = make_chunk(sample, num_sent[sample])
     num_sent[sample] += len(chunk.token_ids)

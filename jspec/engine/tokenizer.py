@@ -9,15 +9,16 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from convert import hub
 from convert.fields import CheckpointError, cut, short
 from jspec.engine.chat_template import ChatTemplate
+from jspec.engine.token_texts import BLANK, TokenTexts, decodes_independently
 
-REPLACEMENT = "\ufffd"
-BLANK = "\u2581"  # SentencePiece's character for a blank
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
 ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
@@ -41,8 +42,13 @@ class Tokenizer(Protocol):
     hidden_ids: frozenset[int]
     byte_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
-        """Convert a text to token ids, including the special tokens that the tokenizer adds."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert a text to token ids.
+
+        Args:
+            add_special_tokens: whether to include the special tokens that the tokenizer adds; the engine itself never
+                gives this argument.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,6 +67,13 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def with_special_tokens(self) -> Tokenizer:
+        """Return a tokenizer of the same tokens that hides none: its `decode` also gives the texts of special tokens.
+
+        Needed only for requests with ``skip_special_tokens=False``.
+        """
+        ...
+
     def token_bytes(self) -> list[bytes | None]:
         """Return the UTF-8 bytes that each token id adds to a text, by token id; None for ids without text.
 
@@ -76,8 +89,9 @@ class ByteTokenizer:
     vocab_size = 256
     hidden_ids: frozenset[int] = frozenset()
     byte_ids: frozenset[int] = frozenset()
+    chat_template = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -86,6 +100,9 @@ class ByteTokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         raise ValueError("the byte tokenizer has no chat template: write the prompt as text and use generate")
+
+    def with_special_tokens(self) -> ByteTokenizer:
+        return self
 
     def token_bytes(self) -> list[bytes | None]:
         return [bytes([byte]) for byte in range(256)]
@@ -115,6 +132,7 @@ class HFTokenizer:
             if not vocab.keys() - {token.content for token in added.values()}:
                 raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
             self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
+            self._skips_special_tokens = True
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
             self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
             self._chat_template = ChatTemplate(self._folder)
@@ -134,12 +152,33 @@ class HFTokenizer:
                     "another version of transformers",
                 )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, verbose=False))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         # Removing blanks before punctuation would change text that was streamed already.
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        skips = self._skips_special_tokens
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+
+    def with_special_tokens(self) -> HFTokenizer:
+        return self._with_special_tokens
+
+    @cached_property
+    def _with_special_tokens(self) -> HFTokenizer:
+        other = copy(self)
+        other._skips_special_tokens, other.hidden_ids, other.special_texts = False, frozenset(), {}
+        other.__dict__.pop("token_texts", None)
+        return other
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name; None: there is none."""
+        return self._tokenizer.chat_template or None
+
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        """The texts of single tokens, for the detokenizer; None if the decoder does not decode tokens one by one."""
+        return TokenTexts(self) if decodes_independently(self._tokenizer) else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if not self._tokenizer.chat_template and "{" not in options.get("chat_template", ""):

@@ -12,7 +12,7 @@ import jax
 
 from jspec import __version__
 from jspec.core.foreign_names import FOREIGN_NAMES
-from jspec.tools import chat, check_head, convert, demo, generate, info
+from jspec.tools import chat, check_head, convert, demo, generate, info, serve
 from jspec.tools.bench import cli as bench
 from jspec.tools.parser import Parser
 from jspec.tools.progress import log_lines
@@ -31,6 +31,7 @@ FOREIGN_OPTIONS = {  # options of other projects' commands that `FOREIGN_NAMES` 
     "prompt_lookup_num_tokens": f"--ngram {TREE_OPTION}",
     "do_sample": "--temperature 1",
     "system_prompt": "--system",
+    "api_key": "--api-key-file FILE, or the variable JSPEC_API_KEY",
     "prompt": "the text alone, as an argument of jspec generate",
 }
 
@@ -47,9 +48,11 @@ def run(words: Sequence[str]) -> int:
     if words[:1] == ["convert"]:
         return convert.main(words[1:])
     _refuse_foreign(words)
-    arguments = make_parser().parse_args(words)
     try:
-        with log_lines() if arguments.command in ("demo", "generate", "chat") else nullcontext():
+        if words[:1] == ["serve"]:
+            words = ["serve", *serve.with_config(words[1:])]
+        arguments = make_parser().parse_args(words)
+        with log_lines() if arguments.command in ("demo", "generate", "chat", "serve") else nullcontext():
             return arguments.run(arguments)
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         print(f"jspec: {error}", file=sys.stderr)
@@ -57,11 +60,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def _refuse_foreign(words: Sequence[str]) -> None:
-    """End with an error if an option of another project's command is given to `generate` or `chat`."""
-    if words[:1] not in (["generate"], ["chat"]):
+    """End with an error if an option of another project's command is given to `generate`, `chat` or `serve`."""
+    commands = {"generate": generate, "chat": chat, "serve": serve}
+    if not words or words[0] not in commands:
         return
     parser = Parser(prog=f"jspec {words[0]}")
-    (generate if words[0] == "generate" else chat).add_arguments(parser)
+    commands[words[0]].add_arguments(parser)
     known = set(vars(parser.parse_args(["--target", "none"]))) - {"prompt"}
     for word in words[1 : words.index("--")] if "--" in words else words[1:]:
         name = word.split("=")[0].replace("_", "-")
@@ -97,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help=about).set_defaults(run=_demo)
     generate.add_arguments(commands.add_parser("generate", help="complete a prompt"))
     chat.add_arguments(commands.add_parser("chat", help="chat with a model in the terminal"))
+    serve.add_arguments(commands.add_parser("serve", help="serve a model over HTTP, with the routes of OpenAI's API"))
     bench.add_arguments(commands.add_parser("bench", help="measure"))
     _info_arguments(commands.add_parser("info", help="describe a checkpoint folder, or measure how well a head fits"))
     commands.add_parser("convert", help="write an orbax folder; see jspec convert --help", add_help=False)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from convert import hub
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
@@ -54,9 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for target, drafter and engine on a parser."""
-    parser.add_argument("--target", required=True, metavar="PATH", help='folder, hub id, or "demo": the embedded one')
+def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool = True) -> None:
+    """Declare the options for target, drafter and engine on a parser.
+
+    Args:
+        needs_target: whether the target must be given; else it is the embedded one, with its head.
+    """
+    about = 'folder, hub id, or "demo": the embedded one' + ("" if needs_target else ", the default, with its head")
+    parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
@@ -139,19 +145,20 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine:
-    """Load the models of a parsed command line and make an engine for one request at a time.
+def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: Any) -> Engine:
+    """Load the models of a parsed command line and make an engine.
 
     Args:
         arguments: parsed command line, after `prepare`.
         tokenizer: tokenizer of the target.
+        options: further options of the engine; without ``slots`` it runs one request at a time.
     """
     names = ("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
     return Engine.from_pretrained(
         arguments.target,
         drafter=make_drafter(arguments),
         tokenizer=tokenizer,
-        slots=1,
+        **{"slots": 1, **options},
         **({} if arguments.max_len is None else {"max_len": arguments.max_len}),
         **{name: getattr(arguments, name) for name in names},
     )

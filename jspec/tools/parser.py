@@ -17,6 +17,7 @@ EXAMPLES = {  # two example command lines for the help of each command
         f"chat --target {TARGET} --eagle3 {HEAD}",
         f"chat --target {TARGET} --ngram --system 'Answer in one sentence.' --temperature 0.7",
     ),
+    "jspec serve": ("serve", f"serve --target {TARGET} --eagle3 {HEAD} --slots 32 --warm logprobs,grammar"),
     "jspec info": ("info demo", f"info --check {HEAD} {TARGET}"),
     "jspec convert": (
         "convert path/to/target path/to/converted --dtype bfloat16",

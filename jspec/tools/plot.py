@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from jspec.engine.metrics import Metrics
-    from jspec.engine.request import Completion, Round
+    from jspec.engine.request import Completion
+    from jspec.engine.round_record import Round
     from jspec.engine.tokenizer import Tokenizer
 
 DRAFT, TARGET, FAINT = "#0072B2", "#D55E00", "#BBBBBB"

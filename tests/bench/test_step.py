@@ -18,11 +18,13 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
+from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
-from jspec.tools.bench import profiling, random_models, roofline, step, step_costs
+from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
+from jspec.tools.bench.host import HostTime, measure_host, ready_engine
 from jspec.tools.bench.report import table_of
 from jspec.tools.bench.step import Case
-from jspec.tools.bench.step_costs import HostTime, max_tokens, measure_host, ready_engine
+from jspec.tools.bench.step_costs import max_tokens
 from pallas_kernels.layers.quantized import Quantized
 
 pytestmark = pytest.mark.once
@@ -221,7 +223,7 @@ def test_host_time_measurement_decodes_every_row_in_every_step(engines: list[Eng
         metrics = engine.metrics
         assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * case.context
         steps = metrics.num_drafts - was.num_drafts
-        assert steps >= 4 * (STEPS + step_costs.WARM_UP - 1)
+        assert steps >= 4 * (STEPS + host.WARM_UP - 1)
         assert metrics.num_accepted_tokens - was.num_accepted_tokens == steps
         assert engine.pages_in_use == 0
 
@@ -257,3 +259,11 @@ def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: 
         assert abs(long.ratio - 1) < 0.1
         monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
         assert measure_host([first, second], FULL, 50, 1)[1].ratio > 1.1
+
+
+def test_ready_engine_with_a_tokenizer_emits_text() -> None:
+    """The first token comes from the prefill, which has results of its own; every round emits two."""
+    text = host.TEXT.read_text()
+    with ready_engine(CASES[0], max_len(CASES), ByteTokenizer()) as engine:
+        (done,) = engine.generate([1] * 8, max_tokens=9)
+    assert done.text == text[0] + text[:8]

@@ -345,7 +345,7 @@ def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> Non
     (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
     assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
     text = exposition(done.metrics, Latencies(), Gauges(0, 0, 0.0), "m")
-    assert 'vllm:spec_decode_num_drafts_per_depth_total{model_name="m",depth="0"} 3.0' in text
+    assert 'jspec:spec_decode_num_drafts_per_depth_total{model_name="m",engine="0",depth="0"} 3.0' in text
 
 
 # -- options

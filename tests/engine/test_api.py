@@ -202,7 +202,7 @@ def test_astream_of_an_empty_prompt_raises_at_the_first_chunk(engine: Engine) ->
 def test_astream_with_a_slow_check_leaves_the_event_loop_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check takes long if it compiles a grammar or a program. The check here ends only once the loop has run on."""
     ran_on = threading.Event()
-    make = engine._make_request
+    make = engine.prepare
 
     def slow(*args: Any, **options: Any) -> Any:
         assert ran_on.wait(30)
@@ -217,7 +217,7 @@ def test_astream_with_a_slow_check_leaves_the_event_loop_free(engine: Engine, mo
     async def collect() -> list[int]:
         return [token async for chunk in engine.astream(PROMPTS[0], PARAMS[0]) for token in chunk.token_ids]
 
-    monkeypatch.setattr(engine, "_make_request", slow)
+    monkeypatch.setattr(engine, "prepare", slow)
     assert len(asyncio.run(run())) > 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.engine.grammar import json_schema, pattern
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
+from jspec.engine.grammar.cfg_matcher import LarkGrammar
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
 from tests.support import lettered, random_schemas
+from tests.support.byte_grammars import accepts, compiled
 from tests.support.random_schemas import BYTES, END
 
 pytest.importorskip("outlines_core")
@@ -25,29 +25,6 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:Possible:FutureWarning"),
 ]  # Python warns of patterns such as [a&&b]
-
-
-@cache
-def maker() -> GrammarInput:
-    return GrammarInput(lettered.Lettered(BYTES), 257, 2**18)
-
-
-def compiled(schema: Any) -> Grammar | LarkGrammar:
-    made = maker().of(SamplingParams(json_schema=schema), (END,), ())
-    assert made is not None
-    return made
-
-
-def accepts(grammar: Grammar | LarkGrammar, text: str) -> bool:
-    """Return whether a grammar over bytes allows a whole text."""
-    ids = [*text.encode(), END]
-    if isinstance(grammar, Grammar):
-        return grammar.follow(ids) >= 0
-    try:
-        Matcher(grammar).follow(ids)
-    except ValueError:
-        return False
-    return True
 
 
 def validator(schema: Any) -> Any:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams, Tree
+from jspec.tools.bench.host import ready_engine
 from jspec.tools.bench.step import Case
-from jspec.tools.bench.step_costs import max_tokens, ready_engine
+from jspec.tools.bench.step_costs import max_tokens
 
 pytestmark = pytest.mark.once
 

@@ -24,12 +24,12 @@ def samples(text: str) -> dict[str, float]:
             _, _, name, kind = line.split()
             kinds[name] = kind
         elif not line.startswith("#"):
-            match = re.fullmatch(r'(vllm:\w+)\{model_name="m\\"1",?(.*)\} (\S+)', line)
+            match = re.fullmatch(r'((?:vllm|jspec):\w+)\{model_name="m\\"1",engine="0",?(.*)\} (\S+)', line)
             assert match, line
             name, labels, value = match.groups()
             family = next(f for f in (name, re.sub("_(bucket|sum|count)$", "", name)) if f in kinds)
             assert kinds[family] != "counter" or family.endswith("_total")
-            found[f"{name.removeprefix('vllm:')} {labels}".strip()] = float(value)
+            found[f"{name.split(':')[1]} {labels}".strip()] = float(value)
     return found
 
 
@@ -52,6 +52,7 @@ def test_prometheus_text_of_a_running_engine_contains_its_metrics(engine: Engine
     assert found['request_success_total finished_reason="length"'] == metrics.finished["length"] > 0
     count = found["time_to_first_token_seconds_count"]
     assert count == found['time_to_first_token_seconds_bucket le="+Inf"'] == metrics.finished["length"]
+    assert count == found["request_queue_time_seconds_count"] == found["request_generation_tokens_count"]
     stream.close()
     assert samples(engine.prometheus('m"1'))['request_success_total finished_reason="abort"'] >= 1
 
@@ -68,6 +69,26 @@ def test_prometheus_text_of_given_metrics_has_positions_reasons_and_buckets() ->
     assert found['request_success_total finished_reason="stop"'] == 3
     buckets = [found[f'time_to_first_token_seconds_bucket le="{bound}"'] for bound in ("1.0", "2.0", "+Inf")]
     assert buckets == [2, 3, 4] and found["time_to_first_token_seconds_sum"] == 12.0
+
+
+def test_prometheus_times_of_phases_add_up_and_outputs_are_counted_by_step(engine: Engine) -> None:
+    """Three of four requests get the slots; the fourth waits for one of them to end."""
+    before = samples(engine.prometheus('m"1'))
+    done = engine.generate([PROMPTS[1]] * 4, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
+    after = samples(engine.prometheus('m"1'))
+    new = {name: after[name] - before.get(name, 0.0) for name in after}
+    queue, prefill, decode, inference = (
+        new[f"request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode", "inference")
+    )
+    assert queue + prefill == pytest.approx(new["time_to_first_token_seconds_sum"])
+    assert prefill + decode == pytest.approx(inference)
+    assert queue + inference == pytest.approx(new["e2e_request_latency_seconds_sum"])
+    waits = [one.metrics.queue_seconds for one in done]
+    first, *_ = (one.metrics for one in done)
+    assert waits[3] > first.time_to_first_token + first.decode_seconds > max(waits[:3]) > 0
+    assert new["inter_token_latency_seconds_count"] == sum(one.metrics.num_drafts for one in done) == 4 * 19
+    assert new["inter_token_latency_seconds_sum"] == pytest.approx(decode)
+    assert new["request_generation_tokens_sum"] == 80 and new["request_prompt_tokens_sum"] == 4 * len(PROMPTS[1])
 
 
 def test_stats_logger_after_each_interval_logs_one_line(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 import unicodedata
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +21,8 @@ from jspec import SamplingParams
 from jspec.core.config import EngineConfig
 from jspec.engine.detokenizer import IncrementalDetokenizer
 from jspec.engine.input_processor import InputProcessor
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.token_texts import TokenTexts
+from jspec.engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, load_tokenizer
 from tests.support.tokenizer_folders import KINDS, PUBLISHED
 
 pytestmark = pytest.mark.once
@@ -77,9 +81,25 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[Seque
     return [*(detokenizer.push(piece) for piece in pieces), detokenizer.finish()]
 
 
+def streamed_by_token(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[str]:
+    """Return the text of each token, and the text after the last one."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    return [*(text for piece in pieces for text in detokenizer.pieces(piece)), detokenizer.finish()]
+
+
+def always_decoding(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer without the texts of single tokens, so that a detokenizer decodes its window each time."""
+    other = copy(tokenizer)
+    other.__dict__["token_texts"] = None
+    return other
+
+
 def check_pieces(tokenizer: Tokenizer, prompt: Sequence[int], pieces: Sequence[Sequence[int]]) -> None:
     ids = [token for piece in pieces for token in piece]
-    assert "".join(streamed(tokenizer, prompt, pieces)) == whole(tokenizer, prompt, ids)
+    for one in (tokenizer, tokenizer.with_special_tokens()):
+        assert "".join(streamed(one, prompt, pieces)) == whole(one, prompt, ids)
+        by_token = streamed(always_decoding(one), prompt, [[token] for token in ids])
+        assert streamed_by_token(one, prompt, pieces) == by_token
 
 
 @pytest.mark.parametrize("name", each("bytes", "sentencepiece", "chat", "byte_level"))
@@ -187,6 +207,55 @@ def test_detokenizer_given_an_invalid_byte_replaces_the_whole_byte_run(
     assert streamed(tokenizer, word, [good, [by_byte[0xFF]], word]) == ["", "", "\ufffd" * 4 + "x", ""]
 
 
+@pytest.mark.parametrize("name", each("sentencepiece", "chat"))
+def test_detokenizer_of_ordinary_text_decodes_no_token_twice(name: str, request: pytest.FixtureRequest) -> None:
+    """The second time, all texts of tokens are known; without them every token is decoded again, with its window."""
+    ids = load(name, request).encode("Once upon a time, there was a little girl. " * 20)
+    counts = []
+    for one in (copy(load(name, request)), always_decoding(load(name, request))):
+        calls = 0
+        decode = type(one).decode
+
+        def counted(ids: Sequence[int]) -> str:
+            nonlocal calls
+            calls += 1
+            return decode(one, ids)  # noqa: B023
+
+        one.decode = counted  # type: ignore[method-assign]
+        one.__dict__.setdefault("token_texts", TokenTexts(one))
+        first = streamed_by_token(one, ids, [ids])
+        calls = 0
+        assert streamed_by_token(one, ids, [ids[i : i + 3] for i in range(0, len(ids), 3)]) == first
+        counts.append(calls)
+    assert counts[0] < len(ids) / 10 < len(ids) < counts[1]
+
+
+def test_token_text_that_depends_on_its_neighbours_is_none(request: pytest.FixtureRequest) -> None:
+    sentencepiece, chat = load("sentencepiece", request), load("chat", request)
+    for one in (sentencepiece, chat):
+        assert one.token_texts is not None  # type: ignore[attr-defined]
+    texts = sentencepiece.token_texts  # type: ignore[attr-defined]
+    assert all(texts[token] is None for token in sentencepiece.byte_ids)
+    assert texts[sentencepiece.encode("Once")[-1]] == " Once" and texts[1] == ""
+    texts = chat.token_texts  # type: ignore[attr-defined]
+    (first, *_) = chat.encode("🎉")
+    assert texts[first] is None and texts[chat.encode(" a")[0]] == " a"
+
+
+def test_tokenizer_whose_decoder_reads_neighbours_has_no_token_texts(tmp_path: Path) -> None:
+    """WordPiece joins words with blanks, and drops them before punctuation."""
+    pairs = [("a", 0), ("##b", 1), (".", 2), ("[UNK]", 3)]
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(dict(pairs), unk_token="[UNK]"))
+    made.decoder = tokenizers.decoders.WordPiece()
+    made.save(str(tmp_path / "tokenizer.json"))
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    words = HFTokenizer(tmp_path)
+    assert words.token_texts is None
+    assert words.decode([0, 1, 2]) != "".join(words.decode([token]) for token in (0, 1, 2))
+    assert "".join(streamed_by_token(words, [], [[0, 1], [2, 0]])) == words.decode([0, 1, 2, 0])
+
+
 def test_text_of_tokens_decoded_one_by_one_differs_from_decoding_at_once(request: pytest.FixtureRequest) -> None:
     """Negative control of the incremental detokenizer."""
     tokenizer = load("chat", request)
@@ -241,6 +310,38 @@ def test_tokenizer_with_special_tokens_adds_and_hides_them(name: str, request: p
     assert tokenizer.encode("Once")[0] == 1
     assert tokenizer.hidden_ids == {0, 1, 2}
     assert len(tokenizer.byte_ids) == 256
+
+
+@pytest.mark.parametrize("name", each("chat", "sentencepiece"))
+def test_request_with_skip_special_tokens_false_shows_them_except_stop_tokens(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = load(name, request)
+    texts: dict[str, int] = tokenizer.special_texts  # type: ignore[attr-defined]
+    (first, second), word = list(texts)[:2], tokenizer.encode("Once")[-1]
+    processor = InputProcessor(tokenizer, tokenizer.vocab_size, (texts[second],), EngineConfig())
+    shown = {}
+    for skips in (True, False):
+        decoder = processor.request([word], SamplingParams(skip_special_tokens=skips)).output.decoder
+        shown[skips] = "".join(decoder.push([word, texts[first], word, texts[second]], 0)) + decoder.finish(4)
+    plain = tokenizer.decode([word])
+    assert shown[False].replace(" ", "") == f"{plain}{first}{plain}" and first not in shown[True]
+    assert shown[True].split() == shown[False].replace(first, "").split()
+    params = SamplingParams(skip_special_tokens=False, stop=f"{first}{plain}"[:-1])
+    stopped = processor.request([word], params).output.decoder
+    if " " not in shown[False]:  # else a word has a blank before it
+        assert "".join(stopped.push([word, texts[first], word], 0)) == plain and stopped.stop_string
+
+
+def test_request_for_special_tokens_of_a_tokenizer_that_cannot_show_them_raises() -> None:
+    class Hiding(ByteTokenizer):
+        hidden_ids = frozenset({7})
+        with_special_tokens = property()  # type: ignore[assignment]  # raises AttributeError, as if it were absent
+
+    processor = InputProcessor(Hiding(), 256, (), EngineConfig())
+    with pytest.raises(ValueError, match=r"skip_special_tokens: expected True, because .*Hiding\) cannot show"):
+        processor.request([1], SamplingParams(skip_special_tokens=False))
+    processor.request([1])
 
 
 QWEN_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"

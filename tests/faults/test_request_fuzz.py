@@ -84,6 +84,7 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "allowed_token_ids": ([1, 2, 3], range(small.VOCAB), np.arange(4), [5]),
     "min_tokens": (0, 1, 2),
     "processor_args": ((), []),
+    "skip_special_tokens": (True, False),
     "draft": (True, False, 0, 1, 10**9),
     "logprobs": (None, 0, 1, 16),
     "prompt_logprobs": (None, 0, 3),

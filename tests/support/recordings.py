@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jspec import Completion, Drafter, Engine, SamplingParams
-from jspec.engine.request import Round
+from jspec.engine.round_record import Round
 from jspec.tools import demo
 from tests.support import tiny
 

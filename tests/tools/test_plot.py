@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jspec.engine.metrics import Metrics
-from jspec.engine.request import Completion, Round
+from jspec.engine.request import Completion
+from jspec.engine.round_record import Round
 from jspec.engine.tokenizer import load_tokenizer
 from jspec.tools import plot
 from tests.support.lettered import Lettered

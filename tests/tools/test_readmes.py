@@ -25,7 +25,7 @@ pytestmark = pytest.mark.once
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [
     REPOSITORY / folder / "README.md"
-    for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "tests", "tests/data/golden")
+    for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "jspec/server", "tests", "tests/data/golden")
 ]
 LONGEST = 200  # largest number of lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -150,6 +150,7 @@ def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
         "info",
         "generate",
         "chat",
+        "serve",
         "convert",
         "bench",
     }

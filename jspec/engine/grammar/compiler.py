@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
-from jspec.engine.grammar import json_schema, schema_lark, schema_regex
+from jspec.engine.grammar import disjoint, json_schema, schema_lark, schema_regex
 from jspec.engine.grammar.builder import Builder
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabulary, compile_lark
 from jspec.engine.grammar.expression import NoTable
@@ -47,6 +47,10 @@ class GrammarInput:
         self._run = Builder(lambda: (own._texts, vocab_size))
         self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
         self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
+
+    def limit(self, seconds: float) -> None:
+        """Lower the limit of CPU time for one grammar, in seconds."""
+        self._run.seconds = min(self._run.seconds, seconds)
 
     def close(self) -> None:
         """End the processes that compile grammars; a later grammar starts a new process."""
@@ -160,7 +164,7 @@ def _forms(field: str, value: str) -> tuple[str | None, str | None]:
     """
     if field != "json_schema":
         return (value, None) if field == "regex" else (None, value)
-    schema = json_schema.parse(value)
+    schema = disjoint.with_any_of(json_schema.parse(value))
     try:
         regex = schema_regex.regex_of(schema)
     except NoTable:

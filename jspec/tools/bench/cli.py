@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jspec.tools.bench import acceptance, eval, kernels, pair, serve, startup, step, step_costs, throughput
+from jspec.tools.bench import acceptance, eval, host, kernels, pair, serve, startup, step, step_costs, throughput
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.report import Command, Report, option
 
 STEP = {"step": step.run, "controls": step_costs.run_controls}
-STEP |= {"overlap": step_costs.run_overlap, "host": step_costs.run_host}
+STEP |= {"overlap": step_costs.run_overlap, "host": host.run}
 HELP = "the step; cost of controls; device's waiting for the host; the host's time"
 MEASURE = option("--measure", choices=list(STEP), default="step", help=HELP)
+
+
+STEP_OPTIONS = (*step.OPTIONS, *step_costs.OPTIONS, *host.OPTIONS, MEASURE)
 
 
 def run_step(arguments: argparse.Namespace) -> Report:
@@ -20,9 +23,7 @@ def run_step(arguments: argparse.Namespace) -> Report:
 
 
 COMMANDS = (
-    Command(
-        "step", "time of a decoding step beside its floor", run_step, (*step.OPTIONS, *step_costs.OPTIONS, MEASURE)
-    ),
+    Command("step", "time of a decoding step beside its floor", run_step, STEP_OPTIONS),
     Command("kernels", "attention and products by themselves, beside their floors", kernels.run, kernels.OPTIONS),
     Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
     Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),

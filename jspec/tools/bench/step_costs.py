@@ -1,13 +1,10 @@
-"""`jspec bench step --measure controls|overlap|host`: time that controls and the host add to a step.
+"""`jspec bench step --measure controls|overlap`: time that sampling controls and the host add to a step.
 
 Controls: steps of programs with sampling and its controls are timed in turns, on the same weights. The first program
 has no controls, and a cost is the median of the differences to its steps.
 
 Overlap: the share of time in which the GPU waits for the host is 1 - loop / engine. "Loop" is the time of a step with
 64 steps in one dispatch, which the host cannot delay; "engine" is that of a step with a dispatch of its own.
-
-Host: the time of `Engine.step` over functions that return a ready result, in place of compiled programs. CPU time of
-the thread hardly depends on other processes; wall time does.
 """
 
 from __future__ import annotations
@@ -15,18 +12,16 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jspec.core.records import Grammars, SlotState, StepOutput
+from jspec.core.records import Grammars, SlotState
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.api import Engine
@@ -36,14 +31,13 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.step.program import Program, init_state
 from jspec.tools.bench import profiling, random_models, step
-from jspec.tools.bench.report import Column, Report, count, option, tree_name
+from jspec.tools.bench.report import Column, Report, option
 
 CELLS, STATES = 4096, 16  # entries and states of a grammar's table
 LOOP, LOOPS, LOOP_WARM_UP = 64, 4, 2  # steps of one dispatch; dispatches that are timed, and before these
 STEPS = 200  # steps that are timed, each in a dispatch of its own
 CHUNK = 2048  # tokens of a prefill
-WARM_UP, SPARE = 5, 4  # steps before those that are timed; steps for which a request has tokens left
-TOKEN = 5
+SPARE = 4  # steps for which a request has tokens left
 
 
 class Variant(NamedTuple):
@@ -161,7 +155,7 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
     for size, untimed, timed in ((LOOP, LOOP_WARM_UP, LOOPS), (1, before, STEPS)):
         max_len = case.context + max_tokens(case, untimed + timed, size)
         options = dict(rounds_per_dispatch=size, overlap=overlap, prefix_cache=False)
-        with warnings.catch_warnings(), _engine(case, target, head, max_len, case.context, **options) as engine:
+        with warnings.catch_warnings(), bench_engine(case, target, head, max_len, case.context, **options) as engine:
             warnings.simplefilter("ignore", LowAcceptanceWarning)  # weights are random
             wall = time_steps([engine], [case], untimed, timed, size)[1, 0]
         seconds.append(float(np.median(wall)) / size)
@@ -169,7 +163,9 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
     return Overlap(case, loop * 1e3, own * 1e3, 1 - loop / own if profiling.has_gpu() else None)
 
 
-def _engine(case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any) -> Engine:
+def bench_engine(
+    case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any
+) -> Engine:
     """Return an engine that prefills the prompts of all batch rows, ``chunk`` tokens at once, before the first step."""
     return Engine(
         target,
@@ -195,12 +191,15 @@ def max_tokens(case: step.Case, steps: int, size: int = 1) -> int:
 
 
 def time_steps(
-    engines: Sequence[Engine], cases: Sequence[step.Case], untimed: int, timed: int, size: int = 1
+    engines: Sequence[Any], cases: Sequence[step.Case], untimed: int, timed: int, size: int = 1
 ) -> Float[np.ndarray, "clock engine step"]:
     """Return the seconds of ``timed`` steps of each engine: CPU time of the thread (clock 0), wall time (clock 1).
 
     The engines alternate step by step, so a slow phase of the machine affects all of them. ``size`` is the number of
     decoding steps in a step of the engine.
+
+    Args:
+        engines: engines, or objects with their methods ``submit``, ``step``, ``abort`` and ``result``.
     """
     pairs = list(zip(engines, cases, strict=True))
     requests = [_begin(engine, case, max_tokens(case, untimed + timed, size)) for engine, case in pairs]
@@ -213,7 +212,7 @@ def time_steps(
     return seconds[untimed:].T
 
 
-def _begin(engine: Engine, case: step.Case, tokens: int) -> list[Request]:
+def _begin(engine: Any, case: step.Case, tokens: int) -> list[Request]:
     """Submit a random prompt for each batch row and return the requests once each has its first token."""
     rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -224,7 +223,7 @@ def _begin(engine: Engine, case: step.Case, tokens: int) -> list[Request]:
     return requests
 
 
-def _step_seconds(engine: Engine) -> tuple[float, float]:
+def _step_seconds(engine: Any) -> tuple[float, float]:
     """Step the engine once; return the CPU time of the thread and the wall time, seconds."""
     began, since = time.perf_counter(), time.thread_time()
     engine.step()
@@ -240,74 +239,4 @@ def run_overlap(arguments: argparse.Namespace) -> Report:
     return Report(headline, results, text)
 
 
-@dataclass(frozen=True)
-class HostTime:
-    """The host's time of one `Engine.step`, without a device; a block is several steps, timed one by one."""
-
-    case: step.Case
-    milliseconds: Annotated[float, Column("ms a step", ".3f")]  # CPU time, median over blocks of medians
-    spread: Annotated[float, Column("max-min", ".3f")]  # largest less smallest block median of CPU time, milliseconds
-    wall: Annotated[float, Column("wall ms", ".3f")]  # wall time, median over blocks of a block's median
-    ratio: Annotated[float, Column("beside the first", ".3f")]  # CPU time over the first case's, median over blocks
-
-
-class ReadyResult(np.ndarray):
-    """An array that replaces a step's result on the device and is ready at once."""
-
-    def block_until_ready(self) -> ReadyResult:
-        return self
-
-
-def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int, blocks: int) -> list[HostTime]:
-    """Return the host's time of a step for each case, over ``blocks`` of ``steps`` steps of its `ready_engine`."""
-    medians = [np.median(time_steps(engines, cases, WARM_UP, steps), axis=-1) for _ in range(blocks)]
-    cpu, wall = np.stack(medians, axis=-1) * 1e3  # each: case, block
-    figures = (np.median(cpu, 1), np.ptp(cpu, 1), np.median(wall, 1), np.median(cpu / cpu[0], 1))
-    return [HostTime(*line) for line in zip(cases, *(one.tolist() for one in figures), strict=True)]
-
-
-def ready_engine(case: step.Case, max_len: int) -> Engine:
-    """Return an engine whose programs compute nothing; the ready result of a step accepts half of the chain."""
-    target, head = step.models_of([case])
-    if head is not None:
-        head = replace(head, config=replace(head.config, feature_layers=(0, 1, 2)))  # of a target with one layer
-    engine = _engine(case, target, head, max_len, CHUNK)
-    compiled = engine.core.runner.programs.compiled
-    answers: dict[str, Callable[..., Any]] = {
-        "prefill": _answer(case.batch, case.tree_depth, 0),
-        "round": _answer(case.batch, case.tree_depth, (case.tree_depth + 1) // 2),
-        "update_page_table": lambda table, new: table,
-        "write_pending_rows": lambda params, state, request: state,
-    }
-    compiled.update({key: answers[key.kind] for key in compiled if key.kind in answers})
-    return engine
-
-
-def _answer(rows: int, length: int, accepted: int) -> Callable[..., Any]:
-    """Return a program whose result, ready at once, accepts ``accepted`` draft tokens a row."""
-    line = [TOKEN] * (accepted + 1) + [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
-    output = StepOutput(report=np.array([[line] * rows], np.int32).view(ReadyResult), trace=None)  # type: ignore[arg-type]
-    return lambda params, state, packed: (state, output)
-
-
-def run_host(arguments: argparse.Namespace) -> Report:
-    """Measure the host's time of a step; the model is the smallest, as the device computes nothing."""
-    if any(tree and not tree.is_chain for tree in arguments.tree):
-        raise ValueError(f"host: expected chains or none, got {' '.join(map(tree_name, arguments.tree))}")
-    return Report("host time of a step over programs that return at once", _host_times(arguments))
-
-
-def _host_times(a: argparse.Namespace) -> Iterator[HostTime]:
-    for rows, tree in product(a.batch, a.tree):
-        cases = [step.Case("least", rows, context, tree, dtype="float32") for context in a.context]
-        max_len = max(a.context) + max_tokens(cases[0], WARM_UP + a.steps)
-        with ExitStack() as stack:
-            engines = [stack.enter_context(ready_engine(case, max_len)) for case in cases]
-            yield from measure_host(engines, cases, a.steps, a.blocks)
-
-
-OPTIONS = (
-    option("--no-overlap", action="store_true", help="overlap: read every result before the next dispatch"),
-    option("--steps", type=count, default=50, help="host: steps of a block"),
-    option("--blocks", type=count, default=5, help="host: blocks of each context"),
-)
+OPTIONS = (option("--no-overlap", action="store_true", help="overlap: read every result before the next dispatch"),)

@@ -1,0 +1,243 @@
+"""The part of an answer that both generating routes share: its request, its stream or body, and its usage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import Receive, Scope, Send
+
+from jspec.engine.request import Chunk, Request
+from jspec.server.calls import Call, Output
+from jspec.server.errors import ApiError, failed, invalid, refused
+from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there
+from jspec.server.fields import Ask, Field
+from jspec.server.rounds import rounds_json
+from jspec.server.service import Service
+
+FINISH = {"eos": "stop"}  # OpenAI's finish_reason where it differs from the engine's
+
+logger = logging.getLogger("jspec.server")
+
+
+class Answer(ABC):
+    """One request to a generating route, and its answer.
+
+    Args:
+        service: the engine behind the routes.
+        ask: the request's fields.
+
+    Attributes:
+        table: the route's fields.
+        prefix, kind, chunk_kind: beginning of the id, and "object" of a body and of a chunk of a stream.
+        prompt_field: the field that has the prompt.
+        requests: the engine's requests, one a prompt, after `prepare`.
+    """
+
+    table: Mapping[str, Field]
+    prefix: str
+    kind: str
+    chunk_kind: str
+    prompt_field: str
+    num_prompts = 1
+
+    def __init__(self, service: Service, ask: Ask) -> None:
+        self.service, self.own = service, ask.own
+        self.id, self.created = f"{self.prefix}-{uuid4().hex}", int(time.time())
+        self.names = {**ask.names, "json_schema": ask.names.get("json_schema", "response_format")}
+        self.is_stream: bool = self.own.get("stream", False)
+        self.options: dict[str, bool] = self.own.get("stream_options", {})
+        self.is_traced: bool = self.own.get("jspec", {}).get("rounds", False)
+        self.wants_ids: bool = self.own.get("return_token_ids", False)
+        self.requests: Sequence[Request] = ()
+        self.num_tokens = self.num_cached = self.num_ended = 0
+        self._unsent_rounds: list[dict[str, Any]] = []
+        self._check(ask)
+        self.params = ask.sampling_params()
+        self.n = self.params.n
+
+    def _check(self, ask: Ask) -> None:
+        """Check fields that depend on one another."""
+        if self.own.get("best_of", 1) > ask.params.get("n", 1):
+            raise invalid(
+                "best_of", f"expected at most n, because all completions are returned, got {self.own['best_of']}"
+            )
+        if self.options and not self.is_stream:
+            raise invalid("stream_options", "expected nothing without stream; set stream, or leave it out")
+        if self.is_stream and "prompt_logprobs" in ask.params:
+            raise invalid("prompt_logprobs", "expected nothing with stream; leave one of the two out")
+
+    @property
+    def count(self) -> int:
+        """The number of completions."""
+        return self.num_prompts * self.n
+
+    # -- what the routes define
+
+    @abstractmethod
+    def make_requests(self) -> list[Request]:
+        """Tokenise and check the prompts; runs in a worker thread."""
+
+    @abstractmethod
+    def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """Return a completion's whole output as an entry of "choices"."""
+
+    @abstractmethod
+    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return new output of a completion as entries of "choices" of a stream's chunks; there may be none."""
+
+    # -- the answer
+
+    def prepare(self) -> list[Request]:
+        """Make the engine's requests; runs in a worker thread.
+
+        Raises:
+            ApiError: a prompt or a parameter cannot be served.
+        """
+        if self.is_traced or self.params.logprobs is not None or self.params.prompt_logprobs is not None:
+            self.service.texts.prepare()
+        try:
+            return self.make_requests()
+        except (TypeError, ValueError, ImportError) as error:
+            raise refused(error, self.names, self.table, self.prompt_field) from error
+        except RuntimeError as error:  # of the engine, or of a process that compiles grammars or renders templates
+            raise failed(error) from error
+
+    def count_output(self, outputs: Sequence[Output]) -> None:
+        """Add new output to the counters of the usage."""
+        for index, chunk in outputs:
+            self.num_tokens += len(chunk.token_ids)
+            self.num_ended += chunk.finish_reason is not None
+            if chunk.metrics is not None and index % self.n == 0:
+                self.num_cached += chunk.metrics.num_cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": prompt + self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the whole answer."""
+        self.count_output(outputs)
+        choices = [self.choice(index, chunk) for index, chunk in outputs]
+        if self.is_traced:
+            self._unsent_rounds = [one for _, chunk in outputs for one in rounds_json(chunk, self.service.texts)]
+        return {**self._envelope(self.kind, choices), "usage": self.usage(), **self._take_rounds()}
+
+    def events(self, outputs: Sequence[Output]) -> str:
+        """Return the events of new output, as text."""
+        self.count_output(outputs)
+        found: list[dict[str, Any]] = []
+        for index, chunk in outputs:
+            if self.is_traced:
+                self._unsent_rounds += rounds_json(chunk, self.service.texts)
+            found += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
+        usage = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
+        return "".join(event(one | usage) for one in found)
+
+    def last_events(self) -> str:
+        """Return the events after a stream's last output: the usage, if the request asked for it, and the end."""
+        if not self.options.get("include_usage"):
+            return DONE
+        return event({**self._envelope(self.chunk_kind, []), "usage": self.usage()}) + DONE
+
+    def error_events(self, error: ApiError) -> str:
+        """Return the events with which an error ends a stream."""
+        return event(error.body) + DONE
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        own = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+        return {**own, "choices": choices}
+
+    def _take_rounds(self) -> dict[str, Any]:
+        """Return the recorded rounds that no event has; they wait while a parser holds their text back."""
+        rounds, self._unsent_rounds = self._unsent_rounds, []
+        return {"jspec": {"rounds": rounds}} if self.is_traced else {}
+
+
+def finish_reason(chunk: Chunk) -> str | None:
+    """Return OpenAI's name of the reason for which a completion ended; None: it goes on."""
+    return chunk.finish_reason and FINISH.get(chunk.finish_reason, chunk.finish_reason)
+
+
+def stop_reason(chunk: Chunk) -> int | str | None:
+    """Return the stop token or stop string that ended a completion; None for the model's own end."""
+    return None if chunk.finish_reason == "eos" else chunk.stop_reason
+
+
+class Generate:
+    """The ASGI application of a generating route.
+
+    Args:
+        service: the engine behind the routes.
+        answer: makes the answer to a request from its fields.
+    """
+
+    def __init__(self, service: Service, answer: type[Answer]) -> None:
+        self._service, self._answer = service, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask = await self._service.read(scope, receive, self._answer.table)
+        answer = self._answer(self._service, ask)
+        scope["jspec.answer"] = answer  # for the log
+        with self._service.active():
+            await while_there(receive, self._serve(answer, send))
+
+    async def _serve(self, answer: Answer, send: Send) -> None:
+        service, seconds = self._service, self._service.settings.request_timeout
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        with service.tracing() if answer.is_traced else contextlib.nullcontext():
+            with service.calls.room(answer.count, "n" if answer.num_prompts == 1 else answer.prompt_field):
+                async with _until(deadline):
+                    has_grammar = answer.params.grammar_field is not None
+                    answer.requests = await service.in_thread(answer.prepare, has_grammar=has_grammar)
+            with service.calls.submitted(answer.requests) as call:
+                if answer.is_stream:
+                    await self._stream(answer, call, EventStream(send), deadline)
+                else:
+                    async with _until(deadline):
+                        outputs = await call.result()
+                    await send_json(send, answer.body(outputs))
+
+    async def _stream(self, answer: Answer, call: Call, events: EventStream, deadline: float | None) -> None:
+        """Send the output as events; an error after the first event is an event too."""
+        try:
+            async with _until(deadline):
+                while answer.num_ended < answer.count:
+                    outputs = await call.take(self._service.settings.ping_seconds)
+                    if text := answer.events(outputs) if outputs else PING:
+                        await events.write(text)
+            last = answer.last_events()
+        except ApiError as error:
+            if not events.started:
+                raise
+            last = answer.error_events(error)
+            logger.warning("%s ended with an error: %s", answer.id, error.code)
+        await events.write(last, more=False)
+
+
+@contextlib.asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Bound the time of the context.
+
+    Args:
+        deadline: the event loop's time at which the context ends; None: no limit.
+
+    Raises:
+        ApiError: the time is over.
+    """
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise ApiError(504, "the request took longer than the server's --request-timeout", code="timeout") from None

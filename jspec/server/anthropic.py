@@ -1,0 +1,192 @@
+"""The routes /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API.
+
+The requests are those of chat completions in another form. Signatures of thinking blocks are empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from jspec.engine.request import Chunk
+from jspec.server import anthropic_input as read
+from jspec.server.blocks import CALL, REASONING, Block, Blocks, Step
+from jspec.server.calls import Output
+from jspec.server.chat import ChatAnswer, check_conversation, render, template_names
+from jspec.server.errors import ApiError, anthropic_body, invalid, refused
+from jspec.server.events import event, send_json
+from jspec.server.fields import BOTH, SAMPLING, Ask, Field
+from jspec.server.messages import messages
+from jspec.server.service import Service
+from jspec.server.values import given, mapping, never
+
+STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens"}
+NO_TOOLS = "the server has no tools of its own"
+MESSAGES = {
+    **SAMPLING,
+    **{name: Field(given) for name in ("metadata", "service_tier", "cache_control", "inference_geo")},
+    **{name: BOTH[name] for name in ("model", "stream", "max_tokens", "structured_outputs")},
+    "messages": Field(given),
+    "system": Field(given),
+    "stop_sequences": Field(BOTH["stop"].read, "stop"),
+    "tools": Field(given),
+    "tool_choice": Field(mapping),
+    "thinking": Field(mapping),
+    "output_config": Field(mapping),
+    "chat_template_kwargs": Field(mapping),
+    "container": Field(never(NO_TOOLS)),
+    "mcp_servers": Field(never(NO_TOOLS)),
+    "context_management": Field(never("prompts are never cut; shorten the messages")),
+}
+DELTAS = {CALL: ("input_json_delta", "partial_json"), REASONING: ("thinking_delta", "thinking")}
+
+
+class MessageAnswer(ChatAnswer):
+    """A request to /v1/messages, and its answer."""
+
+    table = MESSAGES
+    prefix = "msg"
+
+    def __init__(self, service: Service, ask: Ask) -> None:
+        if "max_tokens" not in ask.params:
+            raise invalid("max_tokens", "expected the largest number of tokens of the answer, got nothing")
+        translate(service, ask)
+        super().__init__(service, ask)
+        self.names["response_format"] = "output_config"
+        self.id = self.id.replace("-", "_")
+        self._blocks = Blocks()
+        self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._has_begun = False
+
+    # -- the whole answer
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        self.count_output(outputs)
+        for _, chunk in outputs:
+            self._read(chunk)
+        return self._message([_content(block) for block in self._blocks.all])
+
+    def _read(self, chunk: Chunk) -> list[tuple[Step, Block, str]]:
+        """Add new output to the blocks; return what it does to them."""
+        message = self._messages[0]
+        steps = [step for part in message.parts(chunk) for step in self._blocks.add(part)]
+        if chunk.finish_reason is not None:
+            steps += self._blocks.end()
+            self._ending = _end_of(chunk, has_calls=message.has_calls)
+        return steps
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        own = {"id": self.id, "type": "message", "role": "assistant", "model": self.service.name}
+        return {**own, "content": content, **self._ending, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"] - self.num_cached,
+            "cache_read_input_tokens": self.num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    # -- the stream
+
+    def events(self, outputs: Sequence[Output]) -> str:
+        texts = []
+        if not self._has_begun:
+            self._has_begun = True
+            texts.append(_event("message_start", message=self._message([])))
+        self.count_output(outputs)
+        for _, chunk in outputs:
+            texts += [_step(*step) for step in self._read(chunk)]
+        return "".join(texts)
+
+    def last_events(self) -> str:
+        return _event("message_delta", delta=self._ending, usage=self._usage()) + _event("message_stop")
+
+    def error_events(self, error: ApiError) -> str:
+        return event(anthropic_body(error), "error")
+
+
+class CountTokens:
+    """The ASGI application of /v1/messages/count_tokens: the number of tokens of a request's prompt."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask = await self._service.read(scope, receive, MESSAGES)
+        translate(self._service, ask)
+        tokenizer, own = self._service.engine.tokenizer, ask.own
+        check_conversation(tokenizer, own)
+        try:
+            tokens = await self._service.in_thread(lambda: render(tokenizer, own))
+        except (TypeError, ValueError) as error:
+            raise refused(error, template_names(own), MESSAGES, "messages") from error
+        await send_json(send, {"input_tokens": len(tokens)})
+
+
+def translate(service: Service, ask: Ask) -> None:
+    """Turn the fields of a request into those of chat completions."""
+    own = ask.own
+    if "messages" not in own:
+        raise invalid("messages", "expected a list of messages, got nothing")
+    made = read.read_messages("messages", own["messages"], own.pop("system", None))
+    own["messages"] = messages("messages", made)
+    if made[-1]["role"] == "assistant" and "tool_calls" not in made[-1]:
+        own["continue_final_message"] = True
+    if "tools" in own:
+        own["tools"] = read.read_tools("tools", own["tools"])
+    if "tool_choice" in own:
+        own |= read.read_tool_choice("tool_choice", own.pop("tool_choice"))
+    schema = read.read_format("output_config", own.pop("output_config", {}))
+    if schema is not None:
+        ask.set("output_config", {"json_schema": schema})
+    if "thinking" in own:
+        template = str(getattr(service.engine.tokenizer, "chat_template", None))
+        variables = read.read_thinking("thinking", own.pop("thinking"), template)
+        own["chat_template_kwargs"] = variables | own.get("chat_template_kwargs", {})
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """Return a whole block of content; a call whose arguments are no JSON object is text."""
+    if block.kind == REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    given = _object_of(block.text) if block.kind == CALL else None
+    if given is None:
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _end_of(chunk: Chunk, *, has_calls: bool) -> dict[str, Any]:
+    """Return why a message has ended."""
+    assert chunk.finish_reason is not None
+    if chunk.finish_reason == "stop" and isinstance(chunk.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
+    reason = STOP_REASONS.get(chunk.finish_reason, chunk.finish_reason)
+    return {"stop_reason": "tool_use" if has_calls and reason == "end_turn" else reason, "stop_sequence": None}
+
+
+def _event(kind: str, **data: Any) -> str:
+    return event({"type": kind, **data}, kind)
+
+
+def _step(step: Step, block: Block, text: str) -> str:
+    """Return the event of what happens to a block."""
+    if step == "end":
+        return _event("content_block_stop", index=block.index)
+    if step == "add":
+        kind, key = DELTAS.get(block.kind, ("text_delta", "text"))
+        return _event("content_block_delta", index=block.index, delta={"type": kind, key: text})
+    empty = Block(block.index, block.kind, block.call_id, block.name, "{}" if block.kind == CALL else "")
+    return _event("content_block_start", index=block.index, content_block=_content(empty))

@@ -1,0 +1,131 @@
+"""The ASGI application: the routes, the guards before them, and the errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jspec.engine.api import Engine
+from jspec.server.answers import Generate
+from jspec.server.anthropic import CountTokens, MessageAnswer
+from jspec.server.body import ClientGone
+from jspec.server.chat import ChatAnswer
+from jspec.server.completions import CompletionAnswer
+from jspec.server.counts import CountRequests, Counts
+from jspec.server.errors import ApiError, body_for
+from jspec.server.guards import Guard
+from jspec.server.responses import ResponseAnswer
+from jspec.server.service import READY, UNHEALTHY, WARMING, Service
+from jspec.server.settings import Settings
+from jspec.server.status import Status
+from jspec.server.tokens import Detokenize, Tokenize
+
+CODES = {404: "route_not_found", 405: "method_not_allowed"}
+
+logger = logging.getLogger("jspec.server")
+
+
+def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
+    """Make the ASGI application of an engine; its lifespan starts and stops the engine's thread.
+
+    Args:
+        engine: the engine, which the caller closes afterwards.
+        settings: the server's options; ``app.state.service`` is what the routes share.
+    """
+    settings = settings or Settings()
+    service, counts = Service(engine, settings), Counts()
+    routes = [*_posts(service), *Status(service, counts).routes()]
+    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _bug}
+    app = Starlette(
+        routes=routes,
+        middleware=_middleware(settings, counts, frozenset(route.path for route in routes)),
+        exception_handlers=handlers,  # type: ignore[arg-type]
+        lifespan=lambda app: _running(service),
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _posts(service: Service) -> list[Route]:
+    """Return the routes that take a body."""
+    apps: dict[str, ASGIApp] = {
+        "/v1/completions": Generate(service, CompletionAnswer),
+        "/v1/chat/completions": Generate(service, ChatAnswer),
+        "/v1/responses": Generate(service, ResponseAnswer),
+        "/v1/messages": Generate(service, MessageAnswer),
+        "/v1/messages/count_tokens": CountTokens(service),
+        "/tokenize": Tokenize(service),
+        "/detokenize": Detokenize(service),
+    }
+    return [Route(path, app, methods=["POST"]) for path, app in apps.items()]
+
+
+def _middleware(settings: Settings, counts: Counts, paths: frozenset[str]) -> list[Middleware]:
+    """Return what a request passes before the routes, in order."""
+    cors: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"])
+    origins = list(settings.allow_origins)
+    return [
+        Middleware(CountRequests, counts=counts, routes=paths),
+        *([Middleware(CORSMiddleware, allow_origins=origins, **cors)] if origins else []),  # a browser asks without key
+        Middleware(Guard, settings=settings),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _running(service: Service) -> AsyncIterator[None]:
+    """Run the engine's thread, and compile what the settings ask for, while the application runs."""
+    service.calls.start()
+    warming: asyncio.Task[None] | None = None
+    if service.settings.warm:
+        service.state = WARMING
+        warming = asyncio.create_task(_warm(service))
+    try:
+        yield
+    finally:
+        if warming is not None:
+            warming.cancel()
+        await asyncio.to_thread(service.close)
+
+
+async def _warm(service: Service) -> None:
+    """Compile, and then serve; without memory for the programs the server ends."""
+    try:
+        await service.in_thread(service.warm)
+    except Exception:
+        logger.exception("--warm: the programs could not be compiled")
+        service.state = UNHEALTHY
+    if service.state == WARMING:
+        service.state = READY
+        logger.info("compiled: %s", ", ".join(service.settings.warm))
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return JSONResponse(body_for(request.url.path, error), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    made = ApiError(error.status_code, message, code=CODES.get(error.status_code), headers=error.headers)
+    return JSONResponse(body_for(request.url.path, made), made.status, made.headers)
+
+
+async def _client_gone(request: Request, error: ClientGone) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    made = ApiError(500, "the server failed; see its log", code="internal_error")
+    return JSONResponse(body_for(request.url.path, made), made.status)

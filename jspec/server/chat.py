@@ -1,0 +1,242 @@
+"""The route /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.engine.chat_input import format_conversations
+from jspec.engine.request import Chunk, Request
+from jspec.engine.sampling_params import GRAMMARS
+from jspec.engine.tokenizer import Tokenizer
+from jspec.server import reasoning
+from jspec.server.answers import Answer, finish_reason, stop_reason
+from jspec.server.errors import invalid, refused
+from jspec.server.fields import CHAT, Ask
+from jspec.server.logprobs import chat_entries, prompt_entries
+from jspec.server.service import Service
+from jspec.server.text_reader import CallDelta, OutputParser, Part
+from jspec.server.tool_calls.choose import parser_for
+from jspec.server.tool_calls.grammar import tool_grammar
+from jspec.server.tool_calls.tools import ToolChoice, read_choice
+
+PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
+TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
+    """Return the token ids of the conversation of a request.
+
+    Args:
+        own: the fields ``messages``, ``tools`` and others of the chat template.
+
+    Raises:
+        TypeError, ValueError: the conversation cannot be rendered.
+    """
+    options = {name: own[name] for name in TEMPLATE_OPTIONS if name in own}
+    if "reasoning_effort" in own:
+        kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": own["reasoning_effort"]}
+        options["chat_template_kwargs"] = kwargs
+    (ids,) = format_conversations(tokenizer, [own["messages"]], options)
+    return ids
+
+
+def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any], field: str = "messages") -> None:
+    """Check that there are messages, and a template to render them.
+
+    Args:
+        field: the field of the request that has the messages.
+
+    Raises:
+        ApiError: one of the two is missing.
+    """
+    if "messages" not in own:
+        raise invalid(field, "expected a list of messages, got nothing")
+    if getattr(tokenizer, "chat_template", "unknown") is None:
+        raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
+
+
+def template_names(own: dict[str, Any]) -> dict[str, str]:
+    """Return the field of the request for each name that an error of the chat template may begin with."""
+    variables = own.get("chat_template_kwargs", {})
+    return {"chat": "messages", "prompt": "messages"} | {name: f"chat_template_kwargs.{name}" for name in variables}
+
+
+class ChatAnswer(Answer):
+    """A request to /v1/chat/completions, and its answer."""
+
+    table = CHAT
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_field = "messages"
+
+    def __init__(self, service: Service, ask: Ask) -> None:
+        check_conversation(service.engine.tokenizer, ask.own, self.prompt_field)
+        ask.params.setdefault("max_tokens", None)  # as many as fit
+        if ask.own.get("logprobs", False):
+            ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
+        elif "top_logprobs" in ask.own:
+            raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
+        template = getattr(service.engine.tokenizer, "chat_template", None)
+        self._template = "\n".join(template.values()) if isinstance(template, dict) else template
+        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template) and _may_reason(ask)
+        self._choice = self._read_tools(ask)
+        super().__init__(service, ask)
+        self.names |= template_names(self.own)
+        self._messages: dict[int, Message] = {}  # of each choice, once the prompt is rendered
+
+    def _read_tools(self, ask: Ask) -> ToolChoice:
+        """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
+        own, field = ask.own, ask.names.get("json_schema")
+        try:
+            choice = read_choice(own.get("tools"), own.get("tool_choice"))
+            grammar = tool_grammar(own.get("tools"), own.get("tool_choice"), own.get("parallel_tool_calls"))
+        except ValueError as error:
+            raise refused(error, {}) from error
+        if grammar is not None:
+            ask.set("tool_choice", grammar)
+        elif choice.mode == "auto" and field is not None:
+            raise invalid(
+                field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
+            )
+        if self._reasons or choice.mode != "none":
+            ask.params.setdefault("skip_special_tokens", False)  # markers may be special tokens
+        return choice
+
+    def _parser(self, prompt: list[int]) -> OutputParser | None:
+        """Return what splits the text of one completion; None: all of it is content.
+
+        Args:
+            prompt: token ids of the prompt.
+        """
+        if self._choice.mode == "none" and not self._reasons:
+            return None
+        assert self.service.engine.tokenizer is not None
+        end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
+        tools, choice = self.own.get("tools"), self.own.get("tool_choice")
+        return parser_for(self._template, name, tools, choice, self._reasons, prompt=end)
+
+    def make_requests(self) -> list[Request]:
+        ids = render(self.service.engine.tokenizer, self.own)
+        self._messages = {index: Message(self._parser(ids)) for index in range(self.n)}
+        return [self.service.engine.prepare(ids, self.params, trace=self.is_traced)]
+
+    def body(self, outputs: Any) -> dict[str, Any]:
+        scores = outputs[0][1].prompt_logprobs
+        more: dict[str, Any] = {"prompt_token_ids": list(self.requests[0].prompt_token_ids)} if self.wants_ids else {}
+        if "prompt_logprobs" in self.names and scores is not None:
+            more["prompt_logprobs"] = prompt_entries(scores, self.service.texts)
+        return {**super().body(outputs), **more}
+
+    def usage(self) -> dict[str, Any]:
+        reasoning_tokens = sum(message.num_reasoning_tokens for message in self._messages.values())
+        details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if self._reasons else {}
+        return super().usage() | details
+
+    def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        message = self._messages[index]
+        parts = message.parts(chunk)
+        reasoning = "".join(part.reasoning for part in parts)
+        content = "".join(part.content for part in parts)
+        calls = whole_calls([part.call for part in parts if part.call is not None])
+        own: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        own |= {self.service.settings.reasoning_field: reasoning} if reasoning else {}
+        own |= {"tool_calls": calls} if calls else {}
+        return {"index": index, "message": own, **self._scores([chunk]), **self._end(message, chunk)}
+
+    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        message = self._messages[index]
+        deltas = [self._delta(part) for part in message.parts(chunk)]
+        if chunk.finish_reason is not None:
+            deltas.append({})
+        message.unsent.append(chunk)  # its log-probabilities wait if the parser holds its text back
+        if not deltas:
+            return []
+        choices = [_choice(index, delta) for delta in deltas]
+        choices[0] |= self._scores(message.unsent)
+        message.unsent = []
+        if chunk.finish_reason is not None:
+            choices[-1] |= self._end(message, chunk)
+        if not message.has_begun:
+            message.has_begun = True
+            choices.insert(0, _choice(index, {"role": "assistant", "content": ""}))
+        return choices
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        if part.call is not None:
+            return {"tool_calls": [call_delta(part.call)]}
+        if part.reasoning:
+            return {self.service.settings.reasoning_field: part.reasoning}
+        return {"content": part.content}
+
+    def _scores(self, chunks: list[Chunk]) -> dict[str, Any]:
+        """Return the log-probabilities of chunks, and their token ids if the request asked for them."""
+        entries = [entry for chunk in chunks for entry in chat_entries(chunk.logprobs or [], self.service.texts)]
+        scores: dict[str, Any] = {"logprobs": None if self.params.logprobs is None else {"content": entries}}
+        return scores | ({"token_ids": [t for chunk in chunks for t in chunk.token_ids]} if self.wants_ids else {})
+
+    def _end(self, message: Message, chunk: Chunk) -> dict[str, Any]:
+        reason = finish_reason(chunk)
+        is_call = message.has_calls and reason == "stop"
+        return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
+
+
+def _may_reason(ask: Ask) -> bool:
+    """Return whether an answer may begin with reasoning; a grammar leaves no room for it, unless it has the marker."""
+    return all(reasoning.CLOSE in str(ask.params[name]) for name in GRAMMARS if name in ask.params)
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class Message:
+    """One completion of a chat request while its text arrives.
+
+    Args:
+        parser: splits the text; None: all of it is content.
+
+    Attributes:
+        has_begun: whether a stream has sent its role.
+        has_calls: whether it calls a tool.
+        unsent: chunks whose log-probabilities no event has.
+        num_reasoning_tokens: number of tokens up to the end of its reasoning.
+    """
+
+    def __init__(self, parser: OutputParser | None) -> None:
+        self._parser = parser
+        self.has_begun = self.has_calls = False
+        self.unsent: list[Chunk] = []
+        self.num_reasoning_tokens = self._size = 0
+
+    def parts(self, chunk: Chunk) -> list[Part]:
+        """Add new output; return its parts."""
+        text = chunk.text or ""
+        if self._parser is None:
+            return [Part(content=text)] if text else []
+        parts = self._parser.push(text)
+        if chunk.finish_reason is not None:
+            parts = [*parts, *self._parser.finish()]
+        self.has_calls |= any(part.call is not None for part in parts)
+        self._count_reasoning(chunk, self._parser.reasoning_end)
+        return parts
+
+    def _count_reasoning(self, chunk: Chunk, end: int | None) -> None:
+        for piece in chunk.pieces or ():
+            self._size += len(piece)
+            self.num_reasoning_tokens += end is None or 0 < self._size <= end
+
+
+def call_delta(call: CallDelta) -> dict[str, Any]:
+    """Return a piece of a tool call as an entry of "tool_calls" of a stream."""
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+def whole_calls(deltas: list[CallDelta]) -> list[dict[str, Any]]:
+    """Return the tool calls that pieces make, in the form of a whole message."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        new = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+        calls.setdefault(delta.index, new)["function"]["arguments"] += delta.arguments
+    return list(calls.values())

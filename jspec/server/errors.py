@@ -1,0 +1,106 @@
+"""Errors of the HTTP routes, and their form in JSON, which is OpenAI's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+ANTHROPIC_TYPES = {  # by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
+FIELD = re.compile(
+    r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
+)  # at the start of an error
+
+
+class ApiError(Exception):
+    """A request that cannot be served.
+
+    Args:
+        status: HTTP status.
+        message: what was expected, what was given, and what to do.
+        param: field of the request; None: the error concerns no field.
+        code: short name of the error for programs.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as the body of a response, or as the data of an event in a stream."""
+        error = {"message": self.message, "type": kind_of(self.status), "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the API that has the route ``path``."""
+    return anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of Anthropic's API."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def kind_of(status: int) -> str:
+    """Return OpenAI's name for the type of an error with this HTTP status."""
+    return TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def invalid(field: str, message: str) -> ApiError:
+    """Make the error for a field with a wrong value.
+
+    Args:
+        field: the field, perhaps with a path inside it, such as ``messages[0].content``.
+        message: what was expected and what was given.
+    """
+    return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")
+
+
+def refused(
+    error: Exception, names: Mapping[str, str], known: Collection[str] = (), default: str | None = None
+) -> ApiError:
+    """Turn an engine's error about an argument into an error about the field of the request that gave the argument.
+
+    Args:
+        error: an error whose message begins with the argument's name and a colon, or with ``name=value``.
+        names: the field of the request for each argument whose name differs.
+        known: the fields of the route; empty: any.
+        default: the field of an error that begins with no field's name; None: it has no field.
+    """
+    message = str(error)
+    found = FIELD.match(message)
+    field = None if found is None else names.get(found[1], found[1])
+    if found is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
+        is_named = message[found.end() - 2 : found.end()] == ": "
+        return invalid(field + found[2], message[found.end() :] if is_named else message)
+    if default is None:
+        return ApiError(400, message, code="invalid_value")
+    return invalid(default, message)
+
+
+def failed(error: BaseException) -> ApiError:
+    """Make the error for a request that failed inside the engine."""
+    return ApiError(500, f"the engine failed: {type(error).__name__}: {error!s:.300}", code="engine_error")

@@ -1,0 +1,148 @@
+"""Translates requests of OpenAI's Responses API into those of chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.core.shorten import short
+from jspec.server.errors import invalid
+from jspec.server.messages import MAX_MESSAGES
+from jspec.server.values import check_keys, listing, mapping, one_of, text
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+INCLUDED = ("reasoning.encrypted_content",)  # what may be asked for without effect
+TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
+
+
+def read_input(name: str, value: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages that the input and the instructions of a request make.
+
+    Instructions and the system messages at the beginning become one system message, because most chat templates take
+    one. Reasoning, text and calls of the assistant that follow one another become one message.
+
+    Args:
+        name: the field's name.
+        value: a text, or a list of messages, calls, results of calls, and reasoning.
+        instructions: a system message before the others.
+    """
+    if isinstance(value, str):
+        items: list[Any] = [{"role": "user", "content": value}]
+    else:
+        items = listing(MAX_MESSAGES)(name, value)
+    made: list[dict[str, Any]] = [] if not instructions else [{"role": "system", "content": instructions}]
+    for index, item in enumerate(items):
+        _add(made, f"{name}[{index}]", mapping(f"{name}[{index}]", item))
+    return [one if "tool_calls" in one else {"content": "", **one} for one in made]
+
+
+def _add(made: list[dict[str, Any]], name: str, item: dict[str, Any]) -> None:
+    """Add an item to the messages before it."""
+    kind = item.get("type", "message")
+    if kind not in ITEMS:
+        raise invalid(f"{name}.type", f"expected one of {', '.join(ITEMS)}, got {short(kind)}; leave the item out")
+    if kind == "message":
+        role = ROLES[one_of(*ROLES)(f"{name}.role", item.get("role"))]
+        content = join_texts(f"{name}.content", item.get("content"), TEXTS)
+        if role == "system" and [one["role"] for one in made] == ["system"]:
+            made[0]["content"] += f"\n\n{content}"
+        elif role == "assistant" and made and made[-1].keys() == {"role", "reasoning_content"}:
+            made[-1]["content"] = content
+        else:
+            made.append({"role": role, "content": content})
+    elif kind == "function_call_output":
+        answered = text(f"{name}.call_id", item.get("call_id"))
+        content = join_texts(f"{name}.output", item.get("output"), TEXTS)
+        made.append({"role": "tool", "tool_call_id": answered, "content": content})
+    elif kind == "function_call":
+        function = {key: text(f"{name}.{key}", item.get(key)) for key in ("name", "arguments")}
+        call = {"id": text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
+        _assistant(made).setdefault("tool_calls", []).append(call)
+    elif item.get("content"):
+        reasoning = join_texts(f"{name}.content", item["content"], TEXTS)
+        made.append({"role": "assistant", "reasoning_content": reasoning})
+
+
+def _assistant(made: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the assistant's message at the end of the messages; add one if there is none."""
+    if not made or made[-1]["role"] != "assistant":
+        made.append({"role": "assistant"})
+    return made[-1]
+
+
+def join_texts(name: str, value: Any, kinds: dict[str, str]) -> str:
+    """Return a text, or the texts of a list of parts with line ends between them.
+
+    Args:
+        name: the field's name.
+        value: a text, or a list of parts such as {"type": "input_text", "text": ...}.
+        kinds: for each type of a part, the key under which it has its text.
+    """
+    if isinstance(value, str):
+        return value
+    found = []
+    for index, part in enumerate(listing(MAX_MESSAGES)(name, value)):
+        kind = mapping(f"{name}[{index}]", part).get("type")
+        if kind not in kinds:
+            raise invalid(
+                f"{name}[{index}].type",
+                f"expected one of {', '.join(kinds)}, because models of texts alone are supported, got {short(kind)}",
+            )
+        found.append(text(f"{name}[{index}].{kinds[kind]}", part.get(kinds[kind])))
+    return "\n".join(found)
+
+
+def read_tools(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return tools in the form of chat completions."""
+    return [_tool(f"{name}[{i}]", tool) for i, tool in enumerate(listing(MAX_MESSAGES)(name, value))]
+
+
+def _tool(name: str, tool: Any) -> dict[str, Any]:
+    kind = mapping(name, tool).get("type")
+    if kind != "function":
+        raise invalid(
+            f"{name}.type", f"expected function, because the server has no tools of its own, got {short(kind)}"
+        )
+    check_keys(name, tool, TOOL_KEYS)
+    return {"type": "function", "function": {key: tool[key] for key in TOOL_KEYS[1:] if tool.get(key) is not None}}
+
+
+def read_tool_choice(name: str, value: Any) -> Any:
+    """Return the choice among the tools in the form of chat completions."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    if value.get("type") == "allowed_tools":
+        tools = [read_tool_choice(name, tool) for tool in value.get("tools") or ()]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
+    return value
+
+
+def read_text(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the response_format of chat completions that the field text asks for, if any."""
+    check_keys(name, mapping(name, value), ("format", "verbosity"))
+    if value.get("format") is None:
+        return None
+    given = mapping(f"{name}.format", value["format"])
+    if given.get("type") != "json_schema":
+        return given
+    schema = {key: own for key, own in given.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def read_reasoning(name: str, value: Any) -> dict[str, Any]:
+    """Check the field reasoning; return its effort, if any, for the chat template."""
+    check_keys(name, mapping(name, value), ("effort", "summary", "generate_summary"))
+    for key in ("summary", "generate_summary"):
+        if value.get(key) not in (None, "auto"):
+            raise invalid(f"{name}.{key}", 'expected "auto" or null, because reasoning is returned whole')
+    return {} if value.get("effort") is None else {"reasoning_effort": text(f"{name}.effort", value["effort"])}
+
+
+def included(name: str, value: Any) -> list[str]:
+    """Check what the response shall include."""
+    for index, one in enumerate(listing(MAX_MESSAGES)(name, value) if value else ()):
+        one_of(*INCLUDED)(f"{name}[{index}]", one)
+    return value

@@ -1,0 +1,86 @@
+"""The routes that tell about the server: /health, /metrics, /stats, /v1/models, and the page at /."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jspec.server.counts import Counts
+from jspec.server.page import page
+from jspec.server.service import Service
+
+
+class Status:
+    """The routes that tell about the server.
+
+    Args:
+        service: the engine behind the routes.
+        counts: counters of HTTP requests.
+    """
+
+    def __init__(self, service: Service, counts: Counts) -> None:
+        self._service, self._counts = service, counts
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/metrics", self._metrics),
+            Route("/stats", self._stats),
+            Route("/", self._page),
+        ]
+
+    async def _health(self, request: Request) -> Response:
+        self._service.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        service = self._service
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.settings.names]})
+
+    async def _model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return JSONResponse(_model(self._service, request.path_params["name"]))
+
+    async def _metrics(self, request: Request) -> Response:
+        service = self._service
+        text = await service.in_thread(lambda: service.engine.prometheus(service.name))
+        return PlainTextResponse(text + self._counts.exposition(), media_type="text/plain; version=0.0.4")
+
+    async def _stats(self, request: Request) -> Response:
+        return JSONResponse(await self._service.in_thread(lambda: _stats(self._service)))
+
+    async def _page(self, request: Request) -> Response:
+        raw, headers = page()
+        return Response(raw, headers=headers)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    own = {"id": name, "object": "model", "created": 0, "owned_by": "jspec"}
+    return own | {"max_model_len": service.engine.config.max_len}
+
+
+def _stats(service: Service) -> dict[str, Any]:
+    """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
+    metrics, calls = service.engine.metrics, service.calls
+    template = getattr(service.engine.tokenizer, "chat_template", None)
+    pages = service.engine.scheduler.pages
+    return {
+        "running": calls.thread.num_running,
+        "waiting": calls.thread.num_waiting,
+        "slots": service.engine.config.slots,
+        "pages_used": metrics.pages_in_use,
+        "pages_total": pages.pages - 1,  # without the null page
+        "tokens": metrics.num_tokens,
+        "tokens_per_second": calls.rate.tokens_per_second(),
+        "rounds": metrics.num_drafts,
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "acceptance_by_position": metrics.acceptance_per_position,
+        "prefix_hit_rate": metrics.prefix_hit_rate,
+        "live": service.settings.live,  # whether requests may record rounds
+        "chat": template is not None,  # whether conversations can be formatted
+    }

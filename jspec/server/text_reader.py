@@ -1,0 +1,197 @@
+"""Reads the text of an answer while it arrives in pieces, and lists what was found in it.
+
+A format is a generator over a `Reader`: it yields where it needs more text, and goes on when more has come. What it
+decides depends on the text alone, never on how the text was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from jspec.server.json_scanner import BLANKS, JsonScanner
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """The next piece of a tool call.
+
+    Attributes:
+        index: number of the call in the answer, from 0.
+        id, name: the call's id and the tool's name, in the call's first piece only; None in later ones.
+        arguments: the next piece of the arguments, which are JSON text.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One step of an answer, in order; one of the three attributes is set."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+
+
+class OutputParser(Protocol):
+    """Splits the text of one answer into content, reasoning and tool calls.
+
+    Attributes:
+        reasoning_end: that of `Reader`.
+    """
+
+    @property
+    def reasoning_end(self) -> int | None: ...
+
+    def push(self, text: str) -> list[Part]:
+        """Add text of any length; return what it has decided."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """End the text; return what was held back."""
+        ...
+
+
+class Reader:
+    """The text of an answer that is not passed on yet.
+
+    Attributes:
+        text: the text that is held back.
+        at: position in ``text`` up to which the format has read; what is before it may still become content.
+        ended: whether no more text comes.
+        reasoning_end: number of characters of the answer up to the end of its reasoning, the marker included; 0: it has
+            none; None: it has not ended.
+        parts: what was found and not yet handed to the caller.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.at, self.ended = "", 0, False
+        self.parts: list[Part] = []
+        self.reasoning_end: int | None = 0
+        self.num_dropped = 0  # characters
+        self._tried = 0  # no marker that begins before this position counts
+
+    def pass_on(self, size: int, *, is_reasoning: bool = False) -> None:
+        """Pass on the first ``size`` characters of the text as content or reasoning."""
+        piece = self.text[:size]
+        self.drop(size)
+        if piece:
+            self.parts.append(Part(reasoning=piece) if is_reasoning else Part(content=piece))
+
+    def drop(self, size: int) -> None:
+        """Remove the first ``size`` characters of the text."""
+        self.text, self.at, self._tried = self.text[size:], 0, max(self._tried - size, 0)
+        self.num_dropped += size
+
+    def commit(self) -> None:
+        """Remove what was read, because it can no longer become content."""
+        self.drop(self.at)
+
+    def pass_until(self, marker: str, *, is_reasoning: bool = False) -> Reading[bool]:
+        """Pass text on up to a marker and the blanks before it, which stay held back; then ``at`` is the marker's end.
+
+        If the format finds after it that it does not want the marker, it calls this again, and the marker is text.
+
+        Returns:
+            False if the text ends without the marker. All of it is passed on then.
+        """
+        while True:
+            start = self.text.find(marker, self._tried)
+            if start < 0 and self.ended:
+                self.pass_on(len(self.text), is_reasoning=is_reasoning)
+                return False
+            end = _size_without(self.text, marker) if start < 0 else start
+            end = len(self.text[:end].rstrip(BLANKS))
+            self.pass_on(end, is_reasoning=is_reasoning)
+            if start >= 0:
+                self.at, self._tried = start - end + len(marker), start - end + 1
+                return True
+            yield
+
+    def pass_all(self) -> Reading[None]:
+        """Pass all text on as content, as it arrives."""
+        while not self.ended:
+            self.pass_on(len(self.text))
+            yield
+        self.pass_on(len(self.text))
+
+    def skip_blanks(self) -> Reading[None]:
+        """Read blanks up to the next other character or the text's end."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in BLANKS:
+                self.at += 1
+            if self.at < len(self.text) or self.ended:
+                return
+            yield
+
+    def take(self, literal: str) -> Reading[bool]:
+        """Read a literal text and return True; if the text goes on otherwise, read nothing and return False."""
+        while not self.text.startswith(literal, self.at):
+            if self.ended or not literal.startswith(self.text[self.at :][: len(literal)]):
+                return False
+            yield
+        self.at += len(literal)
+        return True
+
+    def json_value(self) -> Reading[str | None]:
+        """Read a JSON value that other text must follow; return its text, or None if this is no JSON value."""
+        scanner, start = JsonScanner(), self.at
+        while True:
+            self.at = scanner.push(self.text, self.at)
+            if scanner.has_ended:
+                return self.text[start : self.at]
+            if scanner.has_failed or self.ended:
+                return None
+            yield
+
+    def drop_blanks_at_end(self) -> Reading[None]:
+        """Remove the text that is held back if it is blank and nothing follows."""
+        self.at = 0
+        yield from self.skip_blanks()
+        if self.at == len(self.text):
+            self.commit()
+
+
+class TextParser:
+    """Runs a format on a text that arrives in pieces: an `OutputParser`.
+
+    Args:
+        read: the format; it passes on all text before it returns.
+    """
+
+    def __init__(self, read: Callable[[Reader], Reading[None]]) -> None:
+        self._reader = Reader()
+        self._steps = read(self._reader)
+
+    @property
+    def reasoning_end(self) -> int | None:
+        return self._reader.reasoning_end
+
+    def push(self, text: str) -> list[Part]:
+        self._reader.text += text
+        return self._run()
+
+    def finish(self) -> list[Part]:
+        self._reader.ended = True
+        parts = self._run()
+        assert not self._reader.text, "a format must pass on all text"
+        return parts
+
+    def _run(self) -> list[Part]:
+        next(self._steps, None)
+        parts, self._reader.parts = self._reader.parts, []
+        return parts
+
+
+def _size_without(text: str, marker: str) -> int:
+    """Return the size of a text without the longest beginning of a marker with which it ends."""
+    starts = range(max(len(text) - len(marker) + 1, 0), len(text))
+    return next((start for start in starts if marker.startswith(text[start:])), len(text))

@@ -1,0 +1,81 @@
+"""The routes /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from jspec.core.shorten import short
+from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.sampling_params import is_int
+from jspec.engine.tokenizer import Tokenizer
+from jspec.server.chat import check_conversation, render, template_names
+from jspec.server.errors import ApiError, invalid, refused
+from jspec.server.events import send_json
+from jspec.server.fields import DETOKENIZE, TOKENIZE
+from jspec.server.service import Service
+
+
+class Tokenize:
+    """The ASGI application of /tokenize: the token ids of a text or a conversation."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask = await self._service.read(scope, receive, TOKENIZE)
+        if ("prompt" in ask.own) == ("messages" in ask.own):
+            raise invalid("prompt", "expected a text, or messages instead; give one of the two")
+        tokens = await self._service.in_thread(self._work(ask.own))
+        body = {"count": len(tokens), "max_model_len": self._service.engine.config.max_len, "tokens": tokens}
+        if ask.own.get("return_token_strs", False):
+            await self._service.in_thread(self._service.texts.prepare)
+            body["token_strs"] = [self._service.texts.text_of(token) for token in tokens]
+        await send_json(send, body)
+
+    def _work(self, own: dict[str, Any]) -> Callable[[], list[int]]:
+        """Return the function that tokenises, for a worker thread."""
+        tokenizer = _tokenizer(self._service)
+        if "prompt" in own:
+            self._check_length(own["prompt"])
+            options = {} if own.get("add_special_tokens", True) else {"add_special_tokens": False}
+            return lambda: tokenizer.encode(own["prompt"], **options)
+        check_conversation(tokenizer, own)
+
+        def work() -> list[int]:
+            try:
+                return render(tokenizer, own)
+            except (TypeError, ValueError) as error:
+                raise refused(error, template_names(own), TOKENIZE, "messages") from error
+
+        return work
+
+    def _check_length(self, text: str) -> None:
+        most = self._service.engine.config.max_len * CHARACTERS_PER_TOKEN
+        if len(text) > most:
+            raise invalid("prompt", f"expected at most {most} characters, got {len(text)}; send less at once")
+
+
+class Detokenize:
+    """The ASGI application of /detokenize: the text of token ids."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask = await self._service.read(scope, receive, DETOKENIZE)
+        tokens, size = ask.own.get("tokens"), self._service.engine.input_processor.vocab_size
+        if tokens is None:
+            raise invalid("tokens", "expected a list of token ids, got nothing")
+        if wrong := [token for token in tokens if not is_int(token) or not 0 <= token < size]:
+            raise invalid("tokens", f"expected ids in [0, {size}), got {short(wrong[0])}")
+        tokenizer = _tokenizer(self._service)
+        await send_json(send, {"prompt": await self._service.in_thread(lambda: tokenizer.decode(tokens))})
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.engine.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer: its prompts and answers are token ids", code="no_tokenizer")
+    return service.engine.tokenizer

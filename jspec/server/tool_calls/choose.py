@@ -1,0 +1,91 @@
+"""Chooses how an answer is read: by the request, by the chat template, or by a format's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jspec.core.shorten import short
+from jspec.server import reasoning as thinking
+from jspec.server.text_reader import OutputParser, Reader, Reading, TextParser
+from jspec.server.tool_calls import forced, hermes, llama3_json, mistral, pythonic
+from jspec.server.tool_calls.calls import Calls, make_id
+from jspec.server.tool_calls.tools import ToolChoice, read_choice
+
+FORMATS: dict[str, Callable[[Reader, Calls], Reading[None]]] = {
+    "hermes": hermes.read,
+    "llama3_json": llama3_json.read,
+    "mistral": mistral.read,
+    "pythonic": pythonic.read,
+}
+SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its format; the first one found counts
+    ("<function=", ""),  # calls as XML, which no format here reads
+    ("<arg_key>", ""),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+)
+
+
+def parser_for(
+    chat_template: str | None,
+    name: str | None,
+    tools: Any,
+    tool_choice: Any,
+    reasoning: bool,
+    *,
+    prompt: str = "",
+) -> OutputParser:
+    """Return the parser of one answer.
+
+    Args:
+        chat_template: the tokenizer's chat template, if it has one.
+        name: the format of tool calls; None: that of the chat template.
+        tools, tool_choice: those of `jspec.server.tool_calls.tools.read_choice`.
+        reasoning: whether to split off reasoning. An answer that must be tool calls has none.
+        prompt: the rendered prompt or its end, which tells whether the answer begins inside reasoning.
+
+    Raises:
+        ValueError: tools or tool_choice are wrong, or the format is unknown.
+    """
+    choice = read_choice(tools, tool_choice)
+    read, new_id = _format_of(choice, chat_template, name)
+    names = frozenset(choice.schemas)
+
+    def read_answer(reader: Reader) -> Reading[None]:
+        if reasoning and not choice.is_forced:
+            yield from thinking.read(reader, is_inside=thinking.begins_in(prompt))
+        yield from read(reader, Calls(reader, names, new_id))
+
+    return TextParser(read_answer)
+
+
+def check_name(name: str | None) -> None:
+    """Raise ValueError if there is no format of tool calls with this name."""
+    if name is not None and name not in FORMATS:
+        raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
+
+
+def _format_of(
+    choice: ToolChoice, chat_template: str | None, name: str | None
+) -> tuple[Callable[[Reader, Calls], Reading[None]], Callable[[], str]]:
+    """Return what reads an answer, and what makes the ids of its calls."""
+    check_name(name)
+    found = name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")
+    new_id = mistral.make_id if found == "mistral" else make_id
+    if choice.mode == "none":
+        return lambda reader, calls: reader.pass_all(), new_id
+    if choice.mode == "named":
+        (tool,) = choice.schemas
+        return lambda reader, calls: forced.read_named(reader, calls, tool), new_id
+    if choice.mode == "required":
+        return forced.read_required, new_id
+    if not found:
+        raise ValueError(
+            f"tools: expected a chat template with tool calls in one of the formats {', '.join(FORMATS)}, got "
+            f"{'none' if chat_template is None else 'another'}; name the format (tool_parser), or set tool_choice to "
+            '"required" or a tool, which needs no format'
+        )
+    return FORMATS[found], new_id

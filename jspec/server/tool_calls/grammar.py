@@ -1,0 +1,65 @@
+"""Writes the grammar of an answer that must be tool calls, as fields of `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jspec.engine.grammar import json_schema
+from jspec.server.tool_calls.tools import read_choice
+
+
+def tool_grammar(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None = None) -> dict[str, Any] | None:
+    """Return the fields of `SamplingParams` that force an answer to be tool calls; None if nothing is forced.
+
+    The answer to a named tool is its arguments. The answer to "required" is ``{"name": ..., "arguments": {...}}``, or
+    an array of such calls if there may be several. `jspec.server.tool_calls.forced` reads both.
+
+    Args:
+        tools, tool_choice: those of `jspec.server.tool_calls.tools.read_choice`.
+        parallel_tool_calls: whether an answer may have several calls; None: yes. A named tool is called once.
+
+    Raises:
+        ValueError: a tool or the choice is wrong, or a schema is wrong; the message begins with the field.
+    """
+    choice = read_choice(tools, tool_choice)
+    if not choice.is_forced:
+        return None
+    for name, schema in choice.schemas.items():
+        _check(f"tools: {name}: ", schema)
+    if choice.mode == "named":
+        (schema,) = choice.schemas.values()
+        return {"json_schema": schema}
+    calls: dict[str, Any] = {"anyOf": [_call_schema(name) for name in choice.schemas]}
+    if parallel_tool_calls is not False:
+        calls = {"type": "array", "items": calls, "minItems": 1}
+    calls["$defs"] = {name: _moved(schema, f"#/$defs/{name}") for name, schema in choice.schemas.items()}
+    _check("tools: ", calls)
+    return {"json_schema": calls}
+
+
+def _check(field: str, schema: Mapping[str, Any]) -> None:
+    try:
+        json_schema.text_of(schema)
+    except ValueError as error:
+        raise ValueError(f"{field}{error}") from error
+
+
+def _call_schema(name: str) -> dict[str, Any]:
+    """Return the schema of a call of a tool; that of the arguments is in the definitions, under the tool's name."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a checked schema, without annotations, whose references hold when it stands at ``place``."""
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = json_schema.with_subschemas(schema, lambda part, _: _moved(part, place), "")
+    if "$ref" in moved:
+        moved["$ref"] = place + moved["$ref"][1:]
+    return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}

@@ -1,0 +1,19 @@
+"""Tool calls as Llama 3.1 to 3.3 write them: ``{"name": ..., "parameters": {...}}``, several with ";" between them.
+
+The calls are at the answer's beginning, or after ``<|python_tag|>``.
+"""
+
+from __future__ import annotations
+
+from jspec.server.text_reader import Reader, Reading
+from jspec.server.tool_calls.calls import Calls
+
+
+def read(reader: Reader, calls: Calls) -> Reading[None]:
+    """Read an answer with calls and text."""
+    found = is_bare = True
+    while found:
+        yield from reader.skip_blanks()
+        if (yield from calls.read_list(";", is_bare=is_bare)):
+            yield from reader.drop_blanks_at_end()
+        found, is_bare = (yield from reader.pass_until("<|python_tag|>")), False

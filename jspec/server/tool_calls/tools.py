@@ -1,0 +1,122 @@
+"""Reads the tools of a request and its choice among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jspec.core.shorten import short
+
+MODES = ("none", "auto", "required")
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """What an answer may or must call.
+
+    Attributes:
+        mode: "none"; "auto": the model decides; "required": at least one call; "named": a call of the only tool.
+        schemas: the JSON schema of the arguments, by name, of the tools that may be called.
+    """
+
+    mode: str
+    schemas: Mapping[str, Any]
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be tool calls and nothing else."""
+        return self.mode in ("required", "named")
+
+
+def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
+    """Check a request's tools and its choice among them.
+
+    Args:
+        tools: a list of ``{"type": "function", "function": {"name": ..., "parameters": schema}}``, or None.
+        tool_choice: "none", "auto", "required", ``{"type": "function", "function": {"name": ...}}``, or
+            ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}``; None: "auto"
+            if there are tools, else "none".
+
+    Raises:
+        ValueError: one of them is wrong; the message begins with the field.
+    """
+    schemas = _read_tools(tools)
+    if tool_choice is None:
+        return ToolChoice("auto" if schemas else "none", schemas)
+    if isinstance(tool_choice, str) and tool_choice in MODES:
+        choice = ToolChoice(tool_choice, schemas)
+    elif isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
+        name = _name_of(tool_choice, "tool_choice")
+        choice = ToolChoice("named", _chosen(schemas, [name], "tool_choice"))
+    elif isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+        choice = _read_allowed(schemas, tool_choice.get("allowed_tools"))
+    else:
+        raise ValueError(
+            f"tool_choice: expected one of {', '.join(MODES)}, or a dict of the type function or allowed_tools, got "
+            f"{short(tool_choice)}"
+        )
+    if choice.mode != "none" and not schemas:
+        raise ValueError(f"tool_choice: expected tools beside it, got {short(tool_choice)} and none; give tools")
+    return replace(choice, schemas={}) if choice.mode == "none" else choice
+
+
+def _read_allowed(schemas: Mapping[str, Any], allowed: Any) -> ToolChoice:
+    field = "tool_choice.allowed_tools"
+    if not isinstance(allowed, Mapping) or allowed.get("mode") not in ("auto", "required"):
+        raise ValueError(f'{field}: expected a dict with the mode "auto" or "required", got {short(allowed)}')
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise ValueError(f"{field}.tools: expected a list of tools, at least one, got {short(tools)}")
+    names = [_name_of(tool, f"{field}.tools[{index}]") for index, tool in enumerate(tools)]
+    return ToolChoice(allowed["mode"], _chosen(schemas, names, f"{field}.tools"))
+
+
+def _chosen(schemas: Mapping[str, Any], names: list[str], field: str) -> dict[str, Any]:
+    wrong = next((name for name in names if name not in schemas), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{field}: expected names of the request's tools ({', '.join(schemas) or 'none'}), got {wrong}"
+        )
+    return {name: schemas[name] for name in names}
+
+
+def _read_tools(tools: Any) -> dict[str, Any]:
+    """Return the schema of each tool's arguments, by name."""
+    if tools is None:
+        return {}
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        size = f"{len(tools)} tools" if isinstance(tools, list) else short(tools)
+        raise ValueError(f"tools: expected a list of at most {MAX_TOOLS} tools, got {size}")
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(tools):
+        name = _name_of(tool, f"tools[{index}]")
+        if name in schemas:
+            raise ValueError(f"tools[{index}].function.name: expected names that differ, got {name} twice; rename one")
+        schemas[name] = _schema_of(tool["function"], f"tools[{index}].function.parameters")
+    return schemas
+
+
+def _name_of(tool: Any, field: str) -> str:
+    """Return the name in ``{"type": "function", "function": {"name": ...}}``."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        raise ValueError(f'{field}: expected {{"type": "function", "function": {{"name": ...}}}}, got {short(tool)}')
+    name = tool["function"].get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"{field}.function.name: expected 1 to 64 letters, digits, underscores, dots or dashes, got {short(name)}"
+        )
+    return name
+
+
+def _schema_of(function: Mapping[str, Any], field: str) -> Any:
+    schema = function.get("parameters")
+    if schema is None:
+        return NO_ARGUMENTS
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise ValueError(f'{field}: expected a JSON schema of the type "object", got {short(schema)}')
+    return {"type": "object", **schema}

@@ -1,0 +1,242 @@
+"""Runs `jspec serve`, which serves a model over HTTP with the routes of OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.server.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
+from jspec.server.tool_calls.choose import check_name
+from jspec.tools import demo, generate
+from jspec.tools.parser import Parser
+
+NEEDED = ("starlette", "uvicorn", "httptools", "uvloop")  # the extra "serve"
+WARM = ("logprobs", "grammar", "rounds")
+SLOTS = 8
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `jspec serve` on a parser."""
+    generate.add_model_arguments(parser, needs_target=False)
+    _add_engine_arguments(parser)
+    _add_address_arguments(parser)
+    _add_limit_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=int, default=SLOTS, help="largest number of requests that run at once")
+    parser.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
+    parser.add_argument("--memory-fraction", type=float, help="share of the device's memory; default: the engine's")
+    parser.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
+    parser.add_argument("--adaptive", action="store_true", help="choose the draft depth from measured acceptance")
+    parser.add_argument("--warm", metavar="LIST", help=f"compile before the first request: {','.join(WARM)}")
+    parser.add_argument("--live", action="store_true", help="let the page show draft trees (jspec.rounds)")
+
+
+def _add_address_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML file with these options by name; flags override it")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any free port")
+    parser.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model; default: what --target names"
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help=f"file with a key a line; also {KEY_VARIABLE}")
+    parser.add_argument("--no-auth", action="store_true", help="serve everybody who reaches the address")
+    parser.add_argument("--allowed-host", nargs="+", metavar="NAME", help="further values of the header Host")
+    parser.add_argument("--allow-origin", nargs="+", metavar="ORIGIN", help="web pages that may call (CORS)")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="what to log")
+    parser.add_argument("--log-text", action="store_true", help="log the texts of requests")
+
+
+def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 x slots")
+    parser.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
+    parser.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
+    parser.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
+    parser.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
+    parser.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
+    parser.add_argument(
+        "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
+    )
+
+
+def with_config(words: Sequence[str]) -> list[str]:
+    """Return a command line with the options of its --config file written out before its own.
+
+    Raises:
+        ValueError: the file is no YAML mapping, or nests values.
+        OSError: the file cannot be read.
+    """
+    first = Parser(prog="jspec serve", add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    path = first.parse_known_args(list(words))[0].config
+    if path is None:
+        return list(words)
+    import yaml
+
+    try:
+        given = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected YAML, got an error: {' '.join(str(error).split()):.200}") from None
+    if not isinstance(given, dict) or "config" in given:
+        raise ValueError(f"{path}: expected options by name, --config excepted, got {given!r:.80}")
+    return [word for name, value in given.items() for word in _words(path, str(name), value)] + list(words)
+
+
+def _words(path: str, name: str, value: Any) -> list[str]:
+    """Return the words of one option of a file."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, (dict, list, bool)) for one in values):
+        raise ValueError(f"{path}: {name}: expected a text, a number, true, false or a list, got {value!r:.80}")
+    return [flag, *map(str, values)]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `jspec serve` until a signal or a failure of the engine ends it.
+
+    Returns:
+        The exit status of `jspec.server.run.serve`.
+
+    Raises:
+        ValueError: an option has an impossible value.
+        OSError: the address is in use.
+        ImportError: the extra "serve" is not installed.
+    """
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ImportError(
+            f"jspec serve: expected {', '.join(missing)}, not installed; pip install -e '.[serve]' in jspec's folder"
+        )
+    from jspec.server.run import bind, serve
+
+    if arguments.target is None:
+        _take_demo(arguments)
+    settings = make_settings(arguments)
+    with _log(arguments.log_level), bind(settings.host, settings.port) as listener:
+        address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
+        tokenizer = generate.prepare(arguments)
+        with generate.make_engine(arguments, tokenizer, **engine_options(arguments)) as engine:
+            return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
+
+
+def _take_demo(arguments: argparse.Namespace) -> None:
+    """Serve the embedded target, with its head unless another drafter is given."""
+    arguments.target = demo.NAME
+    if not any(getattr(arguments, name) for name in (*generate.PRETRAINED, "ngram", "suffix")):
+        arguments.eagle3 = demo.NAME
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the engine that are given, besides those of `jspec generate`."""
+    names = ("slots", "pages", "memory_fraction", "prefill_budget")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return given | ({"adaptive": True} if arguments.adaptive else {})
+
+
+def make_settings(arguments: argparse.Namespace) -> Settings:
+    """Return the server's settings of a parsed command line.
+
+    Raises:
+        ValueError: an option has an impossible value, or an address that others reach has no key.
+        OSError: the file with the keys cannot be read.
+    """
+    check_name(arguments.tool_parser)
+    keys = read_keys(arguments.api_key_file)
+    _check_access(arguments, keys)
+    warm = tuple(arguments.warm.split(",")) if arguments.warm else ()
+    if wrong := [name for name in warm if name not in WARM]:
+        raise ValueError(f"--warm: expected some of {','.join(WARM)}, got {wrong[0]!r}")
+    return Settings(
+        names=tuple(arguments.served_model_name or (arguments.target,)),
+        keys=tuple(map(digest_of, keys)),
+        warm=warm,
+        allowed_hosts=tuple(arguments.allowed_host or ()),
+        allow_origins=tuple(arguments.allow_origin or ()),
+        ignore_unknown=arguments.unknown_fields == "ignore",
+        drain_seconds=arguments.drain_timeout,
+        reasoning=not arguments.no_reasoning,
+        **{name: getattr(arguments, name) for name in SAME},
+    )
+
+
+def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:
+    """Raise ValueError if an address that others reach has no key, or --no-auth has one."""
+    if arguments.no_auth and keys:
+        raise ValueError(f"--no-auth: expected no key beside it, got one; leave it out, or the key and {KEY_VARIABLE}")
+    if not (is_loopback(arguments.host) or keys or arguments.no_auth):
+        raise ValueError(
+            f"--host: expected a loopback address without a key, got {arguments.host}; give --api-key-file FILE or "
+            f"{KEY_VARIABLE}, or --no-auth to serve everybody"
+        )
+
+
+SAME = (  # options with the name of their setting
+    *("host", "port", "max_queue", "max_body", "request_timeout", "live", "log_text", "tool_parser"),
+    "reasoning_field",
+)
+
+
+def read_keys(path: str | None) -> list[str]:
+    """Return the keys of a file, one a line, and those of the environment, with commas between them.
+
+    Raises:
+        ValueError: the file has no key.
+    """
+    keys = keys_of_environment()
+    if path is not None:
+        own = Path(path).read_text("utf-8").split()
+        if not own:
+            raise ValueError(f"{path}: expected a key a line, got none")
+        keys += own
+    return keys
+
+
+def greeting(address: str, settings: Settings) -> str:
+    """Return what is printed once the server listens: its address, and a request from a shell and from Python."""
+    url, name = f"http://{address}", settings.names[0]
+    key = ' -H "Authorization: Bearer $KEY"' if settings.keys else ""
+    python_key = "KEY" if settings.keys else '"none"'
+    return (
+        f"jspec serves {name} at {url} (Ctrl-C ends it)\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d "
+        f'\'{{"prompt": "def main(", "max_tokens": 32}}\'\n'
+        f'  openai.OpenAI(base_url="{url}/v1", api_key={python_key}).completions.create(model="{name}", '
+        'prompt="def main(")'
+    )
+
+
+def _host_of_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+@contextlib.contextmanager
+def _log(level: str) -> Iterator[None]:
+    """Write the server's log to the standard error while the context is open."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    least = {logging.getLogger("jspec.server"): level, logging.getLogger("uvicorn.error"): "warning"}
+    before = [(logger, logger.level, logger.propagate) for logger in least]
+    for logger, name in least.items():
+        logger.addHandler(handler)
+        logger.setLevel(name.upper())
+        logger.propagate = False  # the root logger may have a handler, which would write each line again
+    try:
+        yield
+    finally:
+        for logger, number, propagates in before:
+            logger.removeHandler(handler)
+            logger.setLevel(number)
+            logger.propagate = propagates

@@ -1,0 +1,256 @@
+"""Test streams on the wire: their form, pings, slow readers, clients that leave, and errors after the first event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from jspec import SamplingParams
+from jspec.server.app import make_app
+from jspec.server.settings import Settings
+from tests.support import serving
+
+PROMPT = "Once upon a time"
+ASK: dict[str, Any] = dict(prompt=PROMPT, max_tokens=24, temperature=0.8, seed=7)
+CHAT: dict[str, Any] = dict(messages=[{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0.8, seed=7)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[serving.Running]:
+    with serving.running(max_queue=100, ping_seconds=0.1, request_timeout=60) as one:
+        yield one
+
+
+def post(server: serving.Running, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
+    async def run() -> tuple[int, dict[str, str], bytes]:
+        reader, writer = await serving.post(server.url, path, body)
+        try:
+            return await serving.answer(reader)
+        finally:
+            writer.close()
+
+    return asyncio.run(run())
+
+
+def own_texts(count: int) -> list[str]:
+    """Return the engine's texts for the seeds 0 to ``count - 1``."""
+    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=seed) for seed in range(count)]
+    return [done.text or "" for done in serving.engine().generate([PROMPT] * count, params)]
+
+
+def num_aborted() -> int:
+    return serving.engine().metrics.finished.get("abort", 0)
+
+
+def test_completions_stream_has_openais_form(server: serving.Running) -> None:
+    status, headers, body = post(server, "/v1/completions", {**ASK, "stream": True})
+    assert status == 200
+    assert headers["content-type"].startswith("text/event-stream")
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    *chunks, done = serving.events(body)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        assert list(chunk) == ["id", "object", "created", "model", "choices"]
+        assert chunk["object"] == "text_completion"
+        (choice,) = chunk["choices"]
+        assert list(choice) == ["index", "text", "logprobs", "finish_reason", "stop_reason"]
+    assert [chunk["choices"][0]["finish_reason"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+
+
+def test_chat_stream_has_openais_form(server: serving.Running) -> None:
+    _, _, body = post(
+        server, "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    first, *chunks, usage, done = serving.events(body)
+    assert done == "[DONE]"
+    assert first["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert [list(chunk["choices"][0]["delta"]) for chunk in chunks[:-1]] == [["content"]] * (len(chunks) - 1)
+    assert usage["choices"] == []
+    assert list(usage["usage"]) == ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"]
+
+
+def test_pings_come_while_a_prompt_waits_and_clients_pass_over_them(server: serving.Running) -> None:
+    (text,) = own_texts(1)
+
+    async def run() -> bytes:
+        with serving.held(serving.engine()) as gate:
+            reader, writer = await serving.post(server.url, "/v1/completions", {**ASK, "seed": 0, "stream": True})
+            head = await reader.readuntil(b": ping\n\n")
+            assert b"data:" not in head
+            gate.set()
+            rest = await reader.readuntil(b"[DONE]\n\n")
+            writer.close()
+            return rest
+
+    rest = asyncio.run(run())
+    assert rest.count(b"data: ") > 1
+    with serving.held(serving.engine()) as gate:
+        stream = server.client().completions.create(model=serving.NAME, **{**ASK, "seed": 0}, stream=True)
+        gate.set()
+        assert "".join(chunk.choices[0].text for chunk in stream) == text
+
+
+def test_64_streams_at_once_lose_nothing_and_keep_their_order(server: serving.Running) -> None:
+    texts = own_texts(64)
+
+    async def one(seed: int) -> str:
+        reader, writer = await serving.post(server.url, "/v1/completions", {**ASK, "seed": seed, "stream": True})
+        _, _, body = await serving.answer(reader)
+        writer.close()
+        return "".join(chunk["choices"][0]["text"] for chunk in serving.events(body)[:-1])
+
+    async def run() -> list[str]:
+        return list(await asyncio.gather(*map(one, range(64))))
+
+    assert asyncio.run(run()) == texts
+    assert len(set(texts)) == 64  # so a text in another's stream would show
+
+
+def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
+    """The application's own ``send`` waits, as uvicorn's does while a connection's buffer is full."""
+    done = serving.engine().generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.8, seed=7, logprobs=0))[0]
+    bodies: list[bytes] = []
+
+    async def run() -> None:
+        app = make_app(serving.engine(), Settings())
+        calls = app.state.service.calls
+        body = json.dumps({**ASK, "logprobs": 0, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                bodies.append(message["body"])
+                while calls.pending:  # the client reads nothing until the engine has finished
+                    await asyncio.sleep(0.005)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+
+    asyncio.run(run())
+    chunks = serving.events(b"".join(bodies))[:-1]
+    assert len(chunks) == 2  # the first, and all others in one
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == done.text
+    scores = [x for chunk in chunks for x in chunk["choices"][0]["logprobs"]["token_logprobs"]]
+    assert scores == pytest.approx([one.logprob for one in done.logprobs or []])
+    assert chunks[-1]["choices"][0]["finish_reason"] is not None
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_request_of_a_client_that_leaves_is_aborted(server: serving.Running, is_stream: bool, has_begun: bool) -> None:
+    before = num_aborted()
+
+    async def run() -> None:
+        with serving.held(serving.engine()) as gate:
+            body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": is_stream}
+            _, writer = await serving.post(server.url, "/v1/completions", body)
+            while server.service.calls.thread.num_running + server.service.calls.thread.num_waiting == 0:
+                await asyncio.sleep(0.005)
+            if has_begun:
+                gate.set()
+            writer.close()
+            while server.service.num_active:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    serving.wait_until(lambda: server.service.calls.pending == 0)
+    assert num_aborted() == before + 1
+    assert serving.engine().pages_in_use == 0
+
+
+def test_request_of_a_client_that_stays_is_not_aborted(server: serving.Running) -> None:
+    """The negative control of the test before."""
+    before = num_aborted()
+    post(server, "/v1/completions", {**ASK, "stream": True})
+    assert num_aborted() == before
+
+
+def test_failed_step_is_an_error_before_the_first_event_and_an_event_after_it(
+    server: serving.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, step = serving.engine().core, serving.engine().core.step
+    rounds_left = 0
+
+    def fail(**options: Any) -> bool:
+        nonlocal rounds_left
+        running = serving.engine().scheduler.running
+        if any(request.token_ids for request in running):
+            rounds_left -= 1
+        if running and rounds_left < 0:
+            rounds_left = 10**9  # once
+            core.is_mid_step = True
+            raise RuntimeError("a broken device")
+        return step(**options)
+
+    monkeypatch.setattr(core, "step", fail)
+    with pytest.raises(openai.InternalServerError, match="a broken device"):
+        server.client().completions.create(model=serving.NAME, **ASK)
+    rounds_left = 3
+    stream = server.client().completions.create(model=serving.NAME, **ASK, stream=True)
+    assert next(stream).choices[0].text
+    with pytest.raises(openai.APIError, match="a broken device"):
+        list(stream)
+    rounds_left = 3
+    *_, error, done = serving.events(post(server, "/v1/completions", {**ASK, "stream": True})[2])
+    assert done == "[DONE]"
+    assert error["error"]["type"] == "server_error" and error["error"]["code"] == "engine_error"
+    monkeypatch.undo()
+    assert server.client().completions.create(model=serving.NAME, **ASK).choices[0].text
+
+
+def test_request_that_takes_too_long_ends_with_504_or_an_error_event() -> None:
+    with serving.running(request_timeout=0.3, ping_seconds=0.1) as server, serving.held(serving.engine()):
+        status, _, body = post(server, "/v1/completions", ASK)
+        assert (status, json.loads(body)["error"]["code"]) == (504, "timeout")
+        _, _, body = post(server, "/v1/completions", {**ASK, "stream": True})
+        error, done = serving.events(body)
+        assert (error["error"]["code"], done) == ("timeout", "[DONE]")
+        serving.wait_until(lambda: server.service.num_active == 0)
+
+
+def test_rounds_are_sent_to_one_request_at_a_time() -> None:
+    body = {**ASK, "stream": True, "jspec": {"rounds": True}}
+    with serving.running(live=True) as server:
+        *chunks, _ = serving.events(post(server, "/v1/completions", body)[2])
+        rounds = [one for chunk in chunks for one in chunk["jspec"]["rounds"]]
+        (done,) = serving.engine().generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.8, seed=7), trace=True)
+        assert len(rounds) == len(done.rounds or [])
+        tokenizer = serving.engine().tokenizer
+        assert tokenizer is not None
+        for sent, record in zip(rounds, done.rounds or [], strict=True):
+            assert len(sent["e"]) == len(sent["d"]) == len(record.emitted)
+            assert len(sent["a"]) == record.accept_len + 1
+            assert sum(sent["d"]) == min(record.accept_len, len(record.emitted))
+            assert sent["p"][0] == -1 and all(0 <= parent < node for node, parent in enumerate(sent["p"]) if node)
+            assert len(sent["t"]) == len(sent["p"]) == len(sent["s"])
+            end = record.break_off
+            assert (sent.get("r"), sent.get("q")) == ((end.rank, end.draft_probability) if end else (None, None))
+        first = chunks[0]["choices"][0]["text"]
+        assert first + "".join(text for one in rounds for text in one["e"]) == done.text
+        with serving.held(serving.engine()):
+
+            async def two() -> int:
+                _, waiting = await serving.post(server.url, "/v1/completions", body)
+                while not server.service.calls.pending:
+                    await asyncio.sleep(0.005)
+                reader, writer = await serving.post(server.url, "/v1/completions", body)
+                status, headers, _ = await serving.answer(reader)
+                assert headers["retry-after"] == "1"
+                waiting.close()
+                writer.close()
+                return status
+
+            assert asyncio.run(two()) == 429

@@ -1,0 +1,323 @@
+"""Test the parsers of tool calls: they find what was written, however the text is split, and lose nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jspec.server import text_reader
+from jspec.server.text_reader import CallDelta, OutputParser, Part
+from jspec.server.tool_calls.choose import FORMATS
+from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split
+
+pytestmark = pytest.mark.once
+
+NAMES = [tool["function"]["name"] for tool in TOOLS]
+MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>"],
+    "llama3_json": ["<|python_tag|>", ";"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
+}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -1e30]) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["x", "city", "y_2"]), VALUES, max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3)
+BLANKS = st.sampled_from(["", " ", "\n", " \n\t"])
+CUTS = st.lists(st.integers(0, 150), max_size=6)
+
+
+# -- answers that are written as a format says, and what must be found in them
+
+
+def write_object(draw: Any, name: str, arguments: dict[str, Any], keys: Sequence[str]) -> tuple[str, str]:
+    """Return a call as JSON in one of many layouts, and the text of its arguments in it."""
+    layout: dict[str, Any] = {"indent": draw(st.sampled_from([None, 1])), "ensure_ascii": draw(st.booleans())}
+    text = json.dumps(arguments, **layout)
+    members = [f'"name":{draw(BLANKS)}{json.dumps(name)}', f'"{draw(st.sampled_from(keys))}":{draw(BLANKS)}{text}']
+    members += ['"id": "abc\\"}"', '"type": -1.5e3'][: draw(st.integers(0, 2))]
+    return "{" + f"{draw(BLANKS)},{draw(BLANKS)}".join(draw(st.permutations(members))) + draw(BLANKS) + "}", text
+
+
+def write_json(draw: Any, made: Sequence[tuple[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[Any]]:
+    texts = [write_object(draw, name, arguments, keys) for name, arguments in made]
+    return [text for text, _ in texts], [(name, text) for (name, _), (_, text) in zip(made, texts, strict=True)]
+
+
+@st.composite
+def hermes(draw: Any) -> tuple[str, Joined]:
+    texts, calls = write_json(draw, draw(CALLS), ["arguments"])
+    before = draw(st.sampled_from(["", "I look.", "a < b, <tool"]))
+    blocks = [f"{draw(BLANKS)}<tool_call>{draw(BLANKS)}{text}{draw(BLANKS)}</tool_call>" for text in texts]
+    return before + "".join(blocks) + draw(BLANKS), Joined(before, calls=calls)
+
+
+@st.composite
+def llama3_json(draw: Any) -> tuple[str, Joined]:
+    texts, calls = write_json(draw, draw(CALLS), ["arguments", "parameters"])
+    before = draw(st.sampled_from(["", "<|python_tag|>", "I look. <|python_tag|>"]))
+    separator = f"{draw(BLANKS)};{draw(BLANKS)}"
+    return before + draw(BLANKS) + separator.join(texts) + draw(BLANKS), Joined(before[:7].strip("<|python"), "", calls)
+
+
+@st.composite
+def mistral(draw: Any) -> tuple[str, Joined]:
+    made, before = draw(CALLS), draw(st.sampled_from(["", "I look."]))
+    if draw(st.booleans()):
+        texts, calls = write_json(draw, made, ["arguments"])
+        array = f"[{draw(BLANKS)}" + f"{draw(BLANKS)},{draw(BLANKS)}".join(texts) + f"{draw(BLANKS)}]"
+        return f"{before}{draw(BLANKS)}[TOOL_CALLS]{draw(BLANKS)}{array}{draw(BLANKS)}", Joined(before, calls=calls)
+    middle, calls = draw(st.sampled_from(["", "[ARGS]", "[CALL_ID]aB3456789[ARGS]"])), []
+    calls = [(name, json.dumps(arguments)) for name, arguments in made]
+    texts = [f"[TOOL_CALLS]{draw(BLANKS)}{name}{middle}{arguments}" for name, arguments in calls]
+    return before + draw(BLANKS).join(["", *texts, ""]), Joined(before, calls=calls)
+
+
+@st.composite
+def python_lists(draw: Any) -> tuple[str, Joined]:
+    made = draw(CALLS)
+    gap = f",{draw(BLANKS)}"
+    texts = [f"{name}({gap.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in made]
+    text, blank = f"[{gap.join(texts)}{draw(st.sampled_from(['', ',']))}]", draw(BLANKS)
+    calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made]
+    if draw(st.booleans()):
+        return f"I look.{blank}<|python_start|>{text}<|python_end|>{blank}", Joined("I look.", calls=calls)
+    return blank + text + blank, Joined(calls=calls)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    case=st.one_of(
+        [
+            st.tuples(st.just(name), strategy())
+            for name, strategy in [
+                ("hermes", hermes),
+                ("llama3_json", llama3_json),
+                ("mistral", mistral),
+                ("pythonic", python_lists),
+            ]
+        ]
+    ),
+    cuts=CUTS,
+)
+def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
+    case: tuple[str, tuple[str, Joined]], cuts: list[int]
+) -> None:
+    format_, (text, expected) = case
+    assert parsed(partial(auto, format_), [text]) == expected
+    assert parsed(partial(auto, format_), split(text, cuts)) == expected
+    assert parsed(partial(auto, format_), [*text]) == expected
+
+
+# -- any text
+
+
+def without_markup(format_: str, parts: Sequence[Part], text: str) -> bool:
+    """Return whether a text is what was found in it, in the same order, and between that only what belongs to calls."""
+    pieces = [part.content or (part.call and part.call.arguments) or "" for part in parts]
+    markup = [*map(re.escape, MARKERS[format_]), r"\s", r"[\[\]{},:;]", '"(?:name|arguments|parameters)"', '"?f"?']
+    gap = f"(?:{'|'.join(markup)})*"
+    return re.fullmatch(gap + gap.join(re.escape(piece) + gap for piece in pieces if piece), text) is not None
+
+
+@st.composite
+def scraps(draw: Any) -> tuple[str, str]:
+    """Draw a format and a text of scraps of its calls, in any order."""
+    format_ = draw(st.sampled_from(sorted(FORMATS)))
+    pieces = [*MARKERS[format_], *(marker[:-2] for marker in MARKERS[format_]), *"{}[](),:=;'\"\\ \nx1-<|"]
+    pieces += ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
+    pieces += ["", '{"name": "f", "arguments": {"x": [1, "a"]}}', "[f(x=[1, 'a'])]", "f[ARGS]{"]
+    return format_, "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
+
+
+@settings(max_examples=600, deadline=None)
+@given(case=scraps(), cuts=CUTS)
+@example(case=("hermes", '<tool_call>{"name": "f", "arguments": {"x": tru}}'), cuts=[])
+@example(case=("mistral", '[TOOL_CALLS][{"name": f[ARGS]{}'), cuts=[])
+def test_parser_of_any_scraps_gives_the_same_for_any_split_and_loses_nothing(
+    case: tuple[str, str], cuts: list[int]
+) -> None:
+    format_, text = case
+    make = partial(auto, format_)
+    whole = parsed(make, [text])
+    assert parsed(make, split(text, cuts)) == whole
+    assert parsed(make, [*text]) == whole
+    if not whole.calls:
+        assert whole.content == text
+    elif format_ != "pythonic":  # whose arguments are JSON that the text does not have
+        parser = make()
+        assert without_markup(format_, [*parser.push(text), *parser.finish()], text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    format_=st.sampled_from(sorted(FORMATS)),
+    text=st.lists(st.text(max_size=4) | st.sampled_from(["<tool_call", "<|python_", "[TOOL_CALLS", " \n"]), max_size=6),
+    cuts=CUTS,
+)
+def test_parser_of_a_text_without_calls_returns_it_unchanged(format_: str, text: list[str], cuts: list[int]) -> None:
+    whole = "".join(text)
+    assert parsed(partial(auto, format_), split(whole, cuts)) == Joined(whole)
+
+
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [
+        ("hermes", "<tool_call>\nnot JSON</tool_call>"),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "name": "f", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"'),
+        ("hermes", ' \n<tool_call> <tool_call> {"arguments": {"x": nul}, "name": "f"}'),
+        ("llama3_json", '{"name": "Bob", "parameters": {"x": 1}}'),
+        ("llama3_json", '{"name": "f", "age": 3}'),
+        ("llama3_json", 'It is {"name": "f", "parameters": {}}'),
+        ("llama3_json", "<|python_tag|>print(1)"),
+        ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}'),
+        ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS][]"),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abc"),
+        ("pythonic", "[f(x=1)] is how"),
+        ("pythonic", "[f(x=1), g(y=2)]"),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(x=1, x=2)]"),
+        ("pythonic", "[f(x=y)]"),
+        ("pythonic", "[f(x=f())]"),
+        ("pythonic", "[f(x={1: 2})]"),
+        ("pythonic", "[f(x={1, 2})]"),
+        ("pythonic", "[f(x=1e999)]"),
+        ("pythonic", r"[f(x='\ud800')]"),
+        ("pythonic", "[f(x='a\nb')]"),
+        ("pythonic", "[f(x=01)]"),
+        ("pythonic", "[f(**{'x': 1})]"),
+        ("pythonic", "[f(x=1)"),
+        ("pythonic", "f(x=1)"),
+        ("pythonic", "<|python_start|>[f(x=1)]<|python_"),
+    ],
+)
+def test_parser_of_what_only_looks_like_a_call_returns_it_as_content(format_: str, text: str) -> None:
+    assert check_every_split(partial(auto, format_), text) == Joined(text)
+
+
+@pytest.mark.parametrize(
+    ("format_", "text", "content", "calls"),
+    [
+        (
+            "hermes",
+            'a\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\nb\n<tool_call>{"name": "f", "arguments": {}} c',
+            "a\nb c",
+            [("f", "{}"), ("f", "{}")],
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": tru}} b', "}} b", [("f", '{"x": tru')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": [1, "a', "", [("f", '{"x": [1, "a')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id" 1}', ', "id" 1}', [("f", "{}")]),
+        ("llama3_json", '{"name": "f", "parameters": {}}; b', "; b", [("f", "{}")]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]',
+            ', {"name": "g", "arguments": {}}]',
+            [("f", "{}")],
+        ),
+        ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]g{}", "[TOOL_CALLS]g{}", [("f", "{}")]),
+        (
+            "pythonic",
+            "[f(x=(True, none))] <|python_start|>[f(x=(true, None, +.5))]",
+            "[f(x=(True, none))]",
+            [("f", '{"x": [true, null, 0.5]}')],
+        ),
+        ("pythonic", r'''[f(x="\d\\\n\x41", y=""), f(x="""a"
+b""")]''', "", [("f", r'{"x": "\\d\\\nA", "y": ""}'), ("f", r'{"x": "a\"\nb"}')]),
+    ],
+)  # fmt: skip
+def test_parser_of_calls_and_other_text_keeps_both(
+    format_: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    """Arguments that were handed on stay with their call; what cannot follow them is content."""
+    assert check_every_split(partial(auto, format_), text) == Joined(content, calls=calls)
+
+
+# -- when parts come
+
+
+@pytest.mark.parametrize(
+    ("format_", "head"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": '),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": '),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": '),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": '),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+    ],
+)
+def test_parser_hands_on_every_character_of_arguments_at_once(format_: str, head: str) -> None:
+    parser = auto(format_)
+    assert parser.push(head) == []
+    for index, character in enumerate(r'{"x": [-1.5e3, null, "a\"\u00e9"]}'):
+        first, *rest = parser.push(character)
+        if index == 0:
+            assert first.call is not None and (first.call.index, first.call.name, first.call.arguments) == (0, "f", "")
+            (first,) = rest
+        assert first == Part(call=CallDelta(0, arguments=character))
+
+
+@pytest.mark.parametrize(("format_", "marker"), [(name, markers[0]) for name, markers in MARKERS.items()])
+def test_parser_holds_back_blanks_and_beginnings_of_a_marker_alone(format_: str, marker: str) -> None:
+    parser, text, shown = auto(format_), f"a {marker[:-1]} {marker[0]}{marker[:2]}b \n", ""
+    for size, character in enumerate(text, 1):
+        shown += joined(parser.push(character)).content
+        held = text[len(shown) : size]
+        assert text.startswith(shown) and marker.startswith(held.lstrip(" \n"))
+    assert shown + joined(parser.finish()).content == text
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "{}", '{"answer": 1', '{"name": 1,', '{"name": "Bob"', '{"name": "f", "parameters": [', "[1]"]
+)
+def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) -> None:
+    parser = auto("llama3_json")
+    assert joined([part for character in text for part in parser.push(character)]).content == text
+
+
+# -- negative controls
+
+
+class PieceByPiece:
+    """A wrong parser: it looks for the markers in each piece alone."""
+
+    def push(self, text: str) -> list[Part]:
+        start, marker, rest = text.partition("<tool_call>")
+        body = json.loads(rest.partition("</tool_call>")[0]) if marker else {}
+        call = CallDelta(0, "1", body["name"], json.dumps(body["arguments"])) if marker else None
+        return [part for part in (Part(start), Part(call=call)) if part != Part()]
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+EXAMPLE = 'ab <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def test_check_of_splits_of_a_parser_without_memory_fails() -> None:
+    with pytest.raises(AssertionError):
+        check_every_split(PieceByPiece, EXAMPLE)
+
+
+def test_check_of_splits_of_a_parser_that_holds_no_beginnings_of_markers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make: Callable[[], OutputParser] = partial(auto, "hermes")
+    check_every_split(make, EXAMPLE)
+    monkeypatch.setattr(text_reader, "_size_without", lambda text, marker: len(text))
+    with pytest.raises(AssertionError):
+        check_every_split(make, EXAMPLE)

@@ -1,0 +1,159 @@
+"""Test how a request's tools are read, and which parser an answer gets."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec.engine.tokenizer import HFTokenizer
+from jspec.server.tool_calls.choose import check_name, parser_for
+from jspec.server.tool_calls.tools import read_choice
+from tests.support.answers import TOOLS, Joined, check_every_split, parsed, tool
+from tests.support.tokenizer_folders import PUBLISHED
+
+pytestmark = pytest.mark.once
+
+HERMES = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+FOUND = Joined(calls=[("f", "{}")])
+EXAMPLES = {  # a chat template, and a call in its format
+    "{{ '<tool_call>' }}": HERMES,
+    "{{ '[TOOL_CALLS]' }}": "[TOOL_CALLS]f[ARGS]{}",
+    "{{ '<|python_tag|>' }}": '<|python_tag|>{"name": "f", "parameters": {}}',
+    "{{ '<|python_start|>' }} {{ '<|python_tag|>' }}": "[f()]",
+    "[func_name1(params_name1=params_value1)] <|python_tag|>": "[f()]",
+}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("template", EXAMPLES)
+def test_parser_for_a_chat_template_reads_its_format_alone(template: str) -> None:
+    for other, text in EXAMPLES.items():
+        expected = FOUND if text == EXAMPLES[template] else Joined(text)
+        assert parsed(lambda: parser_for(template, None, TOOLS, "auto", False), [text]) == expected, other
+
+
+def test_parser_for_a_name_overrides_the_chat_template() -> None:
+    template = "{{ '[TOOL_CALLS]' }}"
+    assert parsed(lambda: parser_for(template, "hermes", TOOLS, None, False), [HERMES]) == FOUND
+    assert parsed(lambda: parser_for(template, None, TOOLS, None, False), [HERMES]) == Joined(HERMES)
+
+
+def test_parser_for_the_template_of_qwen_reads_its_own_calls(data: Path) -> None:
+    own = HFTokenizer(data / PUBLISHED["chat"])
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "Zürich", "n": [1, None]}}}
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    texts = []
+    for messages in (turns, [*turns, {"role": "assistant", "content": "Look:", "tool_calls": [call, call]}]):
+        ids = own.chat(messages, tools=TOOLS, add_generation_prompt=len(messages) == 1)
+        texts.append(own._tokenizer.decode(ids))
+    prompt, whole = texts
+    answer = whole.removeprefix(prompt).removesuffix("<|im_end|>\n")
+    assert whole.startswith(prompt) and answer.count("<tool_call>") == 2
+    make = partial(parser_for, own._tokenizer.chat_template, None, TOOLS, "auto", False)
+    found = check_every_split(make, answer)
+    assert [(name, json.loads(text)) for name, text in found.calls] == [("f", call["function"]["arguments"])] * 2
+    assert found.content == "Look:"
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "<tool_call><function=f>", "<tool_call>f<arg_key>x"])
+def test_parser_for_an_unknown_template_raises_and_names_the_formats(template: str | None) -> None:
+    with pytest.raises(ValueError, match=r"^tools: expected .* hermes, llama3_json, mistral, pythonic, got .*required"):
+        parser_for(template, None, TOOLS, "auto", False)
+    for choice in ("none", "required", named("f")):
+        parser_for(template, None, TOOLS, choice, False)
+    parser_for(template, None, None, None, False)
+
+
+def test_parser_for_an_unknown_name_raises_and_names_the_formats() -> None:
+    for check in (lambda: check_name("qwen"), lambda: parser_for(None, "qwen", None, None, False)):
+        with pytest.raises(ValueError, match=r"^tool_parser: expected one of hermes, .*pythonic, got 'qwen'$"):
+            check()
+    check_name(None)
+
+
+def test_parser_for_no_tools_returns_text_as_content() -> None:
+    for tools, choice in ((None, None), ([], None), (TOOLS, "none"), (None, "none")):
+        assert check_every_split(partial(parser_for, None, "hermes", tools, choice, False), HERMES) == Joined(HERMES)
+
+
+def test_parser_for_a_named_tool_returns_the_whole_text_as_its_arguments() -> None:
+    make = partial(parser_for, None, None, TOOLS, named("get_time"), True, prompt="<think>")
+    text = '{"x" : [1, {"y": "}"}]}'
+    assert check_every_split(make, f" {text}\n") == Joined(calls=[("get_time", text)])
+    assert check_every_split(make, text[:9]) == Joined(calls=[("get_time", text[:9])])
+    assert check_every_split(make, f"{text} b") == Joined(" b", calls=[("get_time", text)])
+    assert check_every_split(make, "[1]") == Joined("[1]")
+
+
+def test_parser_for_required_calls_reads_one_call_or_an_array() -> None:
+    make = partial(parser_for, None, None, TOOLS, "required", False)
+    one, other = '{"name": "f", "arguments": {"x": 1}}', '{"name":"get_time","arguments":{}}'
+    assert check_every_split(make, one) == Joined(calls=[("f", '{"x": 1}')])
+    assert check_every_split(make, f"[{one}, {other} ]") == Joined(calls=[("f", '{"x": 1}'), ("get_time", "{}")])
+    assert check_every_split(make, f"[{one}, {other[:20]}") == Joined(f", {other[:20]}", calls=[("f", '{"x": 1}')])
+
+
+def test_parser_for_allowed_tools_leaves_calls_of_others_in_the_content() -> None:
+    allowed = {"mode": "auto", "tools": [named("get_time")]}
+    make = partial(parser_for, None, "hermes", TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, False)
+    assert check_every_split(make, HERMES) == Joined(HERMES)
+    assert check_every_split(make, HERMES.replace('"f"', '"get_time"')) == Joined(calls=[("get_time", "{}")])
+
+
+def test_ids_of_calls_differ_and_those_of_mistral_have_nine_letters() -> None:
+    ids = {"hermes": set[str](), "mistral": set[str]()}
+    for name, text in (("hermes", HERMES), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
+        for _ in range(20):
+            parser = parser_for(None, name, TOOLS, "auto", False)
+            first = next(part.call for part in [*parser.push(text), *parser.finish()] if part.call)
+            assert first.id is not None
+            ids[name].add(first.id)
+    assert len(ids["hermes"]) == len(ids["mistral"]) == 20
+    assert all(one.startswith("call_") for one in ids["hermes"])
+    assert all(len(one) == 9 and one.isalnum() for one in ids["mistral"])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "error"),
+    [
+        ({"a": 1}, None, r"tools: expected a list of at most 128 tools, got \{'a': 1\}"),
+        ([tool(f"f{i}") for i in range(129)], None, "tools: expected a list of at most 128 tools, got 129 tools"),
+        ([{"type": "web_search"}], None, r"tools\[0\]: expected .*'web_search'"),
+        ([tool("f"), {"type": "function"}], None, r"tools\[1\]: expected "),
+        ([tool("f g")], None, r"tools\[0\]\.function\.name: expected 1 to 64 letters.*'f g'"),
+        ([tool("")], None, r"tools\[0\]\.function\.name: "),
+        ([tool("f" * 65)], None, r"tools\[0\]\.function\.name: "),
+        ([tool("f"), tool("f")], None, r"tools\[1\]\.function\.name: expected names that differ, got f twice"),
+        ([tool("f", {"type": "string"})], None, r"tools\[0\]\.function\.parameters: expected .*object"),
+        ([tool("f", [1])], None, r"tools\[0\]\.function\.parameters: "),
+        (None, "auto", "tool_choice: expected tools beside it, got 'auto'"),
+        ([], "required", "tool_choice: expected tools beside it"),
+        (TOOLS, "any", "tool_choice: expected one of none, auto, required, .*got 'any'"),
+        (TOOLS, 1, "tool_choice: expected one of none, auto, required"),
+        (TOOLS, {"type": "function", "name": "f"}, "tool_choice: expected "),
+        (TOOLS, named("h"), r"tool_choice: expected names of the request's tools \(f, get_weather, get_time\), got h"),
+        (TOOLS, {"type": "allowed_tools"}, r"tool_choice\.allowed_tools: expected a dict with the mode"),
+        (
+            TOOLS,
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            r"tool_choice\.\S+\.tools: ",
+        ),
+    ],
+)
+def test_wrong_tools_or_choices_raise_and_name_the_field(tools: Any, choice: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{error}"):
+        read_choice(tools, choice)
+
+
+def test_tool_without_parameters_takes_none() -> None:
+    choice = read_choice([tool("f"), tool("g", {})], None)
+    assert choice.mode == "auto" and not choice.is_forced
+    assert choice.schemas["f"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert choice.schemas["g"] == {"type": "object"}

@@ -1,0 +1,74 @@
+"""Answers with tool calls, and what parsers find in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from jspec.server.text_reader import OutputParser, Part
+from jspec.server.tool_calls.choose import parser_for
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    function = {"name": name} if parameters is None else {"name": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("f"), tool("get_weather"), tool("get_time")]
+
+
+@dataclass
+class Joined:
+    """All parts of an answer, joined; calls are (name, arguments)."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def joined(parts: Sequence[Part]) -> Joined:
+    """Join parts, after a check that each call begins once, with an id of its own, and has its number."""
+    found, ids = Joined(), list[str]()
+    for part in parts:
+        assert (part.content != "") + (part.reasoning != "") + (part.call is not None) == 1
+        found.content += part.content
+        found.reasoning += part.reasoning
+        if part.call is None:
+            continue
+        if part.call.id is not None:
+            assert part.call.name is not None and part.call.index == len(ids)
+            ids.append(part.call.id)
+            found.calls.append((part.call.name, ""))
+        assert part.call.index == len(ids) - 1
+        name, arguments = found.calls[-1]
+        found.calls[-1] = name, arguments + part.call.arguments
+    assert len(set(ids)) == len(ids)
+    return found
+
+
+def auto(format_: str, *, reasoning: bool = False, prompt: str = "") -> OutputParser:
+    return parser_for(None, format_, TOOLS, "auto", reasoning, prompt=prompt)
+
+
+def parsed(make: Callable[[], OutputParser], pieces: Sequence[str]) -> Joined:
+    parser, parts = make(), list[Part]()
+    for piece in pieces:
+        parts += parser.push(piece)
+    return joined([*parts, *parser.finish()])
+
+
+def split(text: str, cuts: Sequence[int]) -> list[str]:
+    """Return a text in pieces, cut at the given positions, two of which may be equal."""
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+def check_every_split(make: Callable[[], OutputParser], text: str) -> Joined:
+    """Check that a text gives the same character by character and cut at any one place; return what it gives."""
+    whole = parsed(make, [text])
+    assert parsed(make, [*text]) == whole
+    for cut in range(1, len(text)):
+        assert parsed(make, [text[:cut], text[cut:]]) == whole, (text[:cut], text[cut:])
+    return whole
