@@ -36,6 +36,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jspec import verify
@@ -67,6 +68,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
+        mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
     """
 
     drafter: Drafter
@@ -82,6 +84,7 @@ class Program:
     logprobs: str | None = None
     prompt_logprobs: bool = False
     deterministic: bool = False
+    mesh: Mesh | None = None
 
     @property
     def compiler_options(self) -> dict[str, Any]:
