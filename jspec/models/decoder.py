@@ -52,8 +52,8 @@ class Model:
         return model_params(self.config)
 
     @classmethod
-    def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
-        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns."""
+    def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> Model:
+        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns for a mesh."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],
@@ -61,6 +61,7 @@ class Model:
             norm=weights["norm"],
             head=weights.get("head"),
             config=config,
+            mesh=mesh,
         )
 
     @classmethod

@@ -10,7 +10,8 @@ tensors, then those of the second. If there are fewer key-value heads than devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -19,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from convert.orbax import QUANTIZED, Placement
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
@@ -101,6 +103,39 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
     return jax.device_put(array if order is None else array[order], sharding)
 
 
+def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
+    """Divide a stored array over the devices of a mesh.
+
+    Args:
+        name: name of the array: that of a parameter, or with ".values" or ".scale" that of a part of a quantised one.
+        array: the whole array, in the order of the checkpoint.
+        params: declarations of the parameters.
+        mesh: the devices.
+    """
+    base, _, kind = name.rpartition(".")
+    if kind not in QUANTIZED:
+        return put(array, params[name], mesh)
+    if kind == "scale":
+        array = _finer(array, params[base], mesh.size)
+        return put(array, of_scale(params[base], array), mesh)
+    return put(array, params[base], mesh)
+
+
+def placement(params: Params, shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Placement:
+    """Return how to read the arrays of a converted folder, so that each device reads its share of the rows or columns.
+
+    `put_named` then brings fused rows into the order of the devices.
+    """
+
+    def sharding(name: str) -> NamedSharding:
+        base, _, kind = name.rpartition(".")
+        spec = spec_of(params[base if kind in QUANTIZED else name])[: len(shapes[name].shape)]
+        sizes = zip(spec, shapes[name].shape, strict=True)
+        return NamedSharding(mesh, P(*(axis if size % mesh.size == 0 else None for axis, size in sizes)))
+
+    return sharding
+
+
 def _is_on(array: Any, mesh: Mesh) -> bool:
     sharding = getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
@@ -135,7 +170,7 @@ def _place(node: Any, mesh: Mesh) -> Any:
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
         if isinstance(leaf, Quantized):
-            scale = _finer(leaf, param, mesh.size)
+            scale = _finer(leaf.scale, param, mesh.size)
             scale = put(scale, of_scale(param, scale), mesh, is_ordered=is_ordered)
             return replace(leaf, values=put(leaf.values, param, mesh, is_ordered=is_ordered), scale=scale)
         if _is_on(leaf, mesh) and AXIS not in spec_of(param):
@@ -145,12 +180,12 @@ def _place(node: Any, mesh: Mesh) -> Any:
     return _map(put_leaf, node).replace(mesh=mesh)
 
 
-def _finer(weight: Quantized, param: ParamSpec, devices: int) -> Any:
+def _finer(scale: Any, param: ParamSpec, devices: int) -> Any:
     """Return scales whose groups of columns do not cross the border between two devices."""
-    if weight.group is None or spec_of(param)[1] is None:
-        return weight.scale
-    groups = weight.scale.shape[1]
-    return jax.numpy.repeat(weight.scale, np.lcm(groups, devices) // groups, axis=1)
+    if scale.ndim == 1 or spec_of(param)[1] is None or scale.shape[1] % devices == 0:
+        return scale
+    groups = scale.shape[1]
+    return scale.repeat(math.lcm(groups, devices) // groups, axis=1)
 
 
 def _map(function: Callable[..., Any], node: Weights, *others: Any) -> Any:
@@ -190,12 +225,10 @@ def _local(node: Any, specs: Any, devices: int) -> Any:
         return node
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
-        spec = spec.values if isinstance(spec, Quantized) else spec
-        if leaf.ndim < 2 if not isinstance(leaf, Quantized) else False:
-            return leaf
-        if spec[0] == AXIS and param.axes[0] not in INNER:
+        own = tuple(spec.values if isinstance(spec, Quantized) else spec)
+        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
             return Shard(leaf, "rows")
-        return Shard(leaf, "columns") if spec[1] == AXIS and param.axes[1] in INNER else leaf
+        return Shard(leaf, "columns") if own[1:] == (AXIS,) and param.axes[1] in INNER else leaf
 
     return _map(shard, node, specs).replace(config=local_config(node.config, devices), mesh=None)
 
