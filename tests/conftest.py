@@ -57,7 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpu_flags(*, is_timed: bool) -> list[str]:
-    """Return XLA flags that divide the CPU into devices, and switch off slow compiler passes; in timed runs, only passes that crash the compiler."""
+    """Return XLA flags that divide the CPU into devices and switch off slow compiler passes.
+
+    In timed runs, only passes that crash the compiler are switched off.
+    """
     flags = [] if is_timed else list(QUICK_TO_COMPILE)
     flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
     if metadata.version("jaxlib") == "0.10.2":
