@@ -29,7 +29,7 @@ from jspec.sampling import grammar_mask
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
-from jspec.step.on_mesh import make_state, on_one, sender
+from jspec.step.on_mesh import log_devices, make_state, on_one, sender
 from jspec.step.program import Params, Program
 from jspec.step.split_decode import Step, masked_prefill, split_step
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
@@ -63,6 +63,7 @@ class ModelRunner:
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         check_device(params, pool.dtype, pool.draft_dtype)
         self._send = sender(program.mesh)
+        log_devices(program.mesh)
         devices = () if program.mesh is None else program.mesh.devices.flat
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
         self.pool, _ = memory.fit(self.planner, pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,9 @@ from jspec.core.records import SlotState
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout
-from jspec.step.program import Params, Program, init_state
+from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
+
+logger = logging.getLogger(__name__)
 
 EVERYWHERE = P()  # every device has the whole array
 Step = Callable[..., Any]
@@ -44,6 +47,16 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
             "leave it out"
         )
     return mesh
+
+
+def log_devices(mesh: Mesh | None) -> None:
+    """Log over which devices an engine divides its weights, and that an old jax runs their exchanges outside graphs."""
+    if mesh is None:
+        return
+    (first, *_), late = mesh.devices.flat, ""
+    if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
+        late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
+    logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)
 
 
 def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True) -> Step:

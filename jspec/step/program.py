@@ -49,6 +49,20 @@ from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
 from pallas_kernels.state.gather_rows import gather_rows
 
+KERNELS_IN_GRAPHS = 0, 12  # version of jax whose kernels for sums over devices can be part of a CUDA graph
+COLLECTIVE_KERNELS = {
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE,COLLECTIVE_KERNEL_ALL_GATHER",
+    # This option lists all that a CUDA graph may contain.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,COLLECTIVES,COLLECTIVES_KERNEL"
+    ),
+}
+
+
+def is_on_gpus(mesh: Mesh | None) -> bool:
+    """Return whether a mesh is one of GPUs."""
+    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+
 
 @dataclass(frozen=True)
 class Program:
@@ -92,11 +106,13 @@ class Program:
 
         If the draft is a tree, independent kernels of the CUDA graph may run concurrently. A chain gains nothing from
         this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
-        deterministic program.
+        deterministic program. On several GPUs, exchanges are kernels within the CUDA graph, from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
         if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # the TPU compiler has no such option
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        if is_on_gpus(self.mesh) and jax.__version_info__ >= KERNELS_IN_GRAPHS:
+            options |= COLLECTIVE_KERNELS
         return options
 
 

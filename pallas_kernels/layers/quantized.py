@@ -185,7 +185,7 @@ def matmul_unscaled(
     """
     if isinstance(weight, Shard):
         own = matmul_unscaled(x, weight.weight, jnp.float32, gate=gate, implementation=implementation)
-        joined = weight.join(reduce_partials(own, jnp.float32), dtype or x.dtype)
+        joined = weight.join(with_scales(own), dtype or x.dtype)
         return joined.astype(dtype or x.dtype) if weight.by == "rows" else joined
     if has_group_scales(weight):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
@@ -253,6 +253,12 @@ def matmul(
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
     """Returns partial sums without scales, and the scales: (row scales, column scales), or () if there are none."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
+
+
+def with_scales(parts: PartialSums) -> Float[Array, "parts *rows out"]:
+    """Returns partial sums that are multiplied by their scales, if they have any."""
+    values, scales = split_scales(parts)
+    return values * scales[0][..., None] * scales[1] if scales else values
 
 
 def sum_f32(parts: Iterable[Array]) -> Array:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 AXIS = "model"  # name of the mesh axis over whose devices weights are divided
-MOST_GATHERED_ROWS = 64  # with more rows, devices exchange their sum and not their parts, which are more bytes
+FEW_BYTES = 2**19  # partial sums of so many bytes are exchanged as they are; others are added up first
+MOST_GATHERED_ROWS = 64  # with more rows, the exchange adds up the devices' sums, so that fewer bytes arrive
 
 
 @jax.tree_util.register_dataclass
@@ -35,15 +36,19 @@ class Shard:
         return self.weight.dtype
 
     def join(
-        self, own: Float[Array, "*rows out"], dtype: jnp.dtype, *, deterministic: bool = False
-    ) -> Float[Array, "parts *rows out_of_all"]:
-        """Returns a product of all devices as partial sums, from each device's own product in float32.
+        self, parts: Float[Array, "parts *rows out"], dtype: jnp.dtype, *, deterministic: bool = False
+    ) -> Float[Array, "parts_of_all *rows out_of_all"]:
+        """Returns a product of all devices as partial sums, from the partial sums of each device.
 
         Args:
-            own: product with this device's part.
-            dtype: dtype in which devices add up their products if there are more than `MOST_GATHERED_ROWS` rows.
-            deterministic: add up products in the same order for any number of rows.
+            parts: partial sums of the product with this device's part, without scales.
+            dtype: dtype in which devices add up their sums if there are more than `MOST_GATHERED_ROWS` rows.
+            deterministic: add up in the same order for any number of rows.
         """
+        if self.by == "columns" and parts.nbytes <= FEW_BYTES and not deterministic:
+            return jax.lax.all_gather(parts, AXIS, tiled=True)  # the reader adds them up, which saves a launch
+        first, *others = parts.astype(jnp.float32)
+        own = sum(others, first)
         if self.by == "rows":
             return gather_columns(own)[None]
         if deterministic or math.prod(own.shape[:-1]) <= MOST_GATHERED_ROWS:

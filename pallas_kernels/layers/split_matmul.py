@@ -32,8 +32,8 @@ from pallas_kernels.layers.quantized import (
     has_group_scales,
     matmul_grouped,
     matmul_unscaled,
-    reduce_partials,
     split_scales,
+    with_scales,
 )
 from pallas_kernels.layers.shard import Shard
 
@@ -189,7 +189,7 @@ def split_matmul(
     A single partial sum has x's dtype. Several partial sums are float32. There are three exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
-    - The products of several devices (`Shard`) are added up first, each in float32, and become a partial sum each.
+    - The partial sums of several devices (`Shard`) are those of `Shard.join`, without scales.
     - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
       there are more than 64 rows.
 
@@ -206,7 +206,7 @@ def split_matmul(
     """
     if isinstance(weight, Shard):
         own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
-        return weight.join(reduce_partials(own, jnp.float32), x.dtype)
+        return weight.join(with_scales(own), x.dtype)
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
