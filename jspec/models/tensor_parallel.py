@@ -89,15 +89,21 @@ def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
 def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -> Any:
     """Divide one parameter over the devices of a mesh; each device gets its own part only.
 
+    Rows that are no fused ones, such as those of tokens, are padded to a multiple of the number of devices.
+
     Args:
         array: array of the host or of devices, or a `jax.ShapeDtypeStruct`.
         param: declaration of the parameter.
         is_ordered: whether the rows are in the order of the devices already.
     """
     sharding, order = sharding_of(param, mesh), None if is_ordered else device_rows(param, mesh.size)
+    padding = -array.shape[0] % mesh.size if array.ndim and sharding.spec[0] == AXIS and not param.parts else 0
     if isinstance(array, jax.ShapeDtypeStruct):
-        shape = array.shape if order is None else (len(order), *array.shape[1:])
-        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+        rows = array.shape[:1] if order is None else order.shape
+        return jax.ShapeDtypeStruct((rows[0] + padding, *array.shape[1:]), array.dtype, sharding=sharding)
+    if padding:
+        pad = np.pad if isinstance(array, np.ndarray) else jax.numpy.pad
+        array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     if order is not None and _is_on(array, mesh):
         return jax.jit(lambda array: array[order], out_shardings=sharding)(array)
     return jax.device_put(array if order is None else array[order], sharding)
@@ -153,7 +159,7 @@ def place(tree: Tree, mesh: Mesh) -> Tree:
     without a divided axis stay as they are, because another record shares them.
 
     Raises:
-        ValueError: a number of heads, channels or tokens cannot be divided; the message names it.
+        ValueError: a number of heads or channels cannot be divided; the message names it.
     """
     return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
 
@@ -227,8 +233,9 @@ def _local(node: Any, specs: Any, devices: int) -> Any:
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)
         if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
-            return Shard(leaf, "rows")
-        return Shard(leaf, "columns") if own[1:] == (AXIS,) and param.axes[1] in INNER else leaf
+            return Shard(leaf, "rows", param.shape[0])
+        is_inner = own[1:] == (AXIS,) and param.axes[1] in INNER
+        return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 
     return _map(shard, node, specs).replace(config=local_config(node.config, devices), mesh=None)
 
@@ -248,10 +255,8 @@ def local_config(config: DecoderConfig, devices: int) -> Any:
     """Return the config of one device's heads and channels.
 
     Raises:
-        ValueError: heads, channels or tokens cannot be divided by the number of devices.
+        ValueError: heads or channels cannot be divided by the number of devices.
     """
-    for name in ("vocab_size", "draft_vocab_size"):
-        _check(name, getattr(config, name, 0), devices)
     layers: dict[LayerConfig, LayerConfig] = {layer: _local_layer(layer, devices) for layer in set(config.layers)}
     return replace(config, layers=tuple(layers[layer] for layer in config.layers))
 

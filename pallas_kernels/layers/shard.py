@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 AXIS = "model"  # name of the mesh axis over whose devices weights are divided
+STATIC = {"static": True}
 FEW_BYTES = 2**19  # partial sums of so many bytes are exchanged as they are; others are added up first
 MOST_GATHERED_ROWS = 64  # with more rows, the exchange adds up the devices' sums, so that fewer bytes arrive
 
@@ -22,10 +23,11 @@ MOST_GATHERED_ROWS = 64  # with more rows, the exchange adds up the devices' sum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shard:
-    """A device's rows or columns of a weight."""
+    """A device's rows or columns of a weight; after the rows of the last device there may be padding."""
 
     weight: Any  # the device's part, an array or a `Quantized`
-    by: Literal["rows", "columns"] = field(metadata={"static": True})
+    by: Literal["rows", "columns"] = field(metadata=STATIC)
+    size: int = field(metadata=STATIC)  # number of rows of the whole weight, without padding
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +52,7 @@ class Shard:
         first, *others = parts.astype(jnp.float32)
         own = sum(others, first)
         if self.by == "rows":
-            return gather_columns(own)[None]
+            return gather_columns(own)[None, ..., : self.size]
         if deterministic or math.prod(own.shape[:-1]) <= MOST_GATHERED_ROWS:
             return jax.lax.all_gather(own, AXIS)
         return jax.lax.psum(own.astype(dtype), AXIS)[None]

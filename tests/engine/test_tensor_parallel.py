@@ -23,7 +23,8 @@ from pallas_kernels.layers.shard import AXIS, Shard, gather_columns
 from tests.support import lettered, small, tiny
 from tests.support.recordings import recording
 
-VOCAB = 64
+pytestmark = pytest.mark.slow
+VOCAB = 61  # devices cannot divide it, so weights are padded
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 23, 11, 2, 9)] + [[7, 8, 9] * 5]
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.0),
@@ -52,11 +53,12 @@ def target() -> Model:
 
 @cache
 def llama() -> Model:
-    return tiny.model(VOCAB, layers=1, hidden=64)
+    """Return a random target whose output head is its embedding."""
+    return tiny.random_model(replace(tiny.config(VOCAB, layers=1, hidden=64), tie_word_embeddings=True))
 
 
 def head() -> EagleHead:
-    return tiny.eagle_head(target(), draft_vocab=32, feature_layers=(0, 2))
+    return tiny.eagle_head(target(), draft_vocab=31, feature_layers=(0, 2))
 
 
 def small_model() -> Model:
@@ -105,7 +107,7 @@ def check_devices_equal(state: SlotState) -> int:
     return len(leaves)
 
 
-DEFAULT = (("eagle3 tree", 2), ("draft model", 4), ("suffix", 2))
+DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
 
     def join(shard: Shard, parts: Array, dtype: Any, *, deterministic: bool = False) -> Array:
         if shard.by == "rows":
-            return gather_columns(parts[0])[None]
+            return gather_columns(parts[0])[None, ..., : shard.size]
         parts = jax.lax.all_gather(parts, AXIS, tiled=True)
         return jnp.where(jax.lax.axis_index(AXIS) == 1, parts[::-1], parts)
 
@@ -209,7 +211,7 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
 def test_quantised_engine_on_two_devices_emits_with_a_draft_the_tokens_without_one(kind: str) -> None:
     """With fp8_dynamic, inputs have scales for each device's columns, so tokens may differ from one device's."""
     devices = 2 if kind == "fp8_dynamic" else 1
-    drafter = Eagle3(quantize_weights(tiny.eagle_head(llama(), draft_vocab=32, feature_layers=(0, 1)), kind), "chain:2")
+    drafter = Eagle3(quantize_weights(tiny.eagle_head(llama(), draft_vocab=31, feature_layers=(0, 1)), kind), "chain:2")
     plain = Engine(llama(), quantize=kind, tensor_parallel=devices, **LLAMA_OPTIONS)
     drafted = Engine(llama(), drafter=drafter, quantize=kind, tensor_parallel=2, **LLAMA_OPTIONS)
     one, two = (engine.generate(PROMPTS[:4], PARAMS[:4]) for engine in (plain, drafted))
@@ -285,7 +287,7 @@ def test_memory_plan_counts_the_arrays_of_one_device(eagle: Engine) -> None:
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(tensor_parallel=8), "tensor_parallel: expected at most 4, the number of cpu devices, got 8"),
-    (dict(tensor_parallel=3), "tensor_parallel: expected a divisor of 64, the model's vocab_size, got 3"),
+    (dict(tensor_parallel=3), "tensor_parallel: expected a divisor of 4, the model's num_attention_heads, got 3"),
     (dict(tensor_parallel=0), "tensor_parallel: expected an int from 1"),
     (dict(tensor_parallel="2"), "tensor_parallel: expected an int from 1"),
     (dict(mesh=2), "mesh: expected None or a jax.sharding.Mesh of one axis named .model., got 2"),
