@@ -149,7 +149,7 @@ def _is_on(array: Any, mesh: Mesh) -> bool:
 
 def of_scale(param: ParamSpec, scale: Any) -> ParamSpec:
     """Return the declaration of the scales of a quantised parameter: one per row, or one per group of columns."""
-    return replace(param, shape=scale.shape, axes=param.axes[: scale.ndim])
+    return replace(param, shape=(*param.shape[:1], *scale.shape[1:]), axes=param.axes[: scale.ndim])
 
 
 def place(tree: Tree, mesh: Mesh) -> Tree:
@@ -211,7 +211,10 @@ def layout(tree: Any) -> Any:
 
 def state_layout(state: Any) -> Any:
     """Return how the arrays of a slot state are divided: KV pools by heads; all else is on every device."""
-    is_cache = lambda node: isinstance(node, KVCache)  # noqa: E731
+
+    def is_cache(node: Any) -> bool:
+        return isinstance(node, KVCache)
+
     return jax.tree.map(lambda node: P(None, AXIS) if is_cache(node) else P(), state, is_leaf=is_cache)
 
 
@@ -266,15 +269,15 @@ def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
     _check("num_attention_heads", attention.heads, devices)
     _check("intermediate_size", layer.mlp.width, devices)
     if devices % attention.kv_heads:
-        _check("num_key_value_heads", attention.kv_heads, devices)
+        _check("num_key_value_heads", attention.kv_heads, devices, "divisor or a multiple")
     kv_heads = max(attention.kv_heads // devices, 1)
     own = replace(attention, heads=attention.heads // devices, kv_heads=kv_heads)
     return replace(layer, attention=own, mlp=replace(layer.mlp, width=layer.mlp.width // devices))
 
 
-def _check(name: str, size: int, devices: int) -> None:
+def _check(name: str, size: int, devices: int, expected: str = "divisor") -> None:
     if size % devices:
         raise ValueError(
-            f"tensor_parallel: expected a divisor of {size}, the model's {name}, got {devices}; choose another number "
+            f"tensor_parallel: expected a {expected} of {size}, the model's {name}, got {devices}; take another number "
             "of devices"
         )
