@@ -20,6 +20,7 @@ from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
+from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
 from jspec.tools.bench.report import table_of
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.once
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
-CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle"]
+CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "devices"]
 
 
 @pytest.fixture
@@ -65,7 +66,10 @@ def test_step_command_writes_table_json_and_trace(
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
     names = "shape batch context tree page_size dtype implementation greedy quantize draft_quantize kv_dtype idle depth"
-    assert list(result["case"]) == [*names.split(), "deterministic"] and result["case"]["tree"] == "none"
+    assert (
+        list(result["case"]) == [*names.split(), "deterministic", "tensor_parallel"]
+        and result["case"]["tree"] == "none"
+    )
     assert {"milliseconds", "spread", "floor", "compile_seconds", "tokens"} < set(result)
     assert result["ratio"] == pytest.approx(result["milliseconds"] / result["floor"])
     assert set(result["clock"]) == {"mhz", "highest", "watts", "capped"}
@@ -79,6 +83,22 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
     about, heads, _, row = capsys.readouterr().out.splitlines()
     assert about.endswith("floors: none, as the memory bandwidth of this device is unknown")
     assert heads.split() == [*CASE, "ms", "p90-p10", "tokens", "compile", "s"] and row.split()[0] == "tiny"
+
+
+def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
+    assert main([*TINY, "--tree", "chain:1", "--batch", "2", "--context", "16", "--tensor-parallel", "2"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.split()[:8] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "2"]
+
+
+@pytest.mark.parametrize(("tree", "alone", "two"), [(None, 5.01, 2.89), (Tree.chain(4), 6.00, 3.44)])
+def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
+    tree: Tree | None, alone: float, two: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An 8B target exchanges parts 64 times a pass, and its head twice; an exchange takes 6 microseconds."""
+    monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
+    floors = [step.floor_milliseconds(Case("llama3-8b", 1, 1024, tree, tensor_parallel=n)) for n in (1, 2)]
+    assert floors == pytest.approx([alone, two], abs=0.02)
 
 
 def test_step_command_with_draft_quantize_quantises_only_the_head(
@@ -109,7 +129,7 @@ def test_step_state_for_timing_has_no_zeros_in_its_caches() -> None:
     case = step.Case("tiny", 3, 20, Tree.chain(2), dtype="float32")
     target, head = random_models.random_target("tiny", "float32"), random_models.random_head("tiny", "float32")
     program, params, pool = step.build(case, target, head)
-    state = step.filled_state(step.init_state(program, params, pool), case)
+    state = step.filled_state(init_state(program, params, pool), case)
     pools = [*step.jax.tree.leaves(state.target), *step.jax.tree.leaves(state.draft.cache)]
     assert len(pools) == 2 * (len(target.layers) + 1)
     assert all(np.abs(np.asarray(pool, np.float32)).max(axis=(1, 2, 3)).min() > 0 for pool in pools)

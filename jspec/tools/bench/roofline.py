@@ -26,6 +26,7 @@ class Chip:
         return f"{self.name}, {self.bandwidth / 1e12:.2f} TB/s, {self.matmul_rate / 1e12:.0f} TFLOP/s"
 
 
+EXCHANGE_SECONDS = 6e-6  # of a few rows between two H100s of one host, beside a kernel that computes
 RATES = (Chip("NVIDIA H200", 4.3e12, 790e12), Chip("NVIDIA H100 80GB HBM3", 3.02e12, 789e12))
 CHIPS = {chip.name: chip for chip in RATES}
 
@@ -107,12 +108,17 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     return costs
 
 
-def seconds(costs: list[Cost]) -> float | None:
+def seconds(costs: list[Cost], *, devices: int = 1, sums: int = 0) -> float | None:
     """Return the least seconds of kernels that run one after another; None if the device's rates are unknown.
 
     A kernel takes at least the longer of two times: its bytes over the bandwidth, its flops over the arithmetic rate.
+
+    Args:
+        devices: number of devices, between which bytes and flops are divided.
+        sums: number of products whose parts several devices exchange; an exchange takes at least `EXCHANGE_SECONDS`.
     """
     own = chip()
     if own is None:
         return None
-    return sum(max(cost.bytes / own.bandwidth, cost.flops / own.matmul_rate) for cost in costs)
+    alone = sum(max(cost.bytes / own.bandwidth, cost.flops / own.matmul_rate) for cost in costs)
+    return alone if devices == 1 else alone / devices + sums * EXCHANGE_SECONDS

@@ -28,8 +28,10 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
+from jspec.models.tensor_parallel import mesh_of, place
 from jspec.step.decode import spec_step
-from jspec.step.program import Params, Program, init_state
+from jspec.step.on_mesh import make_state, shapes_of, step_on
+from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
@@ -59,6 +61,7 @@ class Case:
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
     depth: Annotated[int | None, Column("depth")] = None
     deterministic: bool = False
+    tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
 
     tree_depth = property(lambda self: self.tree.depth if self.tree else 0)
 
@@ -85,26 +88,32 @@ def build(
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft() if case.tree is None or head is None else Eagle3(head, case.tree)
+    mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
+    if mesh is not None:
+        target, drafter = place(target, mesh), drafter.on_mesh(mesh)
     program = Program(
         drafter=drafter,
         feature_layers=drafter.feature_layers(target),
         accept="coupled",
         implementation=case.implementation,
         deterministic=case.deterministic,
+        mesh=mesh,
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
     dtypes = (case.kv_dtype or case.dtype,) * 2
     width = PoolShape(case.batch, 2, case.page_size, max_len, *dtypes).width(drafter.tree)
     pool = PoolShape(case.batch, case.batch * width + 1, case.page_size, max_len, *dtypes)
-    return program, Params(target=target, draft=drafter.bind(target)), pool
+    params = Params(target=target, draft=drafter.bind(target))
+    return program, params if mesh is None else place(params, mesh), pool
 
 
 def compile_step(
     program: Program, params: Params, state: Any, batch: int, step: Callable[..., Any] = spec_step, inputs: int = 1
 ) -> Any:
     """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
-    rows = [jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs
-    lowered = jax.jit(partial(step, program), donate_argnums=(1,)).lower(params, state, *rows)
+    arguments = shapes_of((params, state, *[jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs), program.mesh)
+    on_devices = step_on(program.mesh, partial(step, program), params)
+    lowered = jax.jit(on_devices, donate_argnums=(1,)).lower(*arguments)
     return lowered.compile(compiler_options=program.compiler_options)
 
 
@@ -122,7 +131,9 @@ class Runner:
         """
         case, state = self.case, self.state
         slots = jnp.arange(case.batch, dtype=jnp.int32)
-        state = replace(state, lengths=jnp.full(case.batch, case.context, jnp.int32))
+        lengths = jnp.full(case.batch, case.context, jnp.int32)
+        slots, lengths = (jax.device_put(array, self.state.root.sharding) for array in (slots, lengths))
+        state = replace(state, lengths=lengths)
         jax.block_until_ready((state, slots))
         began = time.perf_counter()
         for _ in range(GROUP):
@@ -136,7 +147,7 @@ class Runner:
 def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
     """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
-    state = filled_state(init_state(program, params, pool), case)
+    state = filled_state(make_state(program, params, pool), case)
     started = time.perf_counter()
     if case.depth is not None:
         program = replace(program, drafter=program.drafter.cut(case.depth))
@@ -172,9 +183,10 @@ def floor_milliseconds(case: Case) -> float | None:
     tree = tree if case.depth is None else tree.cut(case.depth)
     target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
     costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize))
+    sums = 2 * (target.num_layers + head.num_layers * tree.depth)
     if tree.depth:
         costs += roofline.draft_costs(head, rows, tree, case.context, widths(case.draft_quantize or case.quantize))
-    seconds = roofline.seconds(costs)
+    seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=sums)
     return None if seconds is None else seconds * 1e3
 
 
@@ -191,7 +203,7 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
     target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, KVCache))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
-    return replace(
+    filled = replace(
         state,
         root=jnp.asarray(rng.integers(0, random_models.TARGETS[case.shape].vocab_size, rows), jnp.int32),
         active=jnp.arange(rows) < rows - case.idle,
@@ -201,12 +213,14 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
         target=target,
         draft=draft,
     )
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), filled, state)
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases that the parsed command line asks for."""
     given = vars(arguments)
     names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
+    names |= {"tensor_parallel"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
     shapes = given["shape"] or random_models.default_shape()
     shapes = [shapes] if isinstance(shapes, str) else shapes
@@ -268,6 +282,7 @@ OPTIONS = (
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
+    option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
     option("--profile", type=Path, metavar="DIR", help="trace steps of each table row into DIR/ROW; default: no trace"),
 )
