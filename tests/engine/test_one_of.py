@@ -79,12 +79,12 @@ def test_one_of_into_which_a_reference_points_stays() -> None:
 
 
 def test_one_of_schemas_with_many_references_is_compared_soon() -> None:
-    """Each name refers twice to the next: without memory 2**60 paths, and a chain too deep for a recursion."""
-    names: dict[str, Any] = {"900": {"type": "null"}}
+    """Each name refers twice to the next or to itself: many paths, and a chain too deep for a recursion."""
+    names: dict[str, Any] = {"900": {"type": "null"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}] * 2}}
     for i in range(900):
         following = {"$ref": f"#/$defs/{i + 1}"}
         names[str(i)] = {"anyOf": [following, following], **tagged(following)}
-    schema = {"oneOf": [{"$ref": "#/$defs/0"}, tagged("cat")], "$defs": names}
+    schema = {"oneOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/self"}, tagged("cat")], "$defs": names}
     assert "oneOf" in with_any_of(schema)
 
 
