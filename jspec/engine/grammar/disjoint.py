@@ -105,7 +105,6 @@ class _Writer:
     def _traits_at(self, ref: str, levels: int, *, tags: bool) -> _Traits:
         key = ref, tags
         if key not in self._known:
-            self._known[key] = UNKNOWN  # for a reference to itself
             self._known[key] = self._traits(json_schema.at(self._root, ref), levels + 1, tags=tags)
         return self._known[key]
 
