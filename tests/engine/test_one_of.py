@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from jspec.engine.grammar import json_schema
 from jspec.engine.grammar.cfg_matcher import LarkGrammar
 from jspec.engine.grammar.disjoint import with_any_of
 from jspec.engine.grammar.token_table import Grammar
@@ -68,6 +69,15 @@ def test_one_of_schemas_that_may_overlap_stays(parts: list[Any]) -> None:
 def test_one_of_into_which_a_reference_points_stays() -> None:
     schema = {"oneOf": [{"const": "a"}, {"const": "b"}], "properties": {"x": {"$ref": "#/oneO%66/1"}}}
     assert with_any_of(schema) == schema
+
+
+def test_each_reference_is_followed_once_however_many_ways_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = list[str]()
+    monkeypatch.setattr(json_schema, "at", lambda root, ref: followed.append(ref) or root["$defs"][ref[8:]])
+    defs: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(10)}  # 2**10 ways
+    changed = with_any_of({"oneOf": [{"$ref": "#/$defs/d0"}, {"const": "y"}], "$defs": {**defs, "d10": {"const": "x"}}})
+    assert "anyOf" in changed
+    assert followed == [f"#/$defs/d{i}" for i in range(11)]
 
 
 @pytest.mark.parametrize("has_bounds", [False, True], ids=["table", "parser"])

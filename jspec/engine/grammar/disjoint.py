@@ -57,6 +57,7 @@ class _Traits(NamedTuple):
 class _Writer:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._by_ref: dict[str, _Traits] = {}  # traits of what each `$ref` names; before they are known, none
 
     def written(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, Mapping):
@@ -71,20 +72,23 @@ class _Writer:
             return False
         return all(one.excludes(other) for one, other in combinations([self._traits(part) for part in parts], 2))
 
-    def _traits(self, schema: Any, refs: tuple[str, ...] = ()) -> _Traits:
+    def _traits(self, schema: Any, num_refs: int = 0) -> _Traits:
         """Return the traits of a schema, from one of its keywords alone, as the others only exclude more values.
 
         Args:
-            refs: `$ref` texts that were followed to reach the schema.
+            num_refs: number of `$ref` that were followed to reach the schema.
         """
-        if not isinstance(schema, Mapping) or len(refs) > json_schema.MAX_LEVELS:
+        if not isinstance(schema, Mapping) or num_refs > json_schema.MAX_LEVELS:
             return _Traits()
         if "$ref" in schema:
             ref = schema["$ref"]
-            return _Traits() if ref in refs else self._traits(json_schema.at(self._root, ref), (*refs, ref))
+            if ref not in self._by_ref:  # each is followed once: there may be 2**n ways to it through n others
+                self._by_ref[ref] = _Traits()
+                self._by_ref[ref] = self._traits(json_schema.at(self._root, ref), num_refs + 1)
+            return self._by_ref[ref]
         for name in ("anyOf", "oneOf"):
             if name in schema:
-                return reduce(_Traits.__or__, (self._traits(part, refs) for part in schema[name]))
+                return reduce(_Traits.__or__, (self._traits(part, num_refs) for part in schema[name]))
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             is_text = all(isinstance(value, str) for value in values)
@@ -92,9 +96,9 @@ class _Writer:
         given = schema.get("type", [*KINDS])
         types = [given] if isinstance(given, str) else given
         kinds = frozenset("number" if name == "integer" else name for name in types)
-        return _Traits(kinds, tags=self._tags(schema, refs) if kinds == {"object"} else {})
+        return _Traits(kinds, tags=self._tags(schema, num_refs) if kinds == {"object"} else {})
 
-    def _tags(self, schema: Mapping[str, Any], refs: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    def _tags(self, schema: Mapping[str, Any], num_refs: int) -> dict[str, frozenset[str]]:
         properties = schema.get("properties", {})
-        known = {name: self._traits(properties.get(name), refs).texts for name in schema.get("required", ())}
+        known = {name: self._traits(properties.get(name), num_refs).texts for name in schema.get("required", ())}
         return {name: texts for name, texts in known.items() if texts is not None}
