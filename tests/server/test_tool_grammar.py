@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec.engine.grammar import json_schema
 from jspec.server.text_reader import Part
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
@@ -138,7 +139,7 @@ def test_tool_grammar_of_a_named_tool_is_the_schema_of_its_arguments() -> None:
     [
         ([tool("f", {"type": "object", "propertys": {}})], "tools: f: json_schema: 'propertys' at #: "),
         ([tool("f", {"properties": {"x": {"type": "int"}}})], "tools: f: json_schema: 'type' at #/properties/x: "),
-        ([tool("f", {"title": "a" * 2**16})], "tools: f: json_schema: expected at most 65536 characters"),
+        ([tool("f", {"title": "a" * 2**16})], "tools: json_schema: expected at most 65536 characters"),
         ([tool(name, {"properties": {name * 40_000: {}}}) for name in "ab"], "tools: json_schema: expected at most"),
         ([tool("f", {"type": "object", "properties": {"x": {"$id": "a"}}})], r"tools: f: json_schema: '\$id' at"),
     ],
@@ -146,3 +147,13 @@ def test_tool_grammar_of_a_named_tool_is_the_schema_of_its_arguments() -> None:
 def test_tool_grammar_of_a_wrong_schema_raises_and_names_the_tool(tools: Any, error: str) -> None:
     with pytest.raises(ValueError, match=f"^{error}"):
         tool_grammar(tools, "required")
+
+
+def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(json_schema, "check", lambda schema: read.append(schema))
+    with pytest.raises(ValueError, match=r"^tools: json_schema: expected at most"):
+        tool_grammar([tool(f"f{i}", {"properties": {"x" * 30_000: {}}}) for i in range(3)], "required")
+    assert not read
+    tool_grammar([tool("f", WEATHER)], "required")
+    assert read  # the negative control

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspec.engine.grammar import json_schema
@@ -25,6 +25,7 @@ def tool_grammar(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None 
     choice = read_choice(tools, tool_choice)
     if not choice.is_forced:
         return None
+    _check("tools: ", {"$defs": choice.schemas}, json_schema.check_size)  # before the slow checks
     for name, schema in choice.schemas.items():
         _check(f"tools: {name}: ", schema)
     if choice.mode == "named":
@@ -38,9 +39,11 @@ def tool_grammar(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None 
     return {"json_schema": calls}
 
 
-def _check(field: str, schema: Mapping[str, Any]) -> None:
+def _check(
+    field: str, schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object] = json_schema.text_of
+) -> None:
     try:
-        json_schema.text_of(schema)
+        check(schema)
     except ValueError as error:
         raise ValueError(f"{field}{error}") from error
 
