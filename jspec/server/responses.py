@@ -26,7 +26,7 @@ ECHOED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text"
 RESPONSES = {
     **SAMPLING,
     **WITHOUT_EFFECT,
-    **{name: BOTH[name] for name in ("model", "stream", "stream_options", "jspec", "structured_outputs")},
+    **{name: BOTH[name] for name in ("model", "stream", "stream_options", "structured_outputs")},
     "input": Field(given),
     "instructions": Field(text),
     "max_output_tokens": Field(given, "max_tokens"),

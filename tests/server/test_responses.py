@@ -210,6 +210,8 @@ def test_stream_that_fails_ends_with_a_failed_response(server: serving.Running, 
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"jspec": {"rounds": True}}}, "jspec"),
     ],
 )
 def test_wrong_or_unsupported_field_raises_the_clients_error_that_names_it(
