@@ -27,7 +27,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.api import Engine
 from jspec.server.app import make_app
 from jspec.server.body import ClientGone, read_json
-from jspec.server.errors import ApiError
+from jspec.server.errors import ApiError, body_for
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
 from jspec.server.prefix_router import PrefixRouter
@@ -231,7 +231,7 @@ class Ingress:
             ask = await self._read(scope, receive)
             await while_there(receive, self._forward(ask, send))
         except ApiError as error:
-            await send_json(send, error.body, error.status, error.headers)
+            await send_json(send, body_for(scope["path"], error), error.status, error.headers)
         except ClientGone:
             pass  # nobody reads an answer
 
