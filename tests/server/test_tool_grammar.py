@@ -65,7 +65,8 @@ VALID = {"get_weather": is_weather, "grow": is_tree}
 def engine() -> Engine:
     """Return an engine of the demo pair."""
     drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(2), dtype="float32")
-    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "controls": True}
+    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "controls": True, "max_len": 256}
+    options |= {"buckets": (len(SEEDS),), "prefill_buckets": (256,)}
     return Engine.from_pretrained(demo.TARGET, drafter=drafter, **options)
 
 
