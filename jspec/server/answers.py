@@ -49,7 +49,7 @@ class Answer(ABC):
 
     def __init__(self, service: Service, ask: Ask) -> None:
         self.service, self.own = service, ask.own
-        self.id, self.created = f"{self.prefix}-{uuid4().hex}", int(time.time())
+        self.id, self.created = f"{self.prefix}{uuid4().hex}", int(time.time())
         self.names = {**ask.names, "json_schema": ask.names.get("json_schema", "response_format")}
         self.is_stream: bool = self.own.get("stream", False)
         self.options: dict[str, bool] = self.own.get("stream_options", {})

@@ -48,7 +48,7 @@ class MessageAnswer(ChatAnswer):
     """A request to /v1/messages, and its answer."""
 
     table = MESSAGES
-    prefix = "msg"
+    prefix = "msg_"
 
     def __init__(self, service: Service, ask: Ask) -> None:
         if "max_tokens" not in ask.params:
@@ -56,7 +56,6 @@ class MessageAnswer(ChatAnswer):
         translate(service, ask)
         super().__init__(service, ask)
         self.names["response_format"] = "output_config"
-        self.id = self.id.replace("-", "_")
         self._blocks = Blocks()
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._has_begun = False

@@ -79,7 +79,7 @@ class ChatAnswer(Answer):
     """A request to /v1/chat/completions, and its answer."""
 
     table = CHAT
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     prompt_field = "messages"
 
     def __init__(self, service: Service, ask: Ask) -> None:
@@ -102,7 +102,7 @@ class ChatAnswer(Answer):
         own, field = ask.own, ask.names.get("json_schema")
         try:
             choice = read_choice(own.get("tools"), own.get("tool_choice"))
-            grammar = tool_grammar(own.get("tools"), own.get("tool_choice"), own.get("parallel_tool_calls"))
+            grammar = tool_grammar(choice, own.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, {}) from error
         if grammar is not None:
@@ -125,8 +125,7 @@ class ChatAnswer(Answer):
             return None
         assert self.service.engine.tokenizer is not None
         end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
-        tools, choice = self.own.get("tools"), self.own.get("tool_choice")
-        return parser_for(self._template, name, tools, choice, self._reasons, prompt=end)
+        return parser_for(self._template, name, self._choice, self._reasons, prompt=end)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)

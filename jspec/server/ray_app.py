@@ -102,10 +102,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     Raises:
         ValueError, TypeError: an argument is unknown or wrong.
     """
-    known = [one.name for one in fields(Options)]
-    if wrong := [name for name in args if name not in known] or ([] if "target" in args else ["no target"]):
-        raise ValueError(f"args: expected target and some of {', '.join(known[1:])}, got {wrong[0]}")
-    options = Options(**args)
+    options = _options(args)
     settings = options.settings()
     limit = options.limit(settings)
     replica = serve.deployment(
@@ -127,6 +124,13 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(replica.bind(options, settings), settings)
+
+
+def _options(args: Mapping[str, Any]) -> Options:
+    known = [one.name for one in fields(Options)]
+    if wrong := [name for name in args if name not in known] or ([] if "target" in args else ["no target"]):
+        raise ValueError(f"args: expected target and some of {', '.join(known[1:])}, got {wrong[0]}")
+    return Options(**args)
 
 
 @dataclass(frozen=True)
