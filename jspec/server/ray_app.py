@@ -27,7 +27,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.api import Engine
 from jspec.server.app import make_app
 from jspec.server.body import ClientGone, read_json
-from jspec.server.errors import ApiError, body_for
+from jspec.server.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
 from jspec.server.prefix_router import PrefixRouter
@@ -267,7 +267,8 @@ class Ingress:
                 raise made from None
             if not is_stream:
                 raise  # half a JSON body: the connection ends
-            tail = event(made.body) + DONE
+            is_anthropic = ask.scope["path"].startswith(ANTHROPIC_PATH)
+            tail = event(anthropic_body(made), "error") if is_anthropic else event(made.body) + DONE
             await send({"type": "http.response.body", "body": tail.encode(), "more_body": False})
         finally:
             answer.cancel()
