@@ -1,4 +1,4 @@
-"""The part of an answer that both generating routes share: its request, its stream or body, and its usage."""
+"""The part of an answer that all generating routes share: its request, its stream or body, and its usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes, the guards before them, and the errors in OpenAI's form."""
+"""The ASGI application: the routes, the guards before them, and the errors in the form of the route's API."""
 
 from __future__ import annotations
 
