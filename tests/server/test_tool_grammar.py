@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
 from jspec.server.text_reader import Part
 from jspec.server.tool_calls.choose import parser_for
@@ -64,11 +64,9 @@ VALID = {"get_weather": is_weather, "grow": is_tree}
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Return an engine of the demo pair."""
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(2), dtype="float32")
-    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "controls": True, "max_len": 256}
-    options |= {"buckets": (len(SEEDS),), "prefill_buckets": (256,)}
-    return Engine.from_pretrained(demo.TARGET, drafter=drafter, **options)
+    """Return an engine of the demo target."""
+    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "buckets": (len(SEEDS),), "controls": True}
+    return Engine.from_pretrained(demo.TARGET, **options)
 
 
 def answers(engine: Engine, tools: Any, choice: Any, parallel: bool | None) -> list[tuple[str, Joined]]:
