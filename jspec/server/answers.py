@@ -21,6 +21,7 @@ from jspec.server.fields import Ask, Field
 from jspec.server.rounds import rounds_json
 from jspec.server.service import Service
 
+MIN_WAIT = 0.001  # seconds to wait for output when a ping is due
 FINISH = {"eos": "stop"}  # OpenAI's finish_reason where it differs from the engine's
 
 logger = logging.getLogger("jspec.server")
@@ -213,15 +214,18 @@ class Generate:
         await send_json(send, answer.body(outputs))
 
     async def _stream(self, answer: Answer, send: Send, deadline: float | None) -> None:
-        """Send the output as events; an error after the first event is an event too."""
-        events = EventStream(send)
+        """Send the output as events, and pings between them; an error after the first event is an event too."""
+        events, clock, quiet = EventStream(send), asyncio.get_running_loop().time, self._service.settings.ping_seconds
         try:
             with self._service.calls.submitted(answer.requests) as call:  # ends before the last event, which may wait
                 async with _until(deadline):
+                    ping_at = clock() + quiet
                     while answer.num_ended < answer.count:
-                        outputs = await call.take(self._service.settings.ping_seconds)
-                        if text := answer.events(outputs) if outputs else PING:
-                            await events.write(text)
+                        outputs = await call.take(max(ping_at - clock(), MIN_WAIT))
+                        text = answer.events(outputs) if outputs else ""
+                        if text or clock() >= ping_at:  # a parser may hold text back
+                            await events.write(text or PING)
+                            ping_at = clock() + quiet
             last = answer.last_events()
         except ApiError as error:
             if not events.started:

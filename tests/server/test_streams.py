@@ -14,6 +14,7 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.server.app import make_app
+from jspec.server.completions import CompletionAnswer
 from jspec.server.settings import Settings
 from tests.support import serving
 
@@ -98,6 +99,16 @@ def test_pings_come_while_a_prompt_waits_and_clients_pass_over_them(server: serv
         stream = server.client().completions.create(model=serving.NAME, **{**ASK, "seed": 0}, stream=True)
         gate.set()
         assert "".join(chunk.choices[0].text for chunk in stream) == text
+
+
+def test_pings_come_while_text_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_texts(1)  # compiles, which would be a reason for pings too
+    step = serving.engine().step
+    monkeypatch.setattr(serving.engine(), "step", lambda: time.sleep(0.03) or step())
+    monkeypatch.setattr(CompletionAnswer, "events", lambda answer, outputs: answer.count_output(outputs) or "")
+    with serving.running(ping_seconds=0.1) as server:
+        _, _, body = post(server, "/v1/completions", {**ASK, "max_tokens": 60, "ignore_eos": True, "stream": True})
+    assert body.startswith(b": ping\n\n: ping\n\n") and body.endswith(b"data: [DONE]\n\n")
 
 
 def test_64_streams_at_once_lose_nothing_and_keep_their_order(server: serving.Running) -> None:
