@@ -222,11 +222,11 @@ def same_tokens(
 # tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
     ("random", "eagle3", DYNAMIC, 64, (20,)),
-    ("random", "eagle", DYNAMIC, 1, (20,)),
     ("demo", "small", "chain:2", 1, (20,)),
     ("random", "wrong", "chain:1", 64, (1, 20)),
 )
 MORE = (  # -m long; the whole product: -m matrix
+    ("random", "eagle", DYNAMIC, 1, (20,)),
     ("random", "medusa", STATIC, 64, (20,)),
     ("random", "ngram", STATIC, 64, (20,)),
     ("demo", "eagle3", "chain:2", 64, (20,)),
