@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jspec.server.body import ClientGone
 
 logger = logging.getLogger("jspec.server")
 
@@ -31,7 +34,7 @@ class Counts:
 
 
 class CountRequests:
-    """ASGI middleware that counts and logs HTTP requests.
+    """ASGI middleware that counts and logs HTTP requests, and ends those whose client has left.
 
     Args:
         app: the application.
@@ -55,7 +58,8 @@ class CountRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            with contextlib.suppress(ClientGone):  # nobody reads the rest of the answer
+                await self._app(scope, receive, watch)
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
             method = scope["method"] if scope["method"] in ("GET", "POST", "OPTIONS", "HEAD") else "other"

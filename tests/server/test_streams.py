@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,17 +151,21 @@ def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
 
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_request_of_a_client_that_leaves_is_aborted(server: serving.Running, is_stream: bool, has_begun: bool) -> None:
+def test_request_of_a_client_that_leaves_is_aborted(
+    server: serving.Running, caplog: pytest.LogCaptureFixture, is_stream: bool, has_begun: bool
+) -> None:
     before = num_aborted()
 
     async def run() -> None:
         with serving.held(serving.engine()) as gate:
             body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": is_stream}
-            _, writer = await serving.post(server.url, "/v1/completions", body)
+            reader, writer = await serving.post(server.url, "/v1/completions", body)
             while server.service.calls.thread.num_running + server.service.calls.thread.num_waiting == 0:
                 await asyncio.sleep(0.005)
             if has_begun:
                 gate.set()
+            if has_begun and is_stream:
+                await reader.readuntil(b"data:")
             writer.close()
             while server.service.num_active:
                 await asyncio.sleep(0.005)
@@ -169,6 +174,7 @@ def test_request_of_a_client_that_leaves_is_aborted(server: serving.Running, is_
     serving.wait_until(lambda: server.service.calls.pending == 0)
     assert num_aborted() == before + 1
     assert serving.engine().pages_in_use == 0
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_request_of_a_client_that_stays_is_not_aborted(server: serving.Running) -> None:
