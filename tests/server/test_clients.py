@@ -1,4 +1,4 @@
-"""Test the server with clients that build on OpenAI's: instructor and langchain-openai.
+"""Test the server with clients that build on OpenAI's: instructor, langchain-openai and litellm.
 
 Each answer is compared with the engine's own for the request that the client sent, field by field.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import httpx
@@ -186,3 +187,44 @@ def test_langchain_raises_openais_error_that_names_the_field(chat: Any) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         chat.invoke(PROMPT, top_p=2)
     assert raised.value.param == "top_p"
+
+
+# -- litellm
+
+
+@pytest.fixture
+def complete(server: serving.Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """litellm's function that asks the chat route, once."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # without it the import reads a list of prices
+    litellm = pytest.importorskip("litellm", reason="needs the package litellm")
+    client = server.client(http_client=http)
+    options = dict(model=f"openai/{serving.NAME}", messages=MESSAGES, client=client, num_retries=0, **SEEDED)
+    return partial(litellm.completion, **options)
+
+
+def test_litellm_answers_with_the_engines_own_text_streamed_or_not(complete: Any, bodies: list[Any]) -> None:
+    answer = complete(max_tokens=24)
+    done = own(bodies[-1])
+    assert answer.choices[0].message.content == done.text != own({**bodies[-1], "seed": 8}).text
+    assert answer.usage.total_tokens == len(done.prompt_token_ids) + len(done.token_ids)
+    *chunks, usage = complete(max_tokens=24, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == done.text and len(chunks) > 3
+    assert usage.usage.completion_tokens == len(done.token_ids)
+
+
+def test_litellm_takes_objects_and_calls(complete: Any, bodies: list[Any]) -> None:
+    answer = complete(response_format=Colour)
+    assert answer.choices[0].message.content == own(bodies[-1]).text
+    assert Colour.model_validate_json(answer.choices[0].message.content)
+    tool = {"type": "function", "function": {"name": "f", "parameters": Colour.model_json_schema()}}
+    answer = complete(tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", own(bodies[-1]).text)
+
+
+def test_litellms_route_for_vllm_takes_vllms_fields(server: serving.Running, complete: Any) -> None:
+    route = dict(model=f"hosted_vllm/{serving.NAME}", api_base=f"{server.url}/v1", client=None, max_tokens=24)
+    params = SamplingParams(**SEEDED, max_tokens=24, top_k=3)
+    text = tool_serving.engine().chat(MESSAGES, params)[0].text
+    assert complete(**route, top_k=3).choices[0].message.content == text
+    assert complete(**route).choices[0].message.content != text  # the negative control
