@@ -151,6 +151,7 @@ class ChatAnswer(Answer):
         content = "".join(part.content for part in parts)
         calls = whole_calls([part.call for part in parts if part.call is not None])
         own: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        own |= {"refusal": None}  # never one
         own |= {self.service.settings.reasoning_field: reasoning} if reasoning else {}
         own |= {"tool_calls": calls} if calls else {}
         return {"index": index, "message": own, **self._scores([chunk]), **self._end(message, chunk)}
@@ -183,7 +184,8 @@ class ChatAnswer(Answer):
     def _scores(self, chunks: list[Chunk]) -> dict[str, Any]:
         """Return the log-probabilities of chunks, and their token ids if the request asked for them."""
         entries = [entry for chunk in chunks for entry in chat_entries(chunk.logprobs or [], self.service.texts)]
-        scores: dict[str, Any] = {"logprobs": None if self.params.logprobs is None else {"content": entries}}
+        logprobs = None if self.params.logprobs is None else {"content": entries, "refusal": None}
+        scores: dict[str, Any] = {"logprobs": logprobs}
         return scores | ({"token_ids": [t for chunk in chunks for t in chunk.token_ids]} if self.wants_ids else {})
 
     def _end(self, message: Message, chunk: Chunk) -> dict[str, Any]:
