@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
+DEVICES = 4  # of which all tests but those of tensor parallelism use the first
 QUICK_TO_COMPILE = (  # compilation for the CPU takes nearly all of a run's time; these flags make it faster
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -56,8 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpu_flags(*, is_timed: bool) -> list[str]:
-    """Return XLA flags that switch off slow compiler passes; in timed runs, only passes that crash the compiler."""
+    """Return XLA flags that divide the CPU into devices and switch off slow compiler passes.
+
+    In timed runs, only passes that crash the compiler are switched off.
+    """
     flags = [] if is_timed else list(QUICK_TO_COMPILE)
+    flags.append(f"--xla_force_host_platform_device_count={DEVICES}")
     if metadata.version("jaxlib") == "0.10.2":
         # With these fusions broadcasts of rank 7 and more crash the compiler (jax issue 39257).
         flags.append("--xla_cpu_experimental_ynn_fusion_type=")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Mesh
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.foreign_names import names_checked
@@ -83,6 +84,10 @@ class EngineConfig:
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
             time, and needs weights that are not quantised.
+        tensor_parallel: number of devices over which weights and KV pools are divided; the first devices are taken. It
+            must divide the numbers of query heads and of channels of the feed-forward; and the number of key-value
+            heads, or be a multiple of it. `Engine.from_pretrained` reads a checkpoint part by part onto these devices.
+        mesh: mesh of one axis named "model" over the devices to use instead; None: the first ``tensor_parallel``.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.
@@ -125,6 +130,8 @@ class EngineConfig:
     implementation: str = "auto"
     quantize: str | None = None
     deterministic: bool = False
+    tensor_parallel: int = 1
+    mesh: Mesh | None = None
     compile_ahead: bool | None = None
     compile_cache: str | Path | Literal[False] | None = None
     log_interval: float | None = 10.0
@@ -239,6 +246,11 @@ CHECKS: dict[str, Check] = {
     "prefix_cache": BOOL,
     "controls": BOOL,
     "deterministic": BOOL,
+    "tensor_parallel": _int_from(1),
+    "mesh": (
+        'None or a jax.sharding.Mesh of one axis named "model"',
+        lambda value: value is None or (isinstance(value, Mesh) and value.axis_names == ("model",)),
+    ),
     "compile_ahead": _one_of(None, True, False),
     "compile_cache": (
         "None, False or a folder's path",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from jax.sharding import Mesh
+
 from jspec.core.accept_rule import AcceptRule
 
 
@@ -41,6 +43,8 @@ class EngineOptions(TypedDict, total=False):
     implementation: str
     quantize: str | None
     deterministic: bool
+    tensor_parallel: int
+    mesh: Mesh | None
     compile_ahead: bool | None
     compile_cache: str | Path | Literal[False] | None
     log_interval: float | None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jspec.core.shorten import short
 
-ONE_DEVICE = "no such option, because an engine uses one device for now"
+ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; there is no other parallelism"
 NO_BEAMS = "no such option, because jspec has no beam search"
 NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
@@ -40,12 +40,12 @@ FOREIGN_NAMES: dict[str, str] = {
     "chunked_prefill_size": "prefill_budget=",
     "enable_chunked_prefill": "prefill_buckets=, because long prompts always run in several prefills",
     "num_scheduler_steps": "rounds_per_dispatch=",
-    "tensor_parallel_size": ONE_DEVICE,
-    "pipeline_parallel_size": ONE_DEVICE,
-    "data_parallel_size": ONE_DEVICE,
-    "tp_size": ONE_DEVICE,
-    "dp_size": ONE_DEVICE,
-    "device_map": ONE_DEVICE,
+    "tensor_parallel_size": "tensor_parallel=",
+    "tp_size": "tensor_parallel=",
+    "pipeline_parallel_size": ONE_MESH,
+    "data_parallel_size": ONE_MESH,
+    "dp_size": ONE_MESH,
+    "device_map": "mesh=, a jax.sharding.Mesh, or tensor_parallel=",
     # engines: weights and computation
     "torch_dtype": "dtype= of Engine.from_pretrained",
     "quantization": "quantize=",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from convert import orbax
@@ -38,6 +39,7 @@ def load_checkpoint(
     dtype: str | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    mesh: Mesh | None = None,
 ) -> Checkpoint:
     """Load a target, a draft model or a draft head.
 
@@ -45,7 +47,7 @@ def load_checkpoint(
         path: an existing folder, or else a hub id ("owner/name").
         overrides: config values that replace those of the checkpoint.
         kind: required kind of checkpoint, "target", "eagle3", "eagle" (EAGLE-1 and 2) or "medusa"; None: any.
-        dtype, quantize, placement: arguments of `jspec.models.load.load`.
+        dtype, quantize, placement, mesh: arguments of `jspec.models.load.load`.
 
     Returns:
         The checkpoint, with its weights on the devices.
@@ -55,7 +57,7 @@ def load_checkpoint(
         ValueError: an argument is wrong, the checkpoint is of another kind, or its files are damaged.
         NotImplementedError: an option or a method of the checkpoint is not supported.
     """
-    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement}
+    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement, "mesh": mesh}
     return load.read_checkpoint(path, _formats(overrides), kind=kind, **options)
 
 
@@ -65,6 +67,7 @@ def load_drafter(
     *,
     dtype: str | None = None,
     length: int = DEFAULT_TREE.depth,
+    mesh: Mesh | None = None,
 ) -> Drafter:
     """Load a draft head or a draft model as a drafter.
 
@@ -73,18 +76,19 @@ def load_drafter(
         tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         length: number of draft tokens of the default chain.
+        mesh: mesh over whose devices the weights are divided; None: the default device.
     """
-    found, chain = load_checkpoint(os.fspath(path), dtype=dtype), tree or Tree.chain(length)
+    found, chain = load_checkpoint(os.fspath(path), dtype=dtype, mesh=mesh), tree or Tree.chain(length)
     match found.kind:
         case "eagle3":
-            return Eagle3(EagleHead.from_weights(found.config, found.weights), chain)
+            return Eagle3(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "eagle":
-            return Eagle(EagleHead.from_weights(found.config, found.weights), chain)
+            return Eagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "medusa":
             heads = MedusaHeads.from_weights(found.config, found.weights)
             return Medusa(heads, tree or Tree.chain(min(length, len(heads.heads))))
         case _:
-            return DraftModel(Model.from_weights(found.config, found.weights), chain)
+            return DraftModel(Model.from_weights(found.config, found.weights, mesh), chain)
 
 
 def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, final
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
@@ -138,6 +139,10 @@ class Drafter(abc.ABC):
         raise ValueError(
             f"draft_window: expected a drafter with a window (EAGLE, DraftModel), got {name}; leave it out"
         )
+
+    def on_mesh(self, mesh: Mesh) -> Drafter:
+        """Return a drafter whose weights are divided over the devices of a mesh, before `bind` joins the target's."""
+        return self
 
     def write_pending_rows(self, params: Params, state: DraftState, view: SlotView) -> DraftState:
         """Write the missing draft cache rows of committed tokens and of the root, and return the new state.

@@ -14,6 +14,7 @@ from typing import Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
@@ -30,6 +31,7 @@ from jspec.draft.base import (
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
+from jspec.models.tensor_parallel import place
 from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
@@ -104,6 +106,9 @@ class DraftModel(Drafter):
 
     def with_window(self, draft_window: int) -> DraftModel:
         return DraftModel(self.model, self.tree, draft_window=draft_window)
+
+    def on_mesh(self, mesh: Mesh) -> DraftModel:
+        return DraftModel(place(self.model, mesh), self.tree, draft_window=self.draft_window)
 
     @classmethod
     def from_pretrained(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, final
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
@@ -51,6 +52,7 @@ from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
+from jspec.models.tensor_parallel import place
 from pallas_kernels.layers.quantized import PartialSums, has_dynamic_activations
 from pallas_kernels.state.scatter_rows import scatter_rows
 
@@ -101,6 +103,9 @@ class EagleDrafter(Drafter):
 
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window)
+
+    def on_mesh(self, mesh: Mesh) -> Self:
+        return type(self)(place(self.head, mesh), self.tree, draft_window=self.draft_window)
 
     @property
     def advice(self) -> str:

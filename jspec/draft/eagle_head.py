@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
-from jspec.models.params import ParamSpec, layer_params, norm, prefixed
+from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
@@ -36,6 +37,7 @@ from pallas_kernels.layers.quantized import (
     reduce_partials,
 )
 from pallas_kernels.layers.residual_norm import rms_norm
+from pallas_kernels.layers.shard import Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
 
 FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
@@ -79,13 +81,24 @@ class EagleHead:
     # Divisor and limit of the logits (`jspec.models.layers.limited`): the target's, if the output head is the target's.
     logit_limits: tuple[float, float | None] = struct.field(pytree_node=False, default=(1.0, None))
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
+    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+    def declared(self) -> Params:
+        """Return the declarations of the weights, by name; those of `PrecomputedFirstLayer` too."""
+        params = head_params(self.config, has_embed=True)
+        head = ParamSpec((self.config.draft_vocab_size, self.config.hidden_size), ("draft_vocab", "hidden"))
+        qkv = params["layers.0.qkv"]
+        projected = ParamSpec((self.config.draft_vocab_size, qkv.shape[0]), ("draft_ids", "projection"))
+        half = ParamSpec((qkv.shape[0], self.config.hidden_size), ("heads", "hidden"))
+        return {**params, "head": head, "precomputed.projected": projected, "precomputed.qkv": half}
 
     @classmethod
-    def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
-        """Build a head from the weights that `jspec.models.load.read_checkpoint` returns, a tree of arrays."""
+    def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> EagleHead:
+        """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns for a mesh."""
         own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
-        return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
+        return cls(embed=weights.get("embed"), layers=layers, config=config, mesh=mesh, **own)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -106,14 +119,14 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
     params: dict[str, ParamSpec] = {}
     if has_embed:
-        params["embed"] = ParamSpec((config.vocab_size, hidden), ("vocab", "hidden"))
+        params["embed"] = ParamSpec((config.vocab_size, hidden), ("tokens", "hidden"))
     if isinstance(config, Eagle3Config) and config.norm_before_fc:
         params["input_norm"] = norm(states * width, "features")
     if isinstance(config, Eagle3Config) and config.fc_norm:
         params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
     if config.fuses_states or isinstance(config, EagleConfig):
         inputs = states * width if config.fuses_states else 2 * hidden
-        params["fc"] = ParamSpec((hidden, inputs), ("hidden", "features"))
+        params["fc"] = ParamSpec((hidden, inputs), ("fused", "features"))
         if config.fc_bias:
             params["fc_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
     for index, layer in enumerate(config.layers):
@@ -129,7 +142,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     params["norm"] = norm(hidden)
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
-    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_vocab",), "range", "int32")}
+    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_ids",), "range", "int32")}
 
 
 class HeadOut(NamedTuple):
@@ -172,16 +185,17 @@ def precompute_first_layer(head: EagleHead) -> EagleHead:
 
 
 def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:
-    assert head.embed is not None
+    assert head.embed is not None and head.draft_to_target is not None
     layer, size = head.layers[0], head.config.hidden_size
     assert layer.input_norm is not None
-    embedded = head.embed[head.draft_to_target].astype(head.dtype)
+    embedded = look_up(head.embed, head.draft_to_target).astype(head.dtype)
     of_embedding, of_feature = (_columns(layer.qkv, first, first + size) for first in (0, size))
     normed = rms_norm(embedded, layer.input_norm, head.config.norm_eps)
     return PrecomputedFirstLayer(matmul(normed, of_embedding), of_feature)
 
 
 def _columns(weight: Weight, start: int, stop: int) -> Weight:
+    assert not isinstance(weight, Shard), "weights are parts of devices only inside of a step"
     return weight.columns(start, stop) if isinstance(weight, Quantized) else weight[:, start:stop]
 
 
@@ -200,7 +214,7 @@ def project_inputs(
     """
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
-    embedded = head.embed[pairs.tokens].astype(features.dtype)
+    embedded = look_up(head.embed, pairs.tokens).astype(features.dtype)
     if isinstance(head.config, EagleConfig):
         assert head.fc is not None
         joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)

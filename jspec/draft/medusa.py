@@ -268,7 +268,7 @@ def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
             block = f"heads.{head}.blocks.{index}"
             params[f"{block}.weight"] = ParamSpec((hidden, hidden), ("hidden", "hidden"))
             params[f"{block}.bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
-        params[f"heads.{head}.output"] = ParamSpec((config.vocab_size, hidden), ("vocab", "hidden"))
+        params[f"heads.{head}.output"] = ParamSpec((config.vocab_size, hidden), ("tokens", "hidden"))
     return params
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jspec.core.shorten import short
 from jspec.draft.auto import load_drafter
 from jspec.draft.base import Drafter
@@ -18,13 +20,14 @@ EXPECTED = 'a Drafter, "ngram", "suffix", a path or hub id (owner/name), or None
 DrafterSource = Drafter | str | os.PathLike[str] | None
 
 
-def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
+def make_drafter(source: Any, *, dtype: str | None = None, mesh: Mesh | None = None) -> Drafter | None:
     """Make a drafter from a method's name, a checkpoint or an object.
 
     Args:
         source: a drafter; "ngram" or "suffix"; or a folder or hub id ("owner/name") of a draft head or draft model of
             any kind, which then drafts its default tree. None or "none": no drafter.
         dtype: dtype of the weights to load; None: float32 on CPU, bfloat16 elsewhere.
+        mesh: mesh over whose devices loaded weights are divided; None: the default device.
 
     Raises:
         TypeError, ValueError: the source is something else; the message says which call to use.
@@ -35,7 +38,7 @@ def make_drafter(source: Any, *, dtype: str | None = None) -> Drafter | None:
     if isinstance(source, str) and source in WITHOUT_WEIGHTS:
         return WITHOUT_WEIGHTS[source]()
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_place(source)):
-        return load_drafter(source, dtype=dtype)
+        return load_drafter(source, dtype=dtype, mesh=mesh)
     raise (ValueError if isinstance(source, str) else TypeError)(
         f"drafter: expected {EXPECTED}, got {short(source)}{_remedy(source)}"
     )

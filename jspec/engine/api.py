@@ -40,6 +40,7 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
+from jspec.step.on_mesh import mesh_for
 
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
 ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
@@ -96,7 +97,7 @@ class Engine(EngineLoop):
         tokenizer = load_tokenizer(tokenizer)
         check_size(tokenizer, target.config.vocab_size)
         self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
-        proposes = make_drafter(drafter)
+        proposes = make_drafter(drafter, mesh=mesh_for(config, target))
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         super().__init__(config, core)
         self._async_steps = streams.AsyncSteps()
@@ -139,15 +140,17 @@ class Engine(EngineLoop):
                 f"Engine.from_pretrained: path: expected a folder, a hub id (owner/name) or a Model, got {short(path)}"
             )
         keep_compiled(config.compile_cache)
-        proposes = make_drafter(drafter, dtype=dtype)  # first, because it is the smaller checkpoint
+        mesh = mesh_for(config)
+        proposes = make_drafter(drafter, dtype=dtype, mesh=mesh)  # first, because it is the smaller checkpoint
         made: dict[str, Any] = {}  # from the folder, checked before weights are read
         checkpoint = load.load(
             os.fspath(path),
             dtype=dtype,
             quantize=config.quantize,
+            mesh=mesh,
             check=lambda found, folder: made.update(model_options(found, folder, tokenizer, eos_ids, options)),
         )
-        model = Model.from_weights(checkpoint.config, checkpoint.weights)
+        model = Model.from_weights(checkpoint.config, checkpoint.weights, mesh)
         return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
 
     def generate(

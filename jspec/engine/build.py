@@ -21,8 +21,10 @@ from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.quantize import quantize_weights
+from jspec.models.tensor_parallel import place
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
+from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Params, Program
 
 logger = logging.getLogger(__name__)
@@ -98,10 +100,11 @@ def build_core(
     if config.draft_window is not None:
         drafter = drafter.with_window(config.draft_window)
     target = _for_length(target, config.max_len)
+    mesh = mesh_for(config, target)
+    if mesh is not None:
+        target, drafter = place(target, mesh), drafter.on_mesh(mesh)
     if config.quantize is not None:
         target = quantize_weights(target, config.quantize)
-    if config.deterministic:
-        check_deterministic(target, config.implementation)
     rule = verify.resolve(config.accept, **config.accept_options)
     rule.check(drafter.tree)
     depths = _draft_depths(config, drafter)
@@ -116,9 +119,14 @@ def build_core(
         grammar_cells=config.grammar_cells if config.controls and has_tokenizer else 0,
         processor=logits_processor,
         processor_args=config.processor_args,
+        mesh=mesh,
     )
     draft = _for_length(drafter.bind(target), config.max_len)
-    runner = ModelRunner(program, Params(target=target, draft=draft), config, depths)
+    params = Params(target=target, draft=draft)
+    params = params if mesh is None else place(params, mesh)  # quantised weights and the drafter's tables
+    if config.deterministic:
+        check_deterministic(on_one(program, params)[1].target, config.implementation)
+    runner = ModelRunner(program, params, config, depths)
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)

@@ -29,7 +29,8 @@ from jspec.sampling import grammar_mask
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
-from jspec.step.program import Params, Program, init_state
+from jspec.step.on_mesh import log_devices, make_state, on_one, sender
+from jspec.step.program import Params, Program
 from jspec.step.split_decode import Step, masked_prefill, split_step
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
@@ -61,10 +62,13 @@ class ModelRunner:
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         check_device(params, pool.dtype, pool.draft_dtype)
-        self.planner = memory.MemoryPlanner(program, params, config, memory.device_memory())
+        self._send = sender(program.mesh)
+        log_devices(program.mesh)
+        devices = () if program.mesh is None else program.mesh.devices.flat
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
         self.pool, _ = memory.fit(self.planner, pool)
         with memory.explain_oom(self.planner, self.pool):
-            self.state = init_state(program, params, self.pool)
+            self.state = make_state(program, params, self.pool)
             jax.block_until_ready(self.state)
             self.programs = Executables(program, params, self.state, config, depths)
             self.choice = ProgramChoice(config, depths, self.programs.helpers, edits_all=program.processor is not None)
@@ -73,7 +77,7 @@ class ModelRunner:
                 self.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
         self._rows: tuple[int | None, ...] = ()
-        self._slots = jax.device_put(np.zeros(0, np.int32))
+        self._slots = self._send(np.zeros(0, np.int32))
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
         """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
@@ -106,7 +110,7 @@ class ModelRunner:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
             step, size = self._prefill_of(plan)
-            packed = jax.device_put(self._pack(plan, size))
+            packed = self._send(self._pack(plan, size))
         else:
             self._enter_pages(plan.new_pages)
             step, size = self._round_of(plan, depth)
@@ -121,7 +125,7 @@ class ModelRunner:
         prefill = self.programs.compiled[key]
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
-            prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers])
+            prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers], self._send)
         return prefill, key.size
 
     def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
@@ -132,7 +136,7 @@ class ModelRunner:
             return self.programs.compiled[key], key.size
         draft = self.programs.compiled[replace(drafts[0], size=key.size)]
         mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
-        return split_step(draft, self.programs.compiled[key], mask_functions), key.size
+        return split_step(draft, self.programs.compiled[key], mask_functions, self._send), key.size
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -152,7 +156,7 @@ class ModelRunner:
                 self._load_table(table, request.grammar.class_of, request.grammar.next)
         packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
         admit = self.programs.compiled[ExecutableKey("controls")]
-        self.state = replace(self.state, controls=admit(self.state.controls, jax.device_put(packed)))
+        self.state = replace(self.state, controls=admit(self.state.controls, self._send(packed)))
 
     def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
         """Replace one of the device's grammar tables.
@@ -165,7 +169,7 @@ class ModelRunner:
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
         load = self.programs.compiled[ExecutableKey("grammar")]
-        self.state = replace(self.state, grammars=load(self.state.grammars, jax.device_put(packed)))
+        self.state = replace(self.state, grammars=load(self.state.grammars, self._send(packed)))
 
     def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
         """Write pages into the device's page table.
@@ -177,7 +181,7 @@ class ModelRunner:
         for start in range(0, len(new), size):
             packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
             packed[: len(new) - start] = new[start : start + size]
-            self.state = replace(self.state, page_table=update(self.state.page_table, jax.device_put(packed)))
+            self.state = replace(self.state, page_table=update(self.state.page_table, self._send(packed)))
 
     def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
         tree = self.program.drafter.tree
@@ -191,7 +195,7 @@ class ModelRunner:
         slots = self._config.slots
         rows = (*(request.state.slot for request in plan.requests), *[slots] * (size - len(plan.requests)))
         if rows != self._rows:
-            self._rows, self._slots = rows, jax.device_put(np.array(rows, np.int32))
+            self._rows, self._slots = rows, self._send(np.array(rows, np.int32))
         return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
@@ -206,7 +210,7 @@ class ModelRunner:
         write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
         if write is not None and lengths[0] // page_size < lengths[1] // page_size:
             packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
-            self.state = write(self.params, self.state, jax.device_put(packed))
+            self.state = write(self.params, self.state, self._send(packed))
 
     def clear(self) -> None:
         """Mark all grammar tables as empty, because the device's state was lost."""
@@ -216,7 +220,7 @@ class ModelRunner:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
-        self.state = init_state(self.program, self.params, self.pool)
+        self.state = make_state(self.program, self.params, self.pool)
         jax.block_until_ready(self.state)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
@@ -28,6 +29,7 @@ from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm
+from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
 from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
@@ -101,8 +103,7 @@ def attention_part(
     fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
     cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
     if attention.qk_norm == "all":
-        assert layer.q_norm is not None and layer.k_norm is not None
-        qkv = norm_columns(qkv, layer.q_norm, layer.k_norm, eps=eps, dtype=dtype, bias=layer.qkv_bias, **fixed)[None]
+        qkv = norm_all_heads(layer, config, qkv, eps=eps, dtype=dtype, **fixed)[None]
         transform = HeadTransform(cos_sin)
     else:
         transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
@@ -110,6 +111,31 @@ def attention_part(
         return project(qkv, *pools, batch, transform, attention, dtype)
     options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
     return project_and_attend(qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options)
+
+
+def norm_all_heads(
+    layer: LayerWeights, config: LayerConfig, qkv: PartialSums, *, eps: float, dtype: jnp.dtype, **fixed: Any
+) -> Float[Array, "batch tokens width"]:
+    """Norm the queries of all heads together, and so the keys; devices that share the heads gather them for this.
+
+    Args:
+        layer, qkv, eps, dtype: as for `attention_part`.
+        config: config of the layer, with the heads of this device.
+        fixed: other options of `norm_columns`.
+    """
+    assert layer.q_norm is not None and layer.k_norm is not None
+    norm = partial(norm_columns, eps=eps, dtype=dtype, **fixed)
+    if not isinstance(layer.o, Shard):
+        return norm(qkv, layer.q_norm, layer.k_norm, bias=layer.qkv_bias)
+    total = reduce_partials(qkv, jnp.float32)
+    total = total if layer.qkv_bias is None else total + layer.qkv_bias
+    sizes = config.attention.q_size, config.attention.kv_size
+    q, k, v = jnp.split(total, (sizes[0], sum(sizes)), axis=-1)
+    copies = jax.lax.axis_size(AXIS) * k.shape[-1] // layer.k_norm.shape[0]  # devices with the same keys
+    queries, keys = gather_columns(q), gather_columns(k, copies)
+    normed = norm(jnp.concatenate([queries, keys, v], axis=-1)[None], layer.q_norm, layer.k_norm)
+    queries, keys, v = jnp.split(normed, (queries.shape[-1], queries.shape[-1] + keys.shape[-1]), axis=-1)
+    return jnp.concatenate([own_columns(queries, sizes[0]), own_columns(keys, sizes[1], copies), v], axis=-1)
 
 
 def mlp_part(

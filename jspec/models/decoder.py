@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
@@ -20,9 +21,11 @@ from jspec.models import load
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
 from jspec.models.config import ModelConfig
 from jspec.models.layers import head_product, limited
+from jspec.models.params import Params, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
+from pallas_kernels.layers.shard import look_up
 
 
 @struct.dataclass
@@ -41,10 +44,16 @@ class Model:
     norm: Float[Array, "hidden"]  # final norm
     head: Weight | None  # output head [vocab, hidden]; None: tied to the embedding
     config: ModelConfig = struct.field(pytree_node=False)
+    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+    def declared(self) -> Params:
+        """Return the declarations of the weights, by name."""
+        return model_params(self.config)
 
     @classmethod
-    def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any]) -> Model:
-        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns."""
+    def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> Model:
+        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns for a mesh."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],
@@ -52,6 +61,7 @@ class Model:
             norm=weights["norm"],
             head=weights.get("head"),
             config=config,
+            mesh=mesh,
         )
 
     @classmethod
@@ -73,7 +83,7 @@ class Model:
 
     def embedded(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
         """Return the embedding of tokens, multiplied by the config's factor."""
-        x, scale = self.embed[tokens], self.config.embed_scale
+        x, scale = look_up(self.embed, tokens), self.config.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
     def logits_of(

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from convert import orbax
 from convert.detect import check_kind
@@ -24,12 +26,13 @@ from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
 from jspec.core.progress import progress_bar
-from jspec.models import families
-from jspec.models.config import ModelConfig
+from jspec.models import families, tensor_parallel
+from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.params import Params, model_params
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters, scale_shape
 from jspec.models.quantized_config import CONFIG, read_scheme
 from jspec.models.quantized_rows import quantized_rows
+from jspec.models.tensor_parallel import put_named
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ def load(
     rope_theta: float | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    mesh: Mesh | None = None,
     check: Check | None = None,
 ) -> Checkpoint:
     """Load a target or a draft model.
@@ -91,6 +95,8 @@ def load(
         quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
             None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic" only.
         placement: sharding of each parameter, by name; None: the default device.
+        mesh: mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`), instead of a placement;
+            each device gets its own part only. None: as ``placement`` says.
         check: function of the config and the folder that is called before weights are read, and may raise an error.
 
     Returns:
@@ -102,8 +108,8 @@ def load(
         NotImplementedError: the model's family, or an option of the model, is not supported.
     """
     format_of = partial(target_format, rope_theta=rope_theta)
-    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement, "check": check}
-    return read_checkpoint(path, format_of, kind="target", **options)
+    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "check": check}
+    return read_checkpoint(path, format_of, kind="target", placement=placement, mesh=mesh, **options)
 
 
 def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
@@ -191,12 +197,13 @@ def read_checkpoint(
     dtype: str | None = None,
     quantize: str | None = None,
     placement: Placement | None = None,
+    mesh: Mesh | None = None,
     check: Check | None = None,
 ) -> Checkpoint:
     """Load a checkpoint of any kind from a Hugging Face folder, a converted folder or the hub.
 
     Args:
-        path, dtype, quantize, placement, check: arguments of `load`.
+        path, dtype, quantize, placement, mesh, check: arguments of `load`.
         format_of: function that returns the format of the checkpoint's kind.
         kind: required kind of checkpoint; None: any.
 
@@ -215,10 +222,14 @@ def read_checkpoint(
         check_stored(orbax.unflatten(header.parameters), quantize)
         if check is not None:
             check(header.config, folder)
-        params = format_of(header.kind).params(header.config, header.parameters)
+        params = _params_on(mesh, format_of(header.kind), header.config, header.parameters)
+        if mesh is not None:
+            placement = tensor_parallel.placement(params, header.parameters, mesh)
         kept = [name for name, spec in params.items() if spec.dtype is not None]
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)
         warn_not_finite(folder, orbax.not_finite(stored))
+        if mesh is not None:
+            stored = {name: put_named(name, stored.pop(name), params, mesh) for name in list(stored)}
         weights = orbax.unflatten(stored)
         weights = weights if quantize is None else quantize_parameters(weights, quantize)
         return Checkpoint(header.kind, header.config, weights, folder)
@@ -227,13 +238,17 @@ def read_checkpoint(
     check_stored(orbax.unflatten(parameters_of(plan)), quantize)
     if check is not None:
         check(plan.config, folder)
+    params = {} if mesh is None else _params_on(mesh, format_of(plan.kind), plan.config, parameters_of(plan))
+
+    def put(name: str, array: np.ndarray) -> jax.Array:
+        if mesh is not None:
+            return put_named(name, array, params, mesh)
+        return jax.device_put(array, orbax.sharding_of(name, array.shape, placement))
+
     arrays: dict[str, Any] = {}
     with progress_bar(len(plan.rows), f"loading {folder.name}", "tensors") as progress:
         for batch in plan.batches(dtype):
-            placed = {
-                name: jax.device_put(array, orbax.sharding_of(name, array.shape, placement))
-                for name, array in batch.items()
-            }
+            placed = {name: put(name, array) for name, array in batch.items()}
             placed = placed if quantize is None else quantize_parameters(placed, quantize)
             arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
             progress.update(len(batch))
@@ -241,6 +256,14 @@ def read_checkpoint(
     weights = orbax.unflatten(arrays)
     weights = weights if quantize is None else quantize_parameters(weights, quantize)  # those that the files quantise
     return Checkpoint(plan.kind, plan.config, weights, folder)
+
+
+def _params_on(mesh: Mesh | None, form: Format, config: Any, names: Collection[str]) -> Params:
+    """Return the declarations of a checkpoint's parameters, which a mesh must be able to divide if there is one."""
+    if mesh is not None and isinstance(config, DecoderConfig):
+        tensor_parallel.local_config(config, mesh.size)
+    bare = {name.removesuffix(".values").removesuffix(".scale") for name in names}
+    return form.params(config, bare)
 
 
 def read_header(path: str | Path, format_of: FormatOf) -> Header:

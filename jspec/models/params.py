@@ -1,14 +1,15 @@
 """Declarations of a model's parameters: their shapes, the names of their axes, and how random values are drawn.
 
 Parameters are named as in a converted folder, for example "layers.3.qkv". Weight maps, random weights and abstract
-weights take their shapes from these declarations. To shard a model, a mesh axis is assigned to the name of an axis.
+weights take their shapes from these declarations. `jspec.models.tensor_parallel` divides parameters over devices by the
+names of their axes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ class ParamSpec:
         dtype: dtype of the parameter; None: the dtype of the model.
         parts: for a parameter that is fused from several checkpoint tensors along axis 0, the sizes of these tensors
             along axis 0, in order; (): the parameter is one tensor.
+        unit: number of rows that must stay together if the parameter is divided over devices, such as those of a head.
     """
 
     shape: Shape
@@ -41,6 +43,7 @@ class ParamSpec:
     init: str = "normal"
     dtype: str | None = None
     parts: tuple[int, ...] = ()
+    unit: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), self
@@ -71,7 +74,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
     attention, width = layer.attention, layer.mlp.width
     q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
     params = {
-        "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv)),
+        "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
         "o": ParamSpec((hidden, q), ("hidden", "heads")),
         "gate_up": ParamSpec((2 * width, hidden), ("mlp", "hidden"), parts=(width, width)),
         "down": ParamSpec((hidden, width), ("hidden", "mlp")),
@@ -81,12 +84,12 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
     if attention.bias:
-        params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv))
+        params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv), unit=dim)
     if attention.output_bias:
         params["o_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
     if attention.qk_norm:
         sizes = (q, kv) if attention.qk_norm == "all" else (dim, dim)
-        axis = "heads" if attention.qk_norm == "all" else "head_dim"
+        axis = "channels" if attention.qk_norm == "all" else "head_dim"
         params |= {name: norm(size, axis, norm_dtype) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)}
     if attention.sinks:
         params["sinks"] = ParamSpec((attention.heads,), ("heads",), dtype="float32")
@@ -96,7 +99,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
 def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
     """Declare the parameters of a target or a draft model, by parameter name."""
     vocab = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
-    params = {"embed": vocab}
+    params = {"embed": vocab if config.tie_word_embeddings else replace(vocab, axes=("tokens", "hidden"))}
     hidden, norm_dtype = config.hidden_size, "float32" if config.norms_in_float32 else None
     for index, layer in enumerate(config.layers):
         own = layer_params(layer, hidden, hidden, norm_dtype)

@@ -25,6 +25,7 @@ from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey, Kind
+from jspec.step.on_mesh import helper_on, shapes_of, step_on
 from jspec.step.prefill import prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
 from jspec.step.split_decode import draft_step, mask_shape, verify_step
@@ -42,8 +43,8 @@ class Executables:
 
     Args:
         program: the settings that all executables share.
-        params: the weights; only their shapes are used.
-        state: the slot state; only its shapes are used.
+        params: the weights; only their shapes and shardings are used.
+        state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
         depths: draft depths for which decode steps are compiled, ascending.
 
@@ -64,7 +65,7 @@ class Executables:
         self._config = config
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
-        self._shapes = jax.eval_shape(lambda: state)
+        self._shapes = shapes_of(state, program.mesh)
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
@@ -135,6 +136,8 @@ class Executables:
         """Trace and lower one program."""
         start = time.perf_counter()
         function, donated, arguments = self._call(key)
+        mesh = self._program.mesh
+        arguments = arguments if mesh is None else shapes_of(arguments, mesh)
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         self.lower_seconds[self._name(key)] = time.perf_counter() - start
         return lowered
@@ -145,14 +148,16 @@ class Executables:
         A step donates the whole state; a helper donates only the part of the state that it changes.
         """
         state, vocab = self._shapes, self._params.target.config.vocab_size
+        mesh = self._program.mesh
         match key.kind:
             case "update_page_table":
-                return update_page_table, 0, (state.page_table, _int32(self.page_updates, 3))
+                return helper_on(mesh, update_page_table), 0, (state.page_table, _int32(self.page_updates, 3))
             case "controls":
-                return penalties.admit, 0, (state.controls, _int32(penalties.packed_size(state.controls)))
+                packed = _int32(penalties.packed_size(state.controls))
+                return helper_on(mesh, penalties.admit), 0, (state.controls, packed)
             case "grammar":
                 packed = jax.ShapeDtypeStruct((grammar_mask.packed_size(state.grammars),), jnp.int16)
-                return grammar_mask.load, 0, (state.grammars, packed)
+                return helper_on(mesh, grammar_mask.load), 0, (state.grammars, packed)
         step: Callable[..., Any]
         inputs: list[Any]
         program, slots = self._program_of(key), _int32(key.size)
@@ -162,7 +167,8 @@ class Executables:
             case "draft":
                 step, inputs = draft_step, [slots]
             case "verify":
-                _, draft = jax.eval_shape(partial(draft_step, program), self._params, state, slots)
+                draft_on_mesh = step_on(mesh, partial(draft_step, program), self._params)
+                _, draft = jax.eval_shape(draft_on_mesh, self._params, state, slots)
                 step, inputs = verify_step, [slots, draft, mask_shape(key.size, draft.tokens.shape[1], vocab)]
             case "prefill":
                 prompts = PrefillInput.shapes(key.size, slots=state.root.shape[0], pages=self._pages)
@@ -170,7 +176,9 @@ class Executables:
                 step, inputs = prefill_step, [prompts, *masks]
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
-        return partial(step, program), 1, (self._params, state, *inputs)
+        has_output = key.kind != "write_pending_rows"
+        step = step_on(mesh, partial(step, program), self._params, has_output=has_output)
+        return step, 1, (self._params, state, *inputs)
 
     def _compile_one(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()

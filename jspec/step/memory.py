@@ -39,11 +39,12 @@ class DeviceMemory:
     is_reported: bool
 
 
-def device_memory() -> DeviceMemory:
-    """Read the memory limit and the current memory usage of the default device."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if limit := stats.get("bytes_limit"):  # 0 or None: the allocator has no limit
-        return DeviceMemory(limit, stats.get("bytes_in_use") or 0, is_reported=True)
+def device_memory(*devices: jax.Device) -> DeviceMemory:
+    """Read the smallest memory limit and the largest memory usage of devices, by default of the default device."""
+    stats = [device.memory_stats() or {} for device in devices or jax.devices()[:1]]
+    if all(own.get("bytes_limit") for own in stats):  # 0 or None: the allocator has no limit
+        in_use = max(own.get("bytes_in_use") or 0 for own in stats)
+        return DeviceMemory(min(own["bytes_limit"] for own in stats), in_use, is_reported=True)
     return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0, is_reported=False)
 
 

@@ -36,6 +36,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jspec import verify
@@ -47,6 +48,20 @@ from jspec.models.decoder import Model
 from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
 from pallas_kernels.state.gather_rows import gather_rows
+
+KERNELS_IN_GRAPHS = 0, 12  # version of jax whose kernels for sums over devices can be part of a CUDA graph
+COLLECTIVE_KERNELS = {
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE,COLLECTIVE_KERNEL_ALL_GATHER",
+    # This option lists all that a CUDA graph may contain.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,COLLECTIVES,COLLECTIVES_KERNEL"
+    ),
+}
+
+
+def is_on_gpus(mesh: Mesh | None) -> bool:
+    """Return whether a mesh is one of GPUs."""
+    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
+        mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
     """
 
     drafter: Drafter
@@ -82,6 +98,7 @@ class Program:
     logprobs: str | None = None
     prompt_logprobs: bool = False
     deterministic: bool = False
+    mesh: Mesh | None = None
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -89,11 +106,13 @@ class Program:
 
         If the draft is a tree, independent kernels of the CUDA graph may run concurrently. A chain gains nothing from
         this, because a concurrent graph starts later. XLA may skip a rounding to save a conversion, except in a
-        deterministic program.
+        deterministic program. On several GPUs, exchanges are kernels within the CUDA graph, from jax 0.12 on.
         """
         options: dict[str, Any] = {"xla_allow_excess_precision": False} if self.deterministic else {}
         if not self.drafter.tree.is_chain and jax.default_backend() != "tpu":  # the TPU compiler has no such option
             options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        if is_on_gpus(self.mesh) and jax.__version_info__ >= KERNELS_IN_GRAPHS:
+            options |= COLLECTIVE_KERNELS
         return options
 
 

@@ -23,6 +23,7 @@ from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
 Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
+Send = Callable[[Any], Any]
 # Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
 FirstMask = Callable[[], np.ndarray]
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -61,7 +62,9 @@ def verify_step(
     return state, output_of_one(results)
 
 
-def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None]) -> Step:
+def split_step(
+    draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None], send: Send = jax.device_put
+) -> Step:
     """Combine a compiled draft step and verify step into one function that is called like `spec_step`.
 
     Args:
@@ -69,6 +72,7 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
         verify: the compiled `verify_step`.
         mask_functions: for each of the first batch rows, the function that computes its masks. The masks of later rows,
             and of rows with None, allow every token.
+        send: function that sends arrays of the host to the devices.
     """
 
     def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
@@ -79,18 +83,19 @@ def split_step(draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | No
         for row, mask_function in enumerate(mask_functions):
             if mask_function is not None:
                 masks[row] = mask_function(*(field[row] for field in nodes))
-        return verify(params, state, slots, drafted, jax.device_put(masks))
+        return verify(params, state, slots, drafted, send(masks))
 
     return step
 
 
-def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None]) -> Step:
+def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None], send: Send = jax.device_put) -> Step:
     """Make a function that passes masks to a compiled prefill, and is called like a prefill without masks.
 
     Args:
         prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
         first_masks: for each of the first pieces, a function that returns the mask of the output's first token,
             [1, words] uint32. The masks of later pieces, and of pieces with None, allow every token.
+        send: function that sends arrays of the host to the devices.
     """
 
     def step(params: Params, state: SlotState, packed: PrefillInput) -> tuple[SlotState, StepOutput]:
@@ -99,7 +104,7 @@ def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None]) -> Ste
         for row, first_mask in enumerate(first_masks):
             if first_mask is not None:
                 masks[row] = first_mask()
-        return prefill(params, state, packed, jax.device_put(masks))
+        return prefill(params, state, packed, send(masks))
 
     return step
 

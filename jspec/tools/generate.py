@@ -83,6 +83,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     )
     parser.add_argument("--draft-kv-dtype", metavar="DTYPE", help="dtype of the drafter's cache")
     parser.add_argument("--draft-window", type=int, metavar="W", help="newest tokens that the drafter attends to")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"
+    )
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument(
@@ -153,7 +156,10 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
         tokenizer: tokenizer of the target.
         options: further options of the engine; without ``slots`` it runs one request at a time.
     """
-    names = ("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "compile_cache")
+    names = (
+        *("dtype", "accept", "quantize", "kv_dtype", "draft_kv_dtype", "draft_window", "tensor_parallel"),
+        "compile_cache",
+    )
     return Engine.from_pretrained(
         arguments.target,
         drafter=make_drafter(arguments),

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
+from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
 ROWS = 64  # rows of x, and rows of the weight, per Pallas program; with 16 rows Triton uses other instructions
@@ -109,7 +110,7 @@ def _unsupported(x: Array, weight: Array) -> str | None:
 @functools.partial(jax.jit, static_argnames=("dtype", "gate", "is_whole", "implementation"))
 def deterministic_matmul(
     x: Float[Array, "*rows width"],
-    weight: Float[Array, "out inner"],
+    weight: Float[Array, "out inner"] | Shard,
     dtype: jnp.dtype | None = None,
     *,
     gate: Activation | None = None,
@@ -130,6 +131,9 @@ def deterministic_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the weight or the dtypes.
     """
+    if isinstance(weight, Shard):
+        multiply = functools.partial(deterministic_matmul, gate=gate, is_whole=is_whole, implementation=implementation)
+        return weight.join(multiply(x, weight.weight, jnp.float32), jnp.float32, deterministic=True)
     (out, inner), rows = weight.shape, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     if gate:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
+from pallas_kernels.layers.shard import Shard
 
 Kind = Literal["int8", "fp8", "fp8_dynamic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -96,12 +97,13 @@ class Scaled:
 
 
 PartialSums = Float[Array, "parts *rows out"] | Scaled  # the kernel that reads partial sums adds them up
-Weight = Float[Array, "_ _"] | Quantized  # [out, inner]
+Weight = Float[Array, "_ _"] | Quantized | Shard  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
 def has_dynamic_activations(weight: Weight) -> bool:
     """Returns whether activations are quantised before they are multiplied by this weight."""
+    weight = weight.weight if isinstance(weight, Shard) else weight
     return isinstance(weight, Quantized) and weight.dynamic
 
 
@@ -155,6 +157,7 @@ def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implem
         TypeError: x is quantised, and the weight is not of "fp8_dynamic".
     """
     assert not has_group_scales(weight), "sums over several groups have no common scale"
+    assert not isinstance(weight, Shard), "products of several devices have no common scale"
     if isinstance(weight, Quantized) and weight.dynamic:
         if not isinstance(x, QuantizedActivation):
             x = quantize_activation(x, gate=gate, implementation=implementation)
@@ -177,8 +180,13 @@ def matmul_unscaled(
 ) -> PartialSums:
     """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
 
-    For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales.
+    For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales. The
+    product of several devices (`Shard`) has its scales applied, and may be several partial sums.
     """
+    if isinstance(weight, Shard):
+        own = matmul_unscaled(x, weight.weight, jnp.float32, gate=gate, implementation=implementation)
+        joined = weight.join(with_scales(own), dtype or x.dtype)
+        return joined.astype(dtype or x.dtype) if weight.by == "rows" else joined
     if has_group_scales(weight):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
@@ -245,6 +253,12 @@ def matmul(
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
     """Returns partial sums without scales, and the scales: (row scales, column scales), or () if there are none."""
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
+
+
+def with_scales(parts: PartialSums) -> Float[Array, "parts *rows out"]:
+    """Returns partial sums that are multiplied by their scales, if they have any."""
+    values, scales = split_scales(parts)
+    return values * scales[0][..., None] * scales[1] if scales else values
 
 
 def sum_f32(parts: Iterable[Array]) -> Array:

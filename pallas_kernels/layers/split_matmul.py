@@ -33,7 +33,9 @@ from pallas_kernels.layers.quantized import (
     matmul_grouped,
     matmul_unscaled,
     split_scales,
+    with_scales,
 )
+from pallas_kernels.layers.shard import Shard
 
 MOST_ROWS = 64  # most rows that the kernel supports; with more rows, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product
@@ -184,9 +186,10 @@ def split_matmul(
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
 
-    A single partial sum has x's dtype. Several partial sums are float32. There are two exceptions:
+    A single partial sum has x's dtype. Several partial sums are float32. There are three exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
+    - The partial sums of several devices (`Shard`) are those of `Shard.join`, without scales.
     - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
       there are more than 64 rows.
 
@@ -201,6 +204,9 @@ def split_matmul(
             unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
             "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
     """
+    if isinstance(weight, Shard):
+        own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
+        return weight.join(with_scales(own), x.dtype)
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))

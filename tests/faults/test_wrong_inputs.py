@@ -162,7 +162,7 @@ OPTIONS: list[tuple[Call, str]] = [
     (lambda e: make(max_model_len=5), "Engine: expected max_len=, got max_model_len="),
     (lambda e: make(max_num_seqs=5), "Engine: expected slots=, got max_num_seqs="),
     (lambda e: make(gpu_memory_utilization=0.5), "Engine: expected memory_fraction=, got gpu_memory_utilization="),
-    (lambda e: make(tensor_parallel_size=2), "Engine: expected no such option, because an engine uses one device"),
+    (lambda e: make(tensor_parallel_size=2), "Engine: expected tensor_parallel=, got tensor_parallel_size="),
     (
         lambda e: make(num_speculative_tokens=2),
         "Engine: expected the tree of the drafter, such as tree=jspec.Tree.chain",

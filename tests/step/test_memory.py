@@ -186,7 +186,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
         raise error
 
     monkeypatch.setattr(
-        *(("jspec.engine.model_runner.init_state", fails) if where == "pools" else (Executables, "__init__", fails))
+        *(("jspec.engine.model_runner.make_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
     monkeypatch.setattr(memory, "device_memory", lambda: planner.device)
     with pytest.raises(

@@ -201,7 +201,7 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
         ("--speculative-config", "instead: --eagle3, --draft-model or another drafter, and --tree chain:K"),
         ("--kv-cache-dtype", "instead: --kv-dtype"),
         ("--gpu-memory-utilization", "from Python: memory_fraction="),
-        ("--tensor-parallel-size", "because an engine uses one device for now"),
+        ("--tensor-parallel-size", "instead: --tensor-parallel"),
     ],
 )
 def test_command_line_option_of_another_project_raises_naming_the_jspec_option(

@@ -1,0 +1,283 @@
+"""Divides weights over devices (tensor parallelism), by the names of the axes that their declarations give.
+
+Each device has some heads, some channels of the feed-forward and some rows of the output head; all else is on every
+device. Outside of a step, a record of weights (`Weights`) has whole arrays, divided over a mesh of one axis. The step
+runs in `jax.shard_map`, where `local` returns the record of one device: its parts of the weights and its config.
+
+Fused parameters are stored in the order of the devices: first the rows of the first device, from each of the fused
+tensors, then those of the second. If there are fewer key-value heads than devices, some devices have the same heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convert.orbax import QUANTIZED, Placement
+from jspec.core.records import KVCache
+from jspec.models.config import DecoderConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.params import Params, ParamSpec
+from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.shard import AXIS, Shard
+
+INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
+# Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
+DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused")
+Tree = TypeVar("Tree")
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """A record of weights that can be divided over devices.
+
+    Attributes:
+        config: config of the layers.
+        mesh: mesh over whose devices the weights are divided; None: they are not.
+    """
+
+    config: Any
+    mesh: Mesh | None
+
+    def declared(self) -> Params:
+        """Return the declaration of each weight, by the names of the fields that lead to it."""
+
+    def replace(self, **changes: Any) -> Self: ...
+
+
+def mesh_of(devices: int) -> Mesh:
+    """Return a mesh over the first devices.
+
+    Raises:
+        ValueError: there are fewer devices.
+    """
+    found = jax.devices()
+    if devices > len(found):
+        raise ValueError(
+            f"tensor_parallel: expected at most {len(found)}, the number of {found[0].platform} devices, got {devices}"
+        )
+    return Mesh(np.array(found[:devices]), (AXIS,))
+
+
+def spec_of(param: ParamSpec) -> P:
+    """Return how a parameter is divided."""
+    return P(*(AXIS if name in DIVIDED else None for name in param.axes))
+
+
+def sharding_of(param: ParamSpec, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, spec_of(param))
+
+
+def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
+    """Return the indices of the rows of all devices, device after device; None: they are in this order already."""
+    own, first = [], 0
+    for rows in param.parts:
+        units = rows // param.unit
+        pieces = np.arange(first, first + rows).reshape(min(units, devices), -1)
+        own.append(np.repeat(pieces, devices // len(pieces), axis=0))
+        first += rows
+    return np.concatenate(own, axis=1).reshape(-1) if own else None
+
+
+def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -> Any:
+    """Divide one parameter over the devices of a mesh; each device gets its own part only.
+
+    Rows that are no fused ones, such as those of tokens, are padded to a multiple of the number of devices.
+
+    Args:
+        array: array of the host or of devices, or a `jax.ShapeDtypeStruct`.
+        param: declaration of the parameter.
+        is_ordered: whether the rows are in the order of the devices already.
+    """
+    sharding, order = sharding_of(param, mesh), None if is_ordered else device_rows(param, mesh.size)
+    padding = -array.shape[0] % mesh.size if array.ndim and sharding.spec[0] == AXIS and not param.parts else 0
+    if isinstance(array, jax.ShapeDtypeStruct):
+        rows = array.shape[:1] if order is None else order.shape
+        return jax.ShapeDtypeStruct((rows[0] + padding, *array.shape[1:]), array.dtype, sharding=sharding)
+    if padding:
+        pad = np.pad if isinstance(array, np.ndarray) else jax.numpy.pad
+        array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
+    if order is not None and _is_on(array, mesh):
+        return jax.jit(lambda array: array[order], out_shardings=sharding)(array)
+    return jax.device_put(array if order is None else array[order], sharding)
+
+
+def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
+    """Divide a stored array over the devices of a mesh.
+
+    Args:
+        name: name of the array: that of a parameter, or with ".values" or ".scale" that of a part of a quantised one.
+        array: the whole array, in the order of the checkpoint.
+        params: declarations of the parameters.
+        mesh: the devices.
+    """
+    base, _, kind = name.rpartition(".")
+    if kind not in QUANTIZED:
+        return put(array, params[name], mesh)
+    if kind == "scale":
+        array = _finer(array, params[base], mesh.size)
+        return put(array, of_scale(params[base], array), mesh)
+    return put(array, params[base], mesh)
+
+
+def placement(params: Params, shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Placement:
+    """Return how to read the arrays of a converted folder, so that each device reads its share of the rows or columns.
+
+    `put_named` then brings fused rows into the order of the devices.
+    """
+
+    def sharding(name: str) -> NamedSharding:
+        base, _, kind = name.rpartition(".")
+        spec = spec_of(params[base if kind in QUANTIZED else name])[: len(shapes[name].shape)]
+        sizes = zip(spec, shapes[name].shape, strict=True)
+        return NamedSharding(mesh, P(*(axis if size % mesh.size == 0 else None for axis, size in sizes)))
+
+    return sharding
+
+
+def _is_on(array: Any, mesh: Mesh) -> bool:
+    sharding = getattr(array, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def of_scale(param: ParamSpec, scale: Any) -> ParamSpec:
+    """Return the declaration of the scales of a quantised parameter: one per row, or one per group of columns."""
+    return replace(param, shape=(*param.shape[:1], *scale.shape[1:]), axes=param.axes[: scale.ndim])
+
+
+def place(tree: Tree, mesh: Mesh) -> Tree:
+    """Divide all weights in a tree over the devices of a mesh.
+
+    Arrays that are not in a `Weights` record are copied to every device. Arrays that are on the mesh and declared
+    without a divided axis stay as they are, because another record shares them.
+
+    Raises:
+        ValueError: a number of heads or channels cannot be divided; the message names it.
+    """
+    return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
+
+
+def _is_weights(node: Any) -> bool:
+    return isinstance(node, Weights)
+
+
+def _place(node: Any, mesh: Mesh) -> Any:
+    if not isinstance(node, Weights):
+        return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
+    local_config(node.config, mesh.size)  # raises an error that names what cannot be divided
+    is_ordered = node.mesh == mesh
+
+    def put_leaf(leaf: Any, param: ParamSpec) -> Any:
+        if isinstance(leaf, Quantized):
+            scale = _finer(leaf.scale, param, mesh.size)
+            scale = put(scale, of_scale(param, scale), mesh, is_ordered=is_ordered)
+            return replace(leaf, values=put(leaf.values, param, mesh, is_ordered=is_ordered), scale=scale)
+        if _is_on(leaf, mesh) and AXIS not in spec_of(param):
+            return leaf
+        return put(leaf, param, mesh, is_ordered=is_ordered)
+
+    return _map(put_leaf, node).replace(mesh=mesh)
+
+
+def _finer(scale: Any, param: ParamSpec, devices: int) -> Any:
+    """Return scales whose groups of columns do not cross the border between two devices."""
+    if scale.ndim == 1 or spec_of(param)[1] is None or scale.shape[1] % devices == 0:
+        return scale
+    groups = scale.shape[1]
+    return scale.repeat(math.lcm(groups, devices) // groups, axis=1)
+
+
+def _map(function: Callable[..., Any], node: Weights, *others: Any) -> Any:
+    """Return a record whose weights are those of ``function(weight, *other weights, declaration)``."""
+    params = node.declared()
+
+    def of(path: tuple[Any, ...], *leaves: Any) -> Any:
+        return function(*leaves, params[jax.tree_util.keystr(path, simple=True, separator=".")])
+
+    return jax.tree_util.tree_map_with_path(of, node, *others, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+
+
+def layout(tree: Any) -> Any:
+    """Return the `PartitionSpec` of every array in a tree whose arrays are on a mesh."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def state_layout(state: Any) -> Any:
+    """Return how the arrays of a slot state are divided: KV pools by heads; all else is on every device."""
+
+    def is_cache(node: Any) -> bool:
+        return isinstance(node, KVCache)
+
+    return jax.tree.map(lambda node: P(None, AXIS) if is_cache(node) else P(), state, is_leaf=is_cache)
+
+
+def local(tree: Any, specs: Any, devices: int) -> Any:
+    """Return the weights of one device as `Shard`, with configs of its heads and channels.
+
+    Args:
+        tree: tree of weights, whose arrays are the parts of one device.
+        specs: `layout` of the whole arrays.
+        devices: number of devices.
+    """
+    return jax.tree.map(lambda node, own: _local(node, own, devices), tree, specs, is_leaf=_is_weights)
+
+
+def _local(node: Any, specs: Any, devices: int) -> Any:
+    if not isinstance(node, Weights):
+        return node
+
+    def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
+        own = tuple(spec.values if isinstance(spec, Quantized) else spec)
+        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
+            return Shard(leaf, "rows", param.shape[0])
+        is_inner = own[1:] == (AXIS,) and param.axes[1] in INNER
+        return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
+
+    return _map(shard, node, specs).replace(config=local_config(node.config, devices), mesh=None)
+
+
+def local_shapes(tree: Any, mesh: Mesh) -> Any:
+    """Return the weights of one device as shapes; arrays that are shared in the tree are shared shapes."""
+    made: dict[int, jax.ShapeDtypeStruct] = {}
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        own = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        return made.setdefault(id(leaf), own)
+
+    return local(jax.tree.map(shape, tree), layout(tree), mesh.size)
+
+
+def local_config(config: DecoderConfig, devices: int) -> Any:
+    """Return the config of one device's heads and channels.
+
+    Raises:
+        ValueError: heads or channels cannot be divided by the number of devices.
+    """
+    layers: dict[LayerConfig, LayerConfig] = {layer: _local_layer(layer, devices) for layer in set(config.layers)}
+    return replace(config, layers=tuple(layers[layer] for layer in config.layers))
+
+
+def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
+    attention = layer.attention
+    _check("num_attention_heads", attention.heads, devices)
+    _check("intermediate_size", layer.mlp.width, devices)
+    if devices % attention.kv_heads:
+        _check("num_key_value_heads", attention.kv_heads, devices, "divisor or a multiple")
+    kv_heads = max(attention.kv_heads // devices, 1)
+    own = replace(attention, heads=attention.heads // devices, kv_heads=kv_heads)
+    return replace(layer, attention=own, mlp=replace(layer.mlp, width=layer.mlp.width // devices))
+
+
+def _check(name: str, size: int, devices: int, expected: str = "divisor") -> None:
+    if size % devices:
+        raise ValueError(
+            f"tensor_parallel: expected a {expected} of {size}, the model's {name}, got {devices}; take another number "
+            "of devices"
+        )

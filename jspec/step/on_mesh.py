@@ -1,0 +1,135 @@
+"""Runs a step on all devices of a mesh at once, each with its own part of the weights and of the KV pools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jspec.core.config import EngineConfig
+from jspec.core.records import SlotState
+from jspec.models.decoder import Model
+from jspec.models.kv_cache import PoolShape
+from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout
+from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
+
+logger = logging.getLogger(__name__)
+
+EVERYWHERE = P()  # every device has the whole array
+Step = Callable[..., Any]
+
+
+def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
+    """Return the mesh over whose devices an engine divides its weights; None: the engine uses one device.
+
+    Args:
+        config: options of the engine.
+        target: a loaded target, which may be divided over a mesh already.
+
+    Raises:
+        ValueError: there are fewer devices than asked for, or the target is on another mesh.
+    """
+    found = None if target is None else target.mesh
+    mesh = config.mesh or found
+    if mesh is None:
+        return mesh_of(config.tensor_parallel) if config.tensor_parallel > 1 else None
+    if found not in (None, mesh):
+        raise ValueError(f"mesh: expected {found}, over which the target is divided, got {mesh}; leave it out")
+    if config.tensor_parallel not in (1, mesh.size):
+        raise ValueError(
+            f"tensor_parallel: expected {mesh.size}, the number of devices of the mesh, got {config.tensor_parallel}; "
+            "leave it out"
+        )
+    return mesh
+
+
+def log_devices(mesh: Mesh | None) -> None:
+    """Log over which devices an engine divides its weights, and that an old jax runs their exchanges outside graphs."""
+    if mesh is None:
+        return
+    (first, *_), late = mesh.devices.flat, ""
+    if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
+        late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
+    logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)
+
+
+def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True) -> Step:
+    """Return a step (params, state, *inputs) -> (state, output) that runs on all devices of a mesh.
+
+    Args:
+        mesh: the devices; None: one device, for which the step is returned unchanged.
+        step: the step on one device. Its inputs and its output are equal on all devices.
+        params: the parameters, on the mesh; only their shardings are used.
+        has_output: whether the step returns an output; False: it returns the state alone.
+    """
+    if mesh is None:
+        return step
+    specs, devices = layout(params), mesh.size
+
+    def on_device(params: Params, *arguments: Any) -> Any:
+        return step(local(params, specs, devices), *arguments)
+
+    def on_all(params: Params, state: SlotState, *inputs: Any) -> Any:
+        pools = state_layout(state)
+        in_specs = (specs, pools, *[EVERYWHERE] * len(inputs))
+        out_specs = (pools, EVERYWHERE) if has_output else pools
+        return _shard_map(on_device, mesh, in_specs, out_specs)(params, state, *inputs)
+
+    return on_all
+
+
+def helper_on(mesh: Mesh | None, function: Step) -> Step:
+    """Return a function of arrays that every device has whole, for all devices of a mesh; None: for one device."""
+    return function if mesh is None else _shard_map(function, mesh, EVERYWHERE, EVERYWHERE)
+
+
+def _shard_map(function: Step, mesh: Mesh, in_specs: Any, out_specs: Any) -> Step:
+    # Kernels do not say how their outputs differ between devices, which jax would check.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def make_state(program: Program, params: Params, pool: PoolShape) -> SlotState:
+    """Make the initial slot state on the devices of the program's mesh, or on one device."""
+    if program.mesh is None:
+        return init_state(program, params, pool)
+    one, specs = on_one(program, params), layout(params)
+    pools = state_layout(jax.eval_shape(lambda: init_state(*one, pool)))
+    devices = program.mesh.size
+    make = partial(_init_local, one[0], specs, devices, pool)
+    return jax.jit(_shard_map(make, program.mesh, (specs,), pools))(params)
+
+
+def _init_local(program: Program, specs: Any, devices: int, pool: PoolShape, params: Params) -> SlotState:
+    return init_state(program, local(params, specs, devices), pool)
+
+
+def on_one(program: Program, params: Params) -> tuple[Program, Params]:
+    """Return the program and the shapes of the parameters of one of the devices."""
+    if program.mesh is None:
+        return program, params
+    return replace(program, mesh=None), local_shapes(params, program.mesh)
+
+
+def shapes_of(tree: Any, mesh: Mesh | None) -> Any:
+    """Return the shapes of arrays, with their shardings on a mesh; arrays without one are on every device."""
+    if mesh is None:
+        return jax.eval_shape(lambda: tree)
+    everywhere = NamedSharding(mesh, EVERYWHERE)
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        own = getattr(leaf, "sharding", None)
+        sharding = own if isinstance(own, NamedSharding) else everywhere
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+def sender(mesh: Mesh | None) -> Callable[[Any], Any]:
+    """Return the function that sends arrays of the host to the devices, to every device of a mesh the same."""
+    return jax.device_put if mesh is None else partial(jax.device_put, device=NamedSharding(mesh, EVERYWHERE))

@@ -1,0 +1,324 @@
+"""Test that an engine on several devices emits the tokens of an engine on one, and that the devices stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jspec import Completion, Drafter, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
+from jspec.core.records import KVCache, SlotState
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.quantize import quantize_weights
+from pallas_kernels.layers.shard import AXIS, Shard, gather_columns
+from tests.support import lettered, small, tiny
+from tests.support.recordings import recording
+
+pytestmark = pytest.mark.slow
+VOCAB = 61  # devices cannot divide it, so weights are padded
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 23, 11, 2, 9)] + [[7, 8, 9] * 5]
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0.0),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=2, top_k=7),
+    SamplingParams(max_tokens=12, temperature=1.2, seed=3, top_p=0.9, min_p=0.02),
+    SamplingParams(
+        max_tokens=12, temperature=0.9, seed=4, repetition_penalty=1.2, logit_bias={3: 2.0}, bad_words=[[5], [6, 7]]
+    ),
+    SamplingParams(max_tokens=12, temperature=0.0),
+]
+OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
+LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+
+
+@cache
+def target() -> Model:
+    """Return a random target with biases, sinks and head norms, and two key-value heads."""
+    own = tiny.config(VOCAB, hidden=64)
+    layer = own.layers[0]
+    attention = replace(layer.attention, qk_norm="head", bias=True, output_bias=True, sinks=True, window=9)
+    layers = (replace(layer, attention=attention, norms="both", residual_scale=0.7), layer)
+    return tiny.random_model(replace(own, layers=layers, logit_softcap=9.0))
+
+
+@cache
+def llama() -> Model:
+    """Return a random target whose output head is its embedding."""
+    return tiny.random_model(replace(tiny.config(VOCAB, layers=1, hidden=64), tie_word_embeddings=True))
+
+
+def head() -> EagleHead:
+    return tiny.eagle_head(target(), draft_vocab=31, feature_layers=(0, 2))
+
+
+def small_model() -> Model:
+    return tiny.model(VOCAB, layers=1, hidden=64, seed=3)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "eagle3 chain": lambda: Eagle3(head(), "chain:3"),
+    "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
+    "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
+    "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
+    "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
+    "ngram": lambda: NGram("chain:2"),
+    "suffix": lambda: Suffix("chain:2"),
+}
+
+
+@cache
+def one_device() -> Engine:
+    return Engine(target(), **OPTIONS)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return tokens(one_device())
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [one.token_ids for one in engine.generate(PROMPTS, PARAMS)]
+
+
+def check_devices_equal(state: SlotState) -> int:
+    """Check that all devices hold the same bits of what every device has; return the number of such arrays.
+
+    Pools are divided by heads; devices beyond the number of key-value heads repeat those of others.
+    """
+    leaves = [
+        leaf
+        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+        for leaf in ([] if isinstance(node, KVCache) else [node])
+    ]
+    for leaf in leaves:
+        first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
+        assert others and all(other == first for other in others), f"{leaf.shape} differs between devices"
+    return len(leaves)
+
+
+DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "devices"),
+    [
+        pytest.param(drafter, devices, marks=() if (drafter, devices) in DEFAULT else pytest.mark.matrix)
+        for drafter in DRAFTERS
+        for devices in (2, 4)
+    ],
+)
+def test_engine_on_several_devices_emits_the_tokens_of_one_device(drafter: str, devices: int) -> None:
+    """On four devices, each of the two key-value heads is on two of them."""
+    with Engine(target(), drafter=DRAFTERS[drafter](), tensor_parallel=devices, **OPTIONS) as engine:
+        assert tokens(engine) == expected()
+        assert check_devices_equal(engine.core.runner.state) > 10
+        assert engine.pages_in_use == 0
+
+
+def test_engine_on_a_mesh_of_other_devices_reports_the_log_probabilities_of_one_device() -> None:
+    params = [replace(one, logprobs=2, prompt_logprobs=1) for one in PARAMS]
+    devices = jax.devices()[2:]
+    with Engine(target(), mesh=Mesh(np.array(devices), (AXIS,)), **OPTIONS) as engine:
+        made = engine.generate(PROMPTS, params)
+        arrays = jax.tree.leaves((engine.core.runner.state, engine.core.runner.params))
+        assert {device for array in arrays for device in array.devices()} == set(devices)
+    for one, other in zip(made, one_device().generate(PROMPTS, params), strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(scores(one), scores(other), atol=1e-4)
+
+
+def scores(completion: Completion) -> list[float]:
+    """Return the log-probabilities of a completion's prompt, after its first token, and of its tokens."""
+    assert completion.logprobs is not None and completion.prompt_logprobs is not None
+    return [one.logprob for one in (*completion.prompt_logprobs[1:], *completion.logprobs) if one is not None]
+
+
+@pytest.fixture(scope="module")
+def eagle() -> Engine:
+    """An engine with an EAGLE-1 head on four devices; its state has the target's hidden states as each device sums."""
+    return Engine(target(), drafter=DRAFTERS["eagle"](), tensor_parallel=4, **{**OPTIONS, "max_len": 320})
+
+
+def test_devices_hold_equal_bits_after_200_rounds(eagle: Engine) -> None:
+    assert tokens(eagle) == expected()
+    params = [SamplingParams(max_tokens=290, temperature=temperature, seed=5) for temperature in (0.0, 1.0)]
+    before = eagle.metrics.num_rounds_per_depth[2]
+    eagle.generate(PROMPTS[:2], params)
+    assert eagle.metrics.num_rounds_per_depth[2] >= before + 2 * 200
+    assert check_devices_equal(eagle.core.runner.state) > 10
+
+
+def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the second device adds up the parts of the four devices from the last to the first."""
+
+    def join(shard: Shard, parts: Array, dtype: Any, *, deterministic: bool = False) -> Array:
+        if shard.by == "rows":
+            return gather_columns(parts[0])[None, ..., : shard.size]
+        parts = jax.lax.all_gather(parts, AXIS, tiled=True)
+        return jnp.where(jax.lax.axis_index(AXIS) == 1, parts[::-1], parts)
+
+    monkeypatch.setattr(Shard, "join", join)
+    jax.clear_caches()  # products that are traced already have the right order
+    try:
+        with Engine(target(), drafter=DRAFTERS["eagle"](), tensor_parallel=4, **OPTIONS) as engine:
+            engine.generate(PROMPTS, PARAMS)
+            with pytest.raises(AssertionError, match="differs between devices"):
+                check_devices_equal(engine.core.runner.state)
+    finally:
+        jax.clear_caches()
+
+
+DEFAULT_FAMILIES = (("gemma2", 2), ("olmo3", 4))
+
+
+@pytest.mark.parametrize(
+    ("family", "devices"),
+    [
+        pytest.param(family, devices, marks=() if (family, devices) in DEFAULT_FAMILIES else pytest.mark.matrix)
+        for family in FAMILIES
+        for devices in (2, 4)
+    ],
+)
+def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
+    family: str, devices: int, golden: Path
+) -> None:
+    """Gemma's output head is its embedding, and OLMo norms all heads together; the last prompt has cached pages."""
+    folder = golden / "families" / family
+    data = recording(folder / "expect.npz")
+    prompts, wanted = ([data[f"{name}{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
+    own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,), page_size=8)
+    with Engine.from_pretrained(folder, dtype="float32", tensor_parallel=devices, eos_ids=(), **own) as engine:
+        for time in range(2):
+            done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+            assert [one.token_ids for one in done] == wanted
+            assert time == 0 or done[2].metrics.num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("fp8", "fp8_dynamic"))]
+)
+def test_quantised_engine_on_four_devices_emits_with_a_draft_the_tokens_without_one(kind: str) -> None:
+    """With fp8_dynamic, inputs have scales for each device's columns, so tokens may differ from one device's."""
+    devices = 4 if kind == "fp8_dynamic" else 1
+    drafter = Eagle3(quantize_weights(tiny.eagle_head(llama(), draft_vocab=31, feature_layers=(0, 1)), kind), "chain:2")
+    plain = Engine(llama(), quantize=kind, tensor_parallel=devices, **LLAMA_OPTIONS)
+    drafted = Engine(llama(), drafter=drafter, quantize=kind, tensor_parallel=4, **LLAMA_OPTIONS)
+    one, two = (engine.generate(PROMPTS[:4], PARAMS[:4]) for engine in (plain, drafted))
+    assert [done.token_ids for done in two] == [done.token_ids for done in one]
+
+
+def test_deterministic_engine_on_two_devices_has_equal_bits_with_any_drafter_and_bucket() -> None:
+    options: dict[str, Any] = {**LLAMA_OPTIONS, "deterministic": True, "tensor_parallel": 2, "prefill_buckets": (32,)}
+    other = {**options, "prefill_buckets": (16,), "page_size": 4}
+    engines = Engine(llama(), **options), Engine(llama(), drafter=DraftModel(small_model(), "chain:2"), **other)
+    params = [SamplingParams(max_tokens=12, temperature=index % 2, seed=index, logprobs=1) for index in range(6)]
+    plain, drafted = (engine.generate(PROMPTS, params) for engine in engines)
+    for one, two in zip(plain, drafted, strict=True):
+        assert one.token_ids == two.token_ids
+        assert [a.logprob for a in one.logprobs or []] == [b.logprob for b in two.logprobs or []]
+
+
+def test_preemption_and_prefix_hits_with_pages_of_one_row_change_no_token() -> None:
+    """The pages do not suffice for six requests, so some are preempted; later the last prompt has cached pages."""
+    own: dict[str, Any] = dict(page_size=1, pages=64, tensor_parallel=2)
+    with Engine(target(), drafter=NGram("chain:2"), **{**OPTIONS, **own}) as engine:
+        assert tokens(engine) == expected()
+        assert engine.metrics.num_preemptions > 0
+        for _ in range(2):
+            (again,) = engine.generate(PROMPTS[2], PARAMS[2])
+            assert again.token_ids == expected()[2]
+        assert again.metrics.num_cached_tokens == len(PROMPTS[2]) - 1
+        engine.scheduler.pages.check()
+
+
+@pytest.mark.long
+def test_grammar_that_the_host_follows_gives_the_tokens_of_one_device() -> None:
+    """Such a round is two programs, and the masks between them go to every device; a regex has a table there."""
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    asked = [
+        SamplingParams(max_tokens=16, temperature=0.7, seed=1, json_schema=schema),
+        SamplingParams(max_tokens=16, temperature=0.7, seed=2, regex="(ab|1){4}"),
+    ]
+    made = []
+    for devices in (1, 2):
+        engine = Engine(
+            small.target(),
+            drafter=NGram("chain:2"),
+            slots=2,
+            max_len=small.MAX_LEN,
+            buckets=(2,),
+            prefill_buckets=(16,),
+            tokenizer=lettered.Lettered(lettered.JSON_TEXTS[: small.VOCAB]),
+            eos_ids=(lettered.END,),
+            tensor_parallel=devices,
+        )
+        made.append([one.raise_for_error().token_ids for one in engine.generate(["{", "ab"], asked)])
+    assert made[0] == made[1]
+
+
+def test_memory_plan_counts_the_arrays_of_one_device(eagle: Engine) -> None:
+    """The weights are those of the plan's device, and a device of four has one of the two key-value heads."""
+    plan, runner = eagle.memory_plan, eagle.core.runner
+
+    def held(tree: Any) -> int:
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves.values())
+
+    assert plan.target_weights == held(runner.params.target)
+    assert plan.target_weights + plan.draft_weights == held(runner.params)
+    assert plan.target_pool == held(runner.state.target)
+    assert plan.state == held(runner.state)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(target()))
+    assert plan.target_weights < 0.5 * whole  # the embedding and the norms are on each device
+    pools = runner.state.target.k
+    assert all(pool.shape[1] == 4 and pool.addressable_shards[0].data.shape[1] == 1 for pool in pools)
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    (dict(tensor_parallel=8), "tensor_parallel: expected at most 4, the number of cpu devices, got 8"),
+    (dict(tensor_parallel=3), "tensor_parallel: expected a divisor of 4, the model's num_attention_heads, got 3"),
+    (dict(tensor_parallel=0), "tensor_parallel: expected an int from 1"),
+    (dict(tensor_parallel="2"), "tensor_parallel: expected an int from 1"),
+    (dict(mesh=2), "mesh: expected None or a jax.sharding.Mesh of one axis named .model., got 2"),
+)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_engine_refuses_impossible_devices(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(target(), **OPTIONS, **options)
+
+
+def test_engine_refuses_a_mesh_of_other_axes_or_of_another_size() -> None:
+    devices = np.array(jax.devices())
+    with pytest.raises(ValueError, match=r"mesh: expected None or a jax\.sharding\.Mesh of one axis"):
+        Engine(target(), mesh=Mesh(devices[:2], ("x",)))
+    with pytest.raises(ValueError, match=r"mesh: expected None or a jax\.sharding\.Mesh of one axis"):
+        Engine(target(), mesh=Mesh(devices.reshape(2, 2), (AXIS, "data")))
+    with pytest.raises(ValueError, match="tensor_parallel: expected 2, the number of devices of the mesh, got 4"):
+        Engine(target(), mesh=Mesh(devices[:2], (AXIS,)), tensor_parallel=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(num_heads=6, num_kv_heads=2), "a divisor of 6, the model's num_attention_heads"),
+        (dict(num_heads=12, num_kv_heads=3), "a divisor or a multiple of 3, the model's num_key_value_heads"),
+        (dict(intermediate_size=90), "a divisor of 90, the model's intermediate_size"),
+    ],
+)
+def test_engine_refuses_sizes_that_four_devices_cannot_divide(changes: dict[str, int], expected: str) -> None:
+    config = tiny.config(VOCAB).resized(**changes)
+    with pytest.raises(ValueError, match=f"tensor_parallel: expected {expected}, got 4"):
+        Engine(tiny.random_model(config), tensor_parallel=4)
