@@ -19,7 +19,7 @@ from jaxtyping import Array, UInt32
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window, require_static
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
 from jspec.draft.expand_block import expand_block
@@ -46,7 +46,6 @@ class DFlash(Drafter):
         draft_window: number of newest tokens that the head attends to; None: all.
 
     Raises:
-        NotImplementedError: the tree is dynamic.
         ValueError: the tree is too deep, a node has more children than the draft vocabulary has tokens, or the window
             is not larger than the tree's depth.
     """
@@ -57,7 +56,7 @@ class DFlash(Drafter):
         deepest = config.block_size - 1
         tree = tree_of("DFlash", Tree.chain(min(DEFAULT_TREE.depth, deepest)) if tree is None else tree)
         self.head = head
-        self.tree = require_static("DFlash", tree)
+        self.tree = tree
         self.draft_window = check_window("DFlash", draft_window, tree)
         if tree.depth > deepest:
             raise ValueError(
