@@ -59,7 +59,6 @@ def test_dynamic_tree_over_a_block_has_the_paths_of_highest_probability(nodes: i
 def test_static_tree_over_a_block_has_the_likeliest_tokens_of_each_depth(tree: str) -> None:
     """Ids are those of the draft vocabulary's map; a node's children do not depend on the node."""
     logits, shape = block(1.0), Tree.parse(tree)
-    shape = shape if shape.depth == DEPTH else shape.cut(shape.depth)
     vocabulary = Vocabulary(jnp.arange(VOCAB) * 2 + 1, 2 * VOCAB + 1)
     given = jnp.asarray(logits[:, : shape.depth])[None]
     draft = expand_block(shape, view_of_rows([1, 2, 3]), vocabulary, given)
