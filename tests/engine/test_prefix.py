@@ -27,7 +27,9 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "eagle3": lambda: Eagle3(
         tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(LENGTH)
     ),
-    "dflash": lambda: DFlash(tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.chain(LENGTH)),
+    "dflash": lambda: DFlash(
+        tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.topk(6, LENGTH, 3)
+    ),
     "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }
