@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import Completion, Drafter, DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingParams, Suffix, Tree
+from jspec import (
+    Completion,
+    DFlash,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Engine,
+    Medusa,
+    NGram,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
 from jspec.core import records
 from jspec.engine.model_runner import ModelRunner
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
@@ -23,6 +36,7 @@ DRAFTERS: dict[str, Callable[[Tree], Drafter]] = {
     "eagle3": lambda tree: Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), tree),
     "eagle": lambda tree: Eagle(tiny.eagle1_head(small.target()), tree),
     "draft model": lambda tree: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), tree),
+    "dflash": lambda tree: DFlash(tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), tree),
     "medusa": lambda tree: Medusa(tiny.medusa_heads(small.target(), 3), tree),
     "ngram": lambda tree: NGram(tree),
     "suffix": lambda tree: Suffix(tree, scope="engine", corpus_tokens=64),

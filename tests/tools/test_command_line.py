@@ -84,7 +84,7 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    names = ("eagle3", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
