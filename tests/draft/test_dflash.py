@@ -120,6 +120,15 @@ def test_quantised_dflash_head_writes_the_context_of_its_quantised_weights(tmp_p
     assert 1e-4 < np.abs(found - right).max() / np.abs(right).max() < 0.1
 
 
+def test_dflash_head_with_a_draft_window_sees_its_block_and_the_newest_committed_tokens(tmp_path: Path) -> None:
+    """Rotary positions are relative, so a shorter context gives the right logits; negative control: a token more."""
+    folder = folders.write(tmp_path, CONFIG, tensors_of())
+    drafter = DFlash.from_pretrained(folder, tree=Tree.chain(5)).with_window(8)
+    found, right = computed(drafter, target(), states()), expected(5, features=states()[-2:])
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    assert np.abs(found - expected(5, features=states()[-3:])).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
 # ---- recordings
 
 

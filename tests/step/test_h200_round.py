@@ -97,7 +97,7 @@ def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
 def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_equal_length() -> None:
     """A block of 8 takes one pass of 5 layers, an EAGLE-3 chain of 7 takes 7 passes of one layer."""
     tree = Tree.chain(7)
-    block = check(*compile_round(tree, method="dflash"), launches=400, temp_mib=12)
+    block = check(*compile_round(tree, method="dflash"), launches=390, temp_mib=12)
     chain, _ = compile_round(tree)
     assert len(block.launches) < len(chain.launches)
     assert block.count("append_attention") == 32 + 5
@@ -106,7 +106,7 @@ def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_
 
 @pytest.mark.long
 def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
-    check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=500, temp_mib=72)
+    check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=415, temp_mib=40)
 
 
 @pytest.mark.matrix

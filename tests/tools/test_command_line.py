@@ -145,7 +145,10 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
         (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),
         (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
-        (("--ngram", "--draft-quantize", "int8"), "--draft-quantize: expected one of --eagle3, --eagle, --draft-model"),
+        (
+            ("--ngram", "--draft-quantize", "int8"),
+            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --draft-model",
+        ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
     ],
