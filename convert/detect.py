@@ -11,6 +11,7 @@ KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "eagle3": "Eagle3.from_pretrained",
     "eagle": "Eagle.from_pretrained",
     "medusa": "Medusa.from_pretrained",
+    "dflash": "DFlash.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
@@ -22,7 +23,7 @@ OTHER_TENSORS = {
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
     r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
 }
-OTHER_ARCHITECTURES = ("PEagle", "DFlash", "DSpark", "Domino")
+OTHER_ARCHITECTURES = ("PEagle", "DFlash2", "DSpark", "DSpine", "Domino")
 
 
 def bare_name(name: str) -> str:
@@ -31,7 +32,7 @@ def bare_name(name: str) -> str:
 
 
 def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> str:
-    """Return the kind of checkpoint in a folder: "target", "eagle3", "eagle" or "medusa".
+    """Return the kind of checkpoint in a folder, one of `KINDS`.
 
     Args:
         config: parsed config.json.
@@ -47,15 +48,18 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
     others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
-    if speculators not in ("", "eagle3"):
+    if speculators not in ("", "eagle3", "dflash"):
         others.append(f"speculators_model_type {short(speculators)}")
     if others:
         known = ", ".join(families)
         raise NotImplementedError(
-            f"expected a model ({known}) or an EAGLE or Medusa head, got {others[0]}; this method is not supported yet"
+            f"expected a model ({known}) or an EAGLE, DFlash or Medusa head, got {others[0]}; this method is not "
+            "supported yet"
         )
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
+    if speculators == "dflash" or "DFlash" in architectures or "hidden_norm.weight" in bare:
+        return "dflash"
     eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures
     if eagle3 or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in bare):
         return "eagle3"

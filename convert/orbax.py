@@ -68,7 +68,7 @@ class Checkpoint:
     """A model or a draft head whose weights are in memory.
 
     Attributes:
-        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        kind: kind of checkpoint, one of `convert.detect.KINDS`.
         config: config record for this kind.
         weights: tree of dicts and lists of arrays.
         folder: folder that the checkpoint was read from.
@@ -85,7 +85,7 @@ class Header:
     """A checkpoint's metadata, without the values of the weights.
 
     Attributes:
-        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        kind: kind of checkpoint, one of `convert.detect.KINDS`.
         config: config of the checkpoint; `convert.orbax.read_header` gives a dict, `jspec.models.load.read_header` a
             config record.
         parameters: shape and dtype of each parameter, by name.
@@ -157,7 +157,7 @@ def save(
 
     Args:
         folder: folder to write; missing parents are created.
-        kind: kind of checkpoint, "target", "eagle3", "eagle" or "medusa".
+        kind: kind of checkpoint, one of `convert.detect.KINDS`.
         config: config record, which is stored in the manifest.
         batches: batches of parameters by name; one batch is held in memory.
         files: files to copy into the folder (tokenizer files), by their paths in it.

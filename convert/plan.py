@@ -23,7 +23,7 @@ class Plan:
     """The plan for reading a Hugging Face folder."""
 
     folder: Path  # Hugging Face folder
-    kind: str  # kind of checkpoint, "target", "eagle3", "eagle" or "medusa"
+    kind: str  # kind of checkpoint, one of `convert.detect.KINDS`
     config: Any  # config record of the kind
     rows: tuple[Row, ...]  # weight map: from which tensors each parameter is made
     source: Source  # the folder's tensors

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
+    from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 MODULES = {  # the module that defines each public name, except the names of modules
     "Chunk": "jspec.engine.request",
     "Completion": "jspec.engine.request",
+    "DFlash": "jspec.draft.dflash",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
     "Eagle": "jspec.draft.eagle",
@@ -51,6 +53,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
 __all__ = [
     "Chunk",
     "Completion",
+    "DFlash",
     "DraftModel",
     "Drafter",
     "Eagle",

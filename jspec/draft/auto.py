@@ -1,4 +1,4 @@
-"""Loads checkpoints of any kind: targets, draft models, EAGLE heads and Medusa heads."""
+"""Loads checkpoints of any kind: targets, draft models, EAGLE, DFlash and Medusa heads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
 from convert.sources import Source
 from jspec.core.tree import DEFAULT_TREE, Tree
-from jspec.draft import eagle_formats, medusa
+from jspec.draft import dflash_format, eagle_formats, medusa
 from jspec.draft.base import Drafter
+from jspec.draft.dflash import DFlash
+from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.eagle_head import EagleHead
@@ -46,7 +48,7 @@ def load_checkpoint(
     Args:
         path: an existing folder, or else a hub id ("owner/name").
         overrides: config values that replace those of the checkpoint.
-        kind: required kind of checkpoint, "target", "eagle3", "eagle" (EAGLE-1 and 2) or "medusa"; None: any.
+        kind: required kind of checkpoint, one of `convert.detect.KINDS`; None: any.
         dtype, quantize, placement, mesh: arguments of `jspec.models.load.load`.
 
     Returns:
@@ -73,7 +75,8 @@ def load_drafter(
 
     Args:
         path: an existing folder, or else a hub id ("owner/name").
-        tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads if fewer.
+        tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads, or as a
+            DFlash head can draft, if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
@@ -87,6 +90,9 @@ def load_drafter(
         case "medusa":
             heads = MedusaHeads.from_weights(found.config, found.weights)
             return Medusa(heads, tree or Tree.chain(min(length, len(heads.heads))))
+        case "dflash":
+            head = DFlashHead.from_weights(found.config, found.weights)
+            return DFlash(head, tree or Tree.chain(min(length, head.config.block_size - 1)))
         case _:
             return DraftModel(Model.from_weights(found.config, found.weights, mesh), chain)
 
@@ -136,6 +142,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
         "eagle3": partial(eagle_formats.head_format, overrides=given),
         "eagle": partial(eagle_formats.head_format, overrides=given),
         "medusa": medusa.head_format,
+        "dflash": partial(dflash_format.dflash_format, overrides=given),
     }
     return lambda kind: _checked(kind, formats[kind](kind), given)
 

@@ -47,7 +47,7 @@ from jspec.draft.eagle_head import (
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
-from jspec.draft.head_pair import Size, common_sizes, feature_fault
+from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.models import load
 from jspec.models.attention import attend
 from jspec.models.decoder import Model
@@ -400,11 +400,7 @@ def _pairs(
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
     """Raise ValueError if the head's vocabulary, sizes or feature layers do not match the target."""
     config, own = head.config, target.config
-    if (fault := feature_fault(feature_layers, own.num_layers)) is not None:
-        raise ValueError(f"{name}: {fault}")
     sizes = common_sizes(config, own, has_embed=head.embed is not None, has_head=head.head is not None)
     if head.fc is not None and config.fuses_states:
         sizes.append(Size("fc input width", head.fc.shape[1], len(feature_layers) * own.hidden_size))
-    for size in sizes:
-        if not size.is_equal:
-            raise ValueError(f"{name}: {size}; use a head made for this target")
+    check_fit(name, feature_layers, own.num_layers, sizes)

@@ -134,7 +134,7 @@ def _expand_static(
 
 
 @struct.dataclass
-class _Candidates:
+class Candidates:
     """The candidates for the nodes of a dynamic tree, which are all drafted nodes in the order of levels."""
 
     ids: Int[Array, "batch candidates"]  # token ids in the draft vocabulary
@@ -173,10 +173,10 @@ def _expand_dynamic(
             count += level.ids.shape[1]
     candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
     with jax.named_scope("select"):
-        return _select(tree, view, vocabulary, candidates), state
+        return select_nodes(tree, view, vocabulary, candidates), state
 
 
-def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> _Candidates:
+def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> Candidates:
     """Return the k most likely children of every fed node (node with children), as candidates.
 
     Args:
@@ -187,7 +187,7 @@ def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: 
     rows, count, vocab = logits.shape
     base = scores.reshape(rows * count)
     scores, ids = top_log_probs(logits.reshape(rows * count, vocab), k, base=base, implementation=implementation)
-    return _Candidates(
+    return Candidates(
         ids=ids.reshape(rows, count * k),
         scores=scores.reshape(rows, count * k),
         parents=jnp.repeat(fed, k, axis=1),
@@ -195,7 +195,7 @@ def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: 
     )
 
 
-def _select(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: _Candidates) -> ExpandedTree:
+def select_nodes(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: Candidates) -> ExpandedTree:
     """Make the tree of the root and the candidates of highest score, in the order in which they were drafted."""
     chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
 

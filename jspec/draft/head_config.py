@@ -1,4 +1,4 @@
-"""Configs of EAGLE heads, with one class per method, and the config values that a caller may override."""
+"""Configs of EAGLE and DFlash heads, with one class per method, and the config values that a caller may override."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ OVERRIDABLE = {
     "target": {"rope_theta"},
     "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
     "eagle": {"rope_theta", "feature_layers"},
+    "dflash": {"rope_theta", "feature_layers"},
     "medusa": set(),
 }
 
@@ -36,7 +37,7 @@ def default_states(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(DecoderConfig, ABC):
-    """Base class of EAGLE head configs, with the fields of all methods; `vocab_size` is the target's.
+    """Base class of head configs, with the fields of all methods; `vocab_size` is the target's.
 
     Attributes:
         draft_vocab_size: number of tokens that the head can draft.
@@ -198,7 +199,42 @@ class EagleConfig(HeadConfig):
         return cls(**fields)
 
 
-METHODS: dict[str, type[Eagle3Config] | type[EagleConfig]] = {"eagle3": Eagle3Config, "eagle": EagleConfig}
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(HeadConfig):
+    """The config of a DFlash head (arXiv:2602.06036).
+
+    Attributes:
+        block_size: number of tokens of a block, the root included; at most ``block_size - 1`` tokens are drafted.
+        mask_token_id: target id whose embedding stands for each token to draft.
+    """
+
+    method: ClassVar[str] = "dflash"
+
+    block_size: int
+    mask_token_id: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 2:
+            raise CheckpointError("block_size", f"expected at least 2, got {self.block_size}; correct config.json")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise CheckpointError(
+                "mask_token_id",
+                f"expected an id below vocab_size ({self.vocab_size}), got {self.mask_token_id}; correct config.json",
+            )
+        if self.windows:
+            raise unsupported("layer_types", "sliding_attention", "full_attention in all layers of a DFlash head")
+
+    @property
+    def fuses_states(self) -> bool:
+        return True
+
+
+METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[DFlashConfig]] = {
+    "eagle3": Eagle3Config,
+    "eagle": EagleConfig,
+    "dflash": DFlashConfig,
+}
 
 
 def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jspec.draft.head_config import HeadConfig
@@ -33,7 +34,7 @@ class Size:
 
 
 def common_sizes(head: HeadConfig, target: ModelConfig, *, has_embed: bool, has_head: bool) -> list[Size]:
-    """List the sizes that an EAGLE head and its target must have in common.
+    """List the sizes that an EAGLE or DFlash head and its target must have in common.
 
     Args:
         head: config of the head.
@@ -67,3 +68,18 @@ def feature_fault(states: tuple[int, ...], num_layers: int) -> str | None:
         f"feature layers {states} do not exist or repeat in a target of {num_layers} layers; "
         "pass feature_layers= (the default 2, N//2, N-3 needs at least 7 layers)"
     )
+
+
+def check_fit(name: str, states: tuple[int, ...], num_layers: int, sizes: Sequence[Size]) -> None:
+    """Raise ValueError if feature layers or sizes of a head do not match a target.
+
+    Args:
+        name: name of the drafter, for the error.
+        states, num_layers: arguments of `feature_fault`.
+        sizes: sizes that head and target must have in common.
+    """
+    if (fault := feature_fault(states, num_layers)) is not None:
+        raise ValueError(f"{name}: {fault}")
+    for size in sizes:
+        if not size.is_equal:
+            raise ValueError(f"{name}: {size}; use a head made for this target")

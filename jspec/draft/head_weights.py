@@ -1,4 +1,4 @@
-"""Weight maps of EAGLE heads, for files of any exporter: from which tensors each parameter is made."""
+"""Weight maps of EAGLE and DFlash heads, for files of any exporter: from which tensors each parameter is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_layers import tensor_names
-from jspec.models.params import rows
+from jspec.models.params import Params, rows
 from jspec.models.weight_map import layer_tensors, rotated_first
 
 TENSORS = {
@@ -23,6 +23,7 @@ TENSORS = {
     "input_norm": "input_norm.weight",
     "fc": "fc.weight",
     "fc_bias": "fc.bias",
+    "hidden_norm": "hidden_norm.weight",
     "norm": "norm.weight",
     "head": "lm_head.weight",
 }
@@ -39,7 +40,18 @@ def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
     """
     drafts_all = config.draft_vocab_size == config.vocab_size
     has_head = "lm_head.weight" in names or not drafts_all
-    params = head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head)
+    return weight_rows(config, head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head), names)
+
+
+def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> list[Row]:
+    """Make the rows of the weight map of a head of any method.
+
+    Args:
+        config: config of the head.
+        params: declarations of the head's parameters.
+        names: names of the tensors in the file, as for `head_weights`.
+    """
+    drafts_all = config.draft_vocab_size == config.vocab_size
     tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
     layer = tensor_names(names)
     midlayer = any(name.startswith("midlayer.") for name in names)

@@ -59,6 +59,7 @@ def _remedy(source: Any) -> str:
         "Model": "jspec.DraftModel(model)",
         "EagleHead": "jspec.Eagle3(head) or jspec.Eagle(head)",
         "MedusaHeads": "jspec.Medusa(heads)",
+        "DFlashHead": "jspec.DFlash(head)",
     }
     call = calls.get(type(source).__name__)
     if call is not None:

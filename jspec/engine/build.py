@@ -11,6 +11,7 @@ from typing import Any
 from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft, check_layer_windows
+from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
@@ -135,7 +136,7 @@ def build_core(
 
 def _for_length(params: Any, max_len: int) -> Any:
     """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
-    if isinstance(params, BoundModel):
+    if isinstance(params, (BoundModel, BoundDFlash)):
         return replace(params, model=_for_length(params.model, max_len))
     if not isinstance(own := getattr(params, "config", None), DecoderConfig):
         return params
@@ -159,7 +160,7 @@ def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:
         draft: parameters that the drafter was bound to.
     """
     windows = [_window(target.config)]
-    own = draft.model.config if isinstance(draft, BoundModel) else getattr(draft, "config", None)
+    own = getattr(draft.model if isinstance(draft, (BoundModel, BoundDFlash)) else draft, "config", None)
     if isinstance(own, DecoderConfig):
         windows.append(_window(own) if drafter.draft_window is None else drafter.draft_window)
     if drafter.reads_text or None in windows:

@@ -157,6 +157,6 @@ def pack_controls(request: Request, vocab_size: int, table: int = 0, args: int =
         table=np.array(table, np.int32),
         grammar_state=np.array(NOWHERE if request.grammar is None else request.grammar.follow(output), np.int32),
         prompt_size=np.array(len(prompt), np.int32),
-        processor_args=np.array(params.processor_args or [0.0] * args, np.float32),
+        processor_args=np.array(params.processor_args or [0.0] * max(args, 1), np.float32),
     )
     return pack(request.state.slot, row)

@@ -26,7 +26,7 @@ def check_scope(kind: object, model: str | None) -> None:
 
     Args:
         kind: kind of quantisation; None: no quantisation.
-        model: kind of checkpoint, "target", "eagle3", "eagle" or "medusa"; None: any kind that can be quantised.
+        model: kind of checkpoint, one of `convert.detect.KINDS`; None: any kind that can be quantised.
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"quantize: expected None or one of {', '.join(KINDS)}, got {kind!r}; pass one of them")

@@ -37,7 +37,7 @@ class LogitsContext:
     size: Int[Array, "batch"]  # number of tokens in text
     prompt_size: Int[Array, "batch"]  # number of prompt tokens
     path: Int[Array, "batch nodes depth"]  # drafted tokens after the text, up to the node's own token; then -1
-    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`; 0 if the request has none
+    args: Float[Array, "batch args"]  # `SamplingParams.processor_args`, one column at least; 0 if the request has none
 
     @property
     def depth(self) -> Int[Array, "batch nodes"]:
@@ -115,7 +115,7 @@ def check(processor: LogitsProcessor | None, config: EngineConfig, tree: Tree, v
 def _trace(processor: LogitsProcessor, nodes: int, depth: int, vocab: int, args: int) -> None:
     fields = dict(text=(7,), size=(), prompt_size=(), path=(nodes, depth))
     shapes = {name: jax.ShapeDtypeStruct((2, *inner), jnp.int32) for name, inner in fields.items()}
-    shapes["args"] = jax.ShapeDtypeStruct((2, args), jnp.float32)
+    shapes["args"] = jax.ShapeDtypeStruct((2, max(args, 1)), jnp.float32)
     logits = jax.ShapeDtypeStruct((2, nodes, vocab), jnp.float32)
     try:
         found: Any = jax.eval_shape(lambda x, named: processor(x, LogitsContext(**named)), logits, shapes)

@@ -46,7 +46,8 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
     Args:
         slots: number of slots.
         vocab: size of the vocabulary.
-        args: number of values that a request may pass to the user's logits processor.
+        args: number of values that a request may pass to the user's logits processor. There is a column at least,
+            because XLA of jax 0.11 crashes on arrays without elements in programs for several GPUs.
     """
     return Controls(
         used=jnp.zeros(slots, bool),
@@ -62,7 +63,7 @@ def unused(slots: int, vocab: int, args: int = 0) -> Controls:
         table=jnp.zeros(slots, jnp.int32),
         grammar_state=jnp.full(slots, grammar_mask.NO_STATE, jnp.int32),
         prompt_size=jnp.zeros(slots, jnp.int32),
-        processor_args=jnp.zeros((slots, args), jnp.float32),
+        processor_args=jnp.zeros((slots, max(args, 1)), jnp.float32),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core.accept_rule import DraftSampling
@@ -152,7 +153,7 @@ def processed_probs(
     return jnp.where((sampling.temperature[:, None, None] > 0) | jnp.isnan(probs), probs, one_hot)
 
 
-ChildChooser = Callable[[PartialSums, int, int], tuple[Array, Array | None]]
+ChildChooser = Callable[[PartialSums, int | np.ndarray, int], tuple[Array, Array | None]]
 
 
 def child_chooser(
@@ -176,23 +177,24 @@ def child_chooser(
 
     Returns:
         A function with three arguments: the parents' draft logits [1, batch, parents, draft_vocab], whose scales may
-        still be unapplied; the depth of the children (1 for the root's children); the number ``count`` of children per
-        parent. The function returns the children's draft-vocabulary ids [batch, parents, count], best first, and the
-        probabilities [batch, parents, draft_vocab] from which they were drawn (None if nothing was drawn).
+        still be unapplied; the depth of the children (1 for the root's children), one for all parents or one for each;
+        the number ``count`` of children per parent. The function returns the children's draft-vocabulary ids [batch,
+        parents, count], best first, and the probabilities [batch, parents, draft_vocab] from which they were drawn
+        (None if nothing was drawn).
     """
     noise = functools.cache(lambda: _target_noise(view, depth, vocab_map, target_vocab))
     draft_sampling = view.accept.draft_sampling
 
-    def choose(partial_logits: PartialSums, level: int, count: int) -> tuple[Array, Array | None]:
+    def choose(partial_logits: PartialSums, level: int | np.ndarray, count: int) -> tuple[Array, Array | None]:
         if draft_sampling is DraftSampling.TARGET_NOISE and count == 1:
-            offset = jnp.full(partial_logits.shape[1:3], level, jnp.int32)
+            offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
             drawn = _draw(partial_logits, view.lengths, offset, view.sampling, vocab_map, view.implementation)
             return drawn[..., None], None
         logits = reduce_partials(partial_logits, jnp.float32)
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
             return by_temperature(view, lambda branch: _draw_children(logits, branch, level, count))
         if draft_sampling is DraftSampling.TARGET_NOISE:
-            noisy = process(logits, view.sampling, view.implementation) + noise()[:, level - 1, None]
+            noisy = process(logits, view.sampling, view.implementation) + noise()[:, np.atleast_1d(level) - 1]
             logits = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
         return _largest(logits, count, view), None
 
@@ -216,7 +218,7 @@ def _target_noise(
 
 
 def _draw_children(
-    logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int, count: int
+    logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int | np.ndarray, count: int
 ) -> tuple[Array, Array]:
     """Draw children without replacement, and return their ids and the probabilities from which they were drawn.
 
@@ -226,7 +228,7 @@ def _draw_children(
         one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
         return _largest(logits, count, view), one_hot
     probs = processed_probs(logits, view.sampling, view.implementation)
-    place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(logits.shape[1])[None])
+    place = (view.lengths[:, None], jnp.atleast_1d(jnp.asarray(depth))[None], jnp.arange(logits.shape[1])[None])
     noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
     is_sampled = view.sampling.temperature[:, None, None] > 0
     return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits), count, view), probs

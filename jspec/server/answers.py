@@ -1,4 +1,4 @@
-"""The part of an answer that both generating routes share: its request, its stream or body, and its usage."""
+"""The part of an answer that all generating routes share: its request, its stream or body, and its usage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from uuid import uuid4
 from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request import Chunk, Request
-from jspec.server.calls import Call, Output
+from jspec.server.calls import Output
 from jspec.server.errors import ApiError, failed, invalid, refused
 from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there
 from jspec.server.fields import Ask, Field
 from jspec.server.rounds import rounds_json
 from jspec.server.service import Service
 
+MIN_WAIT = 0.001  # seconds to wait for output when a ping is due
 FINISH = {"eos": "stop"}  # OpenAI's finish_reason where it differs from the engine's
 
 logger = logging.getLogger("jspec.server")
@@ -49,7 +50,7 @@ class Answer(ABC):
 
     def __init__(self, service: Service, ask: Ask) -> None:
         self.service, self.own = service, ask.own
-        self.id, self.created = f"{self.prefix}-{uuid4().hex}", int(time.time())
+        self.id, self.created = f"{self.prefix}{uuid4().hex}", int(time.time())
         self.names = {**ask.names, "json_schema": ask.names.get("json_schema", "response_format")}
         self.is_stream: bool = self.own.get("stream", False)
         self.options: dict[str, bool] = self.own.get("stream_options", {})
@@ -72,6 +73,8 @@ class Answer(ABC):
             raise invalid("stream_options", "expected nothing without stream; set stream, or leave it out")
         if self.is_stream and "prompt_logprobs" in ask.params:
             raise invalid("prompt_logprobs", "expected nothing with stream; leave one of the two out")
+        if self.is_traced and self.num_prompts * ask.params.get("n", 1) > 1:
+            raise invalid("jspec.rounds", "expected one prompt and n = 1 beside it; send one request for each")
 
     @property
     def count(self) -> int:
@@ -201,22 +204,28 @@ class Generate:
                 async with _until(deadline):
                     has_grammar = answer.params.grammar_field is not None
                     answer.requests = await service.in_thread(answer.prepare, has_grammar=has_grammar)
-            with service.calls.submitted(answer.requests) as call:
-                if answer.is_stream:
-                    await self._stream(answer, call, EventStream(send), deadline)
-                else:
-                    async with _until(deadline):
-                        outputs = await call.result()
-                    await send_json(send, answer.body(outputs))
+            await (self._stream if answer.is_stream else self._whole)(answer, send, deadline)
 
-    async def _stream(self, answer: Answer, call: Call, events: EventStream, deadline: float | None) -> None:
-        """Send the output as events; an error after the first event is an event too."""
-        try:
+    async def _whole(self, answer: Answer, send: Send, deadline: float | None) -> None:
+        """Send the whole output as one JSON body."""
+        with self._service.calls.submitted(answer.requests) as call:
             async with _until(deadline):
-                while answer.num_ended < answer.count:
-                    outputs = await call.take(self._service.settings.ping_seconds)
-                    if text := answer.events(outputs) if outputs else PING:
-                        await events.write(text)
+                outputs = await call.result()
+        await send_json(send, answer.body(outputs))
+
+    async def _stream(self, answer: Answer, send: Send, deadline: float | None) -> None:
+        """Send the output as events, and pings between them; an error after the first event is an event too."""
+        events, clock, quiet = EventStream(send), asyncio.get_running_loop().time, self._service.settings.ping_seconds
+        try:
+            with self._service.calls.submitted(answer.requests) as call:  # ends before the last event, which may wait
+                async with _until(deadline):
+                    ping_at = clock() + quiet
+                    while answer.num_ended < answer.count:
+                        outputs = await call.take(max(ping_at - clock(), MIN_WAIT))
+                        text = answer.events(outputs) if outputs else ""
+                        if text or clock() >= ping_at:  # a parser may hold text back
+                            await events.write(text or PING)
+                            ping_at = clock() + quiet
             last = answer.last_events()
         except ApiError as error:
             if not events.started:

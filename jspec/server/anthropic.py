@@ -48,7 +48,7 @@ class MessageAnswer(ChatAnswer):
     """A request to /v1/messages, and its answer."""
 
     table = MESSAGES
-    prefix = "msg"
+    prefix = "msg_"
 
     def __init__(self, service: Service, ask: Ask) -> None:
         if "max_tokens" not in ask.params:
@@ -56,7 +56,6 @@ class MessageAnswer(ChatAnswer):
         translate(service, ask)
         super().__init__(service, ask)
         self.names["response_format"] = "output_config"
-        self.id = self.id.replace("-", "_")
         self._blocks = Blocks()
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._has_begun = False
@@ -119,10 +118,10 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ask = await self._service.read(scope, receive, MESSAGES)
         translate(self._service, ask)
-        tokenizer, own = self._service.engine.tokenizer, ask.own
-        check_conversation(tokenizer, own)
+        engine, own = self._service.engine, ask.own
+        check_conversation(engine, own)
         try:
-            tokens = await self._service.in_thread(lambda: render(tokenizer, own))
+            tokens = await self._service.in_thread(lambda: render(engine.tokenizer, own))
         except (TypeError, ValueError) as error:
             raise refused(error, template_names(own), MESSAGES, "messages") from error
         await send_json(send, {"input_tokens": len(tokens)})
@@ -161,9 +160,11 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
+    """Return the object that a JSON text holds; None if it holds none, or one with an infinity or half a character."""
     try:
         read = json.loads(arguments)
-    except (ValueError, RecursionError):
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
         return None
     return read if isinstance(read, dict) else None
 

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes, the guards before them, and the errors in OpenAI's form."""
+"""The ASGI application: the routes, the guards before them, and the errors in the form of the route's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from jspec.engine.api import Engine
 from jspec.server.answers import Generate
 from jspec.server.anthropic import CountTokens, MessageAnswer
-from jspec.server.body import ClientGone
 from jspec.server.chat import ChatAnswer
 from jspec.server.completions import CompletionAnswer
 from jspec.server.counts import CountRequests, Counts
@@ -47,7 +46,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
     settings = settings or Settings()
     service, counts = Service(engine, settings), Counts()
     routes = [*_posts(service), *Status(service, counts).routes()]
-    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _bug}
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}
     app = Starlette(
         routes=routes,
         middleware=_middleware(settings, counts, frozenset(route.path for route in routes)),
@@ -75,7 +74,7 @@ def _posts(service: Service) -> list[Route]:
 
 def _middleware(settings: Settings, counts: Counts, paths: frozenset[str]) -> list[Middleware]:
     """Return what a request passes before the routes, in order."""
-    cors: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"])
+    cors: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["*"])
     origins = list(settings.allow_origins)
     return [
         Middleware(CountRequests, counts=counts, routes=paths),
@@ -120,10 +119,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:80]}: {error.detail}"
     made = ApiError(error.status_code, message, code=CODES.get(error.status_code), headers=error.headers)
     return JSONResponse(body_for(request.url.path, made), made.status, made.headers)
-
-
-async def _client_gone(request: Request, error: ClientGone) -> Response:
-    return Response(status_code=499)  # nobody reads it
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from uuid import uuid4
 
@@ -58,7 +58,7 @@ class Blocks:
             if part.call:
                 self._open.call_id, self._open.name = part.call.id or "", part.call.name or ""
             self.all.append(self._open)
-            yield "begin", self._open, ""
+            yield "begin", replace(self._open), ""  # a copy, because the block has text before this is written
         if text:
             self._open.text += text
             yield "add", self._open, text

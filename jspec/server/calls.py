@@ -12,7 +12,6 @@ from jspec.engine.api import Engine
 from jspec.engine.engine_thread import Delivery, EngineThread
 from jspec.engine.request import Chunk, Request
 from jspec.server.errors import ApiError, failed
-from jspec.server.rate import Rate
 
 RETRY_SECONDS = 1  # what a client is told to wait after 429
 Output = tuple[int, Chunk]  # index of the choice, its new output
@@ -111,12 +110,10 @@ class Calls:
 
     Attributes:
         pending: number of completions that run, wait or are being prepared.
-        rate: tokens of the last seconds.
     """
 
     def __init__(self, engine: Engine, limit: int) -> None:
         self.limit, self.pending = limit, 0
-        self.rate = Rate()
         self.thread = EngineThread(engine, self._deliver)
         self._open: set[Call] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -192,10 +189,6 @@ class Calls:
         for call in self._open:
             call.fail(error)
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def _deliver(self, deliveries: list[Delivery]) -> None:
         """Pass the new output of a step to the event loop; called in the engine's thread."""
         assert self._loop is not None
@@ -206,6 +199,5 @@ class Calls:
         for delivery in deliveries:
             call, prompt = cast(Key, delivery.key)
             call.push(prompt, delivery)
-            self.rate.count(len(delivery.chunk.token_ids))
             if delivery.last:
                 self.pending -= len(call.requests[prompt].samples)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.engine.api import Engine
 from jspec.engine.chat_input import format_conversations
+from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.request import Chunk, Request
 from jspec.engine.sampling_params import GRAMMARS
 from jspec.engine.tokenizer import Tokenizer
@@ -40,19 +42,31 @@ def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
     return ids
 
 
-def check_conversation(tokenizer: Tokenizer | None, own: dict[str, Any], field: str = "messages") -> None:
-    """Check that there are messages, and a template to render them.
+def check_conversation(engine: Engine, own: dict[str, Any], field: str = "messages") -> None:
+    """Check that there are messages that are not too long, and a template to render them.
 
     Args:
         field: the field of the request that has the messages.
 
     Raises:
-        ApiError: one of the two is missing.
+        ApiError: one of the two is missing, or the messages are too long.
     """
     if "messages" not in own:
         raise invalid(field, "expected a list of messages, got nothing")
-    if getattr(tokenizer, "chat_template", "unknown") is None:
+    if getattr(engine.tokenizer, "chat_template", "unknown") is None:
         raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
+    check_length(engine, field, sum(len(message.get("content") or "") for message in own["messages"]))
+
+
+def check_length(engine: Engine, field: str, size: int) -> None:
+    """Refuse a text that has too many characters for its tokens to fit, before it is tokenised.
+
+    Raises:
+        ApiError: there are too many characters.
+    """
+    most = engine.config.max_len * CHARACTERS_PER_TOKEN
+    if size > most:
+        raise invalid(field, f"expected at most {most} characters, got {size}; send less at once")
 
 
 def template_names(own: dict[str, Any]) -> dict[str, str]:
@@ -65,11 +79,11 @@ class ChatAnswer(Answer):
     """A request to /v1/chat/completions, and its answer."""
 
     table = CHAT
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     prompt_field = "messages"
 
     def __init__(self, service: Service, ask: Ask) -> None:
-        check_conversation(service.engine.tokenizer, ask.own, self.prompt_field)
+        check_conversation(service.engine, ask.own, self.prompt_field)
         ask.params.setdefault("max_tokens", None)  # as many as fit
         if ask.own.get("logprobs", False):
             ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
@@ -88,7 +102,7 @@ class ChatAnswer(Answer):
         own, field = ask.own, ask.names.get("json_schema")
         try:
             choice = read_choice(own.get("tools"), own.get("tool_choice"))
-            grammar = tool_grammar(own.get("tools"), own.get("tool_choice"), own.get("parallel_tool_calls"))
+            grammar = tool_grammar(choice, own.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, {}) from error
         if grammar is not None:
@@ -111,8 +125,7 @@ class ChatAnswer(Answer):
             return None
         assert self.service.engine.tokenizer is not None
         end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
-        tools, choice = self.own.get("tools"), self.own.get("tool_choice")
-        return parser_for(self._template, name, tools, choice, self._reasons, prompt=end)
+        return parser_for(self._template, name, self._choice, self._reasons, prompt=end)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
@@ -138,6 +151,7 @@ class ChatAnswer(Answer):
         content = "".join(part.content for part in parts)
         calls = whole_calls([part.call for part in parts if part.call is not None])
         own: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        own |= {"refusal": None}  # never one
         own |= {self.service.settings.reasoning_field: reasoning} if reasoning else {}
         own |= {"tool_calls": calls} if calls else {}
         return {"index": index, "message": own, **self._scores([chunk]), **self._end(message, chunk)}
@@ -170,7 +184,8 @@ class ChatAnswer(Answer):
     def _scores(self, chunks: list[Chunk]) -> dict[str, Any]:
         """Return the log-probabilities of chunks, and their token ids if the request asked for them."""
         entries = [entry for chunk in chunks for entry in chat_entries(chunk.logprobs or [], self.service.texts)]
-        scores: dict[str, Any] = {"logprobs": None if self.params.logprobs is None else {"content": entries}}
+        logprobs = None if self.params.logprobs is None else {"content": entries, "refusal": None}
+        scores: dict[str, Any] = {"logprobs": logprobs}
         return scores | ({"token_ids": [t for chunk in chunks for t in chunk.token_ids]} if self.wants_ids else {})
 
     def _end(self, message: Message, chunk: Chunk) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class CompletionAnswer(Answer):
     """A request to /v1/completions, and its answer."""
 
     table = COMPLETIONS
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     prompt_field = "prompt"
 
     def __init__(self, service: Service, ask: Ask) -> None:

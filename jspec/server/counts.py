@@ -8,6 +8,8 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jspec.server.body import ClientGone
+
 logger = logging.getLogger("jspec.server")
 
 
@@ -31,7 +33,7 @@ class Counts:
 
 
 class CountRequests:
-    """ASGI middleware that counts and logs HTTP requests.
+    """ASGI middleware that counts and logs HTTP requests, and ends those whose client has left.
 
     Args:
         app: the application.
@@ -56,6 +58,8 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, watch)
+        except ClientGone:
+            pass  # nobody reads an answer
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
             method = scope["method"] if scope["method"] in ("GET", "POST", "OPTIONS", "HEAD") else "other"

@@ -176,7 +176,7 @@ SAMPLING = {
     for name in (
         *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
         *("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
-        *("prompt_logprobs", "priority", "draft", "skip_special_tokens"),
+        *("priority", "draft", "skip_special_tokens"),
     )
 }
 WITHOUT_EFFECT = {
@@ -204,6 +204,7 @@ BOTH = {
     "n": Field(integer(1, MAX_N), "n"),
     "stop": Field(_stop, "stop"),
     "logit_bias": Field(_logit_bias, "logit_bias"),
+    "prompt_logprobs": Field(given, "prompt_logprobs"),
     "stream": Field(boolean),
     "stream_options": Field(_stream_options),
     "response_format": Field(response_format, spread=True),

@@ -27,7 +27,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.api import Engine
 from jspec.server.app import make_app
 from jspec.server.body import ClientGone, read_json
-from jspec.server.errors import ApiError
+from jspec.server.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
 from jspec.server.events import DONE, dumps, event, send_json, while_there
 from jspec.server.guards import Guard
 from jspec.server.prefix_router import PrefixRouter
@@ -102,10 +102,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     Raises:
         ValueError, TypeError: an argument is unknown or wrong.
     """
-    known = [one.name for one in fields(Options)]
-    if wrong := [name for name in args if name not in known] or ([] if "target" in args else ["no target"]):
-        raise ValueError(f"args: expected target and some of {', '.join(known[1:])}, got {wrong[0]}")
-    options = Options(**args)
+    options = _options(args)
     settings = options.settings()
     limit = options.limit(settings)
     replica = serve.deployment(
@@ -127,6 +124,13 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(replica.bind(options, settings), settings)
+
+
+def _options(args: Mapping[str, Any]) -> Options:
+    known = [one.name for one in fields(Options)]
+    if wrong := [name for name in args if name not in known] or ([] if "target" in args else ["no target"]):
+        raise ValueError(f"args: expected target and some of {', '.join(known[1:])}, got {wrong[0]}")
+    return Options(**args)
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class Ingress:
             ask = await self._read(scope, receive)
             await while_there(receive, self._forward(ask, send))
         except ApiError as error:
-            await send_json(send, error.body, error.status, error.headers)
+            await send_json(send, body_for(scope["path"], error), error.status, error.headers)
         except ClientGone:
             pass  # nobody reads an answer
 
@@ -263,7 +267,8 @@ class Ingress:
                 raise made from None
             if not is_stream:
                 raise  # half a JSON body: the connection ends
-            tail = event(made.body) + DONE
+            is_anthropic = ask.scope["path"].startswith(ANTHROPIC_PATH)
+            tail = event(anthropic_body(made), "error") if is_anthropic else event(made.body) + DONE
             await send({"type": "http.response.body", "body": tail.encode(), "more_body": False})
         finally:
             answer.cancel()

@@ -26,7 +26,7 @@ ECHOED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text"
 RESPONSES = {
     **SAMPLING,
     **WITHOUT_EFFECT,
-    **{name: BOTH[name] for name in ("model", "stream", "stream_options", "jspec", "structured_outputs")},
+    **{name: BOTH[name] for name in ("model", "stream", "stream_options", "structured_outputs")},
     "input": Field(given),
     "instructions": Field(text),
     "max_output_tokens": Field(given, "max_tokens"),
@@ -53,14 +53,13 @@ class ResponseAnswer(ChatAnswer):
     """A request to /v1/responses, and its answer."""
 
     table = RESPONSES
-    prefix, prompt_field = "resp", "input"
+    prefix, prompt_field = "resp_", "input"
 
     def __init__(self, service: Service, ask: Ask) -> None:
         self._echo = {name: ask.own[name] for name in ECHOED if name in ask.own}
         _translate(ask)
         super().__init__(service, ask)
         self.names |= {"messages": "input", "chat": "input", "prompt": "input", "response_format": "text"}
-        self.id = self.id.replace("-", "_")
         self._blocks = Blocks()
         self._num_events = 0
         self._finish_reason: str | None = None

@@ -91,7 +91,7 @@ class Settings:
         if not self.is_loopback:
             return True
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        return name.strip("[]").lower() in (*LOOPBACK_NAMES, self.host, *self.allowed_hosts)
+        return name.strip("[]").lower() in (*LOOPBACK_NAMES, *map(str.lower, (self.host, *self.allowed_hosts)))
 
     def accepts_key(self, given: bytes) -> bool:
         """Return whether a key is one of the keys; the time does not tell which or how far."""

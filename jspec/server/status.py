@@ -76,7 +76,6 @@ def _stats(service: Service) -> dict[str, Any]:
         "pages_used": metrics.pages_in_use,
         "pages_total": pages.pages - 1,  # without the null page
         "tokens": metrics.num_tokens,
-        "tokens_per_second": calls.rate.tokens_per_second(),
         "rounds": metrics.num_drafts,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "acceptance_by_position": metrics.acceptance_per_position,

@@ -8,10 +8,9 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from jspec.core.shorten import short
-from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.sampling_params import is_int
 from jspec.engine.tokenizer import Tokenizer
-from jspec.server.chat import check_conversation, render, template_names
+from jspec.server.chat import check_conversation, check_length, render, template_names
 from jspec.server.errors import ApiError, invalid, refused
 from jspec.server.events import send_json
 from jspec.server.fields import DETOKENIZE, TOKENIZE
@@ -39,10 +38,10 @@ class Tokenize:
         """Return the function that tokenises, for a worker thread."""
         tokenizer = _tokenizer(self._service)
         if "prompt" in own:
-            self._check_length(own["prompt"])
+            check_length(self._service.engine, "prompt", len(own["prompt"]))
             options = {} if own.get("add_special_tokens", True) else {"add_special_tokens": False}
             return lambda: tokenizer.encode(own["prompt"], **options)
-        check_conversation(tokenizer, own)
+        check_conversation(self._service.engine, own)
 
         def work() -> list[int]:
             try:
@@ -51,11 +50,6 @@ class Tokenize:
                 raise refused(error, template_names(own), TOKENIZE, "messages") from error
 
         return work
-
-    def _check_length(self, text: str) -> None:
-        most = self._service.engine.config.max_len * CHARACTERS_PER_TOKEN
-        if len(text) > most:
-            raise invalid("prompt", f"expected at most {most} characters, got {len(text)}; send less at once")
 
 
 class Detokenize:

@@ -7,7 +7,7 @@ import numpy as np
 from convert.orbax import Header
 from jspec.draft import auto
 from jspec.draft.draft_model import MAX_PADDING
-from jspec.draft.head_config import Eagle3Config, HeadConfig
+from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_pair import Size, common_sizes, feature_fault
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
@@ -62,7 +62,7 @@ def _features(head: HeadConfig, target: ModelConfig) -> tuple[str, bool]:
 
 
 def _draft_vocabulary(found: Header, head: HeadConfig, target: ModelConfig) -> list[tuple[str, bool]]:
-    if not isinstance(head, Eagle3Config):
+    if not owns(found, "draft_to_target"):
         return []
     ids = auto.read_draft_to_target(found)
     largest = int(np.max(ids))

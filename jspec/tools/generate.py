@@ -16,6 +16,7 @@ from convert import hub
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
+from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
@@ -31,9 +32,10 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
+    "dflash": DFlash.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "draft_model")
+QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
 TREE = "chain:4"
 
 
@@ -67,6 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
+    drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
@@ -77,7 +80,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE head or a draft model")
+    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )

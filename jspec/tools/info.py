@@ -10,13 +10,14 @@ import numpy as np
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
+from jspec.draft.head_config import DFlashConfig, EagleConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
 from pallas_kernels.layers.quantized import Quantized
 
+METHODS = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}  # method of a head: its name
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -85,7 +86,7 @@ def _contents(found: Header) -> list[str]:
         case ModelConfig() as model:
             lines = [*_model(model), *describe_layers(model)]
         case HeadConfig() as head:
-            lines = [*_eagle(found, head), *describe_layers(head)]
+            lines = [*_head(found, head), *describe_layers(head)]
         case MedusaConfig() as heads:
             lines = _medusa(heads)
     return [*lines, _parameters(found), *_quantization(found)]
@@ -98,12 +99,14 @@ def _model(config: ModelConfig) -> list[str]:
     ]
 
 
-def _eagle(found: Header, config: HeadConfig) -> list[str]:
-    method = "EAGLE-3" if isinstance(config, Eagle3Config) else "EAGLE-1/2"
+def _head(found: Header, config: HeadConfig) -> list[str]:
+    method = METHODS[config.method]
+    block = [] if not isinstance(config, DFlashConfig) else [f"block: {_block(config)}"]
     return [
         f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}",
         f"flags beside plain {method}: {_flags(config)}",
+        *block,
         f"features: {_features(config)}",
         f"vocabulary: {_vocabulary(found, config)}",
         f"embedding: {_origin(found, 'embed')}",
@@ -111,12 +114,16 @@ def _eagle(found: Header, config: HeadConfig) -> list[str]:
     ]
 
 
+def _block(config: DFlashConfig) -> str:
+    return f"{config.block_size} tokens with the root, mask token {config.mask_token_id}"
+
+
 def _flags(config: HeadConfig) -> str:
     """List the options in which a head's forward pass differs from its method's default."""
     plain = {field.name: field.default for field in fields(config) if isinstance(field.default, bool)}
     plain["fc_bias"] = isinstance(config, EagleConfig)  # by default EAGLE-1 heads have this bias
     named = [f"{'' if value else 'no '}{flag}" for flag in plain if (value := getattr(config, flag)) != plain[flag]]
-    layers = [f"{config.num_layers} layers"] if config.num_layers > 1 else []
+    layers = [f"{config.num_layers} layers"] if config.num_layers > 1 and not isinstance(config, DFlashConfig) else []
     return ", ".join([*named, *layers]) or "none"
 
 
@@ -129,7 +136,7 @@ def _features(config: HeadConfig) -> str:
 
 
 def _vocabulary(found: Header, config: HeadConfig) -> str:
-    if isinstance(config, EagleConfig):
+    if not fit.owns(found, "draft_to_target"):
         return f"the target's {config.vocab_size} ids"
     ids = auto.read_draft_to_target(found)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"

@@ -282,8 +282,9 @@ def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: 
 
 
 def test_ready_engine_with_a_tokenizer_emits_text() -> None:
-    """The first token comes from the prefill, which has results of its own; every round emits two."""
+    """The first token comes from the prefill, which has results of its own; every round emits two, and none ends."""
     text = host.TEXT.read_text()
     with ready_engine(CASES[0], max_len(CASES), ByteTokenizer()) as engine:
-        (done,) = engine.generate([1] * 8, max_tokens=9)
-    assert done.text == text[0] + text[:8]
+        stream = engine.stream([1] * 8, max_tokens=40)
+        assert "".join(next(stream).text or "" for _ in range(5)) == text[0] + text[:8]
+        stream.close()

@@ -253,7 +253,7 @@ def test_load_model_of_an_unsupported_type_raises_naming_file_and_supported_type
         load.load(folder)
     folder = folders.write(tmp_path / "mtp", TARGET, {"mtp.fc.weight": np.zeros(2, np.float32)})
     with pytest.raises(
-        NotImplementedError, match=r"config\.json: expected a model \(llama.*\) or an EAGLE or Medusa head"
+        NotImplementedError, match=r"config\.json: expected a model \(llama.*\) or an EAGLE, DFlash or Medusa head"
     ):
         load.load(folder)
 

@@ -235,9 +235,8 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
     ("config", "extra", "named"),
     [
         ({"speculators_model_type": "peagle"}, "", "speculators_model_type 'peagle'"),
-        ({"speculators_model_type": "dflash"}, "", "dflash"),
         ({"architectures": ["PEagleDraftModel"]}, "", "PEagle"),
-        ({"architectures": ["DFlashDraftModel"]}, "", "DFlash"),
+        ({"architectures": ["DFlash2DraftModel"]}, "", "DFlash2"),
         ({"architectures": ["DSparkDraftModel"]}, "", "DSpark"),
         ({"architectures": ["DominoDraftModel"]}, "", "Domino"),
         ({}, "mask_hidden", "P-EAGLE"),

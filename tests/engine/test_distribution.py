@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import DFlash, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft import draft_model
@@ -159,7 +159,7 @@ PADDED = {  # accept rule, tree and number of tokens of the draft model
     "multi_candidate, smaller": ("multi_candidate", PAIRS, VOCAB - 1),
     "multi_candidate, larger": ("multi_candidate", PAIRS, VOCAB + 2),
 }
-QUICK = ("rejection chain", "rejection, smaller")  # with separate noise for draft, acceptance and residual
+QUICK = ("rejection chain",)  # with separate noise for draft, acceptance and residual
 
 
 @pytest.mark.slow
@@ -177,10 +177,8 @@ def test_sampled_tokens_under_lossless_accept_rules_have_the_target_distribution
             assert deviation(done, expected_probs(control, counted=1)) > 20, "negative control: later tokens ignored"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PADDED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", PADDED)
 def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_distribution(target, name: str) -> None:
     accept, tree, size = PADDED[name]
     engine, names = make(target, DraftModel(tiny.model(size, seed=2), tree), accept), ("plain", "restricted")
@@ -190,6 +188,26 @@ def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accept", "tree"),
+    [
+        ("rejection", Tree.chain(3)),
+        *(
+            pytest.param(accept, tree, marks=pytest.mark.long)
+            for accept, tree in (("block", Tree.chain(3)), ("multi_candidate", PAIRS), ("coupled", Tree.topk(6, 3, 2)))
+        ),
+    ],
+    ids=str,
+)
+def test_sampled_tokens_with_a_dflash_head_have_the_target_distribution(target, accept: str, tree: Tree) -> None:
+    drafter = DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree)
+    engine, names = make(target, drafter, accept), ("plain", "restricted")
+    for control, done in zip(names, draw(engine, SAMPLES, *(CONTROLS[name] for name in names)), strict=True):
+        assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+        assert abs(deviation(done, expected_probs(control))) < 5
+
+
+@pytest.mark.long
 def test_distribution_with_draft_probabilities_that_leave_room_for_padding_differs(
     target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,13 @@ def named(case: tuple[str, Callable[[Model, Tree], Drafter], Tree]) -> str:
     return f"{case[0]}, {case[1].__name__}, {case[2]}"
 
 
-@pytest.mark.parametrize("case", ROTATION, ids=named)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if index % 2 else (), id=named(case))
+        for index, case in enumerate(ROTATION)
+    ],
+)
 def test_engine_of_each_family_with_a_drafter_emits_the_greedy_tokens_of_transformers(
     golden: Path, case: tuple[str, Callable[[Model, Tree], Drafter], Tree]
 ) -> None:

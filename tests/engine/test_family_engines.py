@@ -64,10 +64,10 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
     ("drafter", "prefix_cache", "drops"),
     [
         (None, False, True),
-        (None, True, True),
+        pytest.param(None, True, True, marks=pytest.mark.long),
         ("mistral", False, True),
         ("qwen3", False, False),
-        ("ngram", False, False),
+        pytest.param("ngram", False, False, marks=pytest.mark.long),
     ],
 )
 def test_engine_gives_back_pages_behind_the_windows_of_all_layers(

@@ -29,6 +29,9 @@ DISJOINT: list[list[Any]] = [
     [{"type": "integer"}, {"type": ["string", "null"]}, {"type": "object"}],
     [{"const": "a"}, {"enum": ["b", "c"]}, {"type": "boolean"}],
     [tagged("cat"), tagged("dog"), {"type": "array"}],
+    [{"const": 1}, {"enum": [1.5, "a"]}, {"const": True}],
+    [{"const": [1, {}]}, {"const": [2]}, {"const": {"kind": "dog"}}],
+    [tagged({"type": "string"}), tagged({"type": "integer"}, age=True)],
 ]
 OVERLAPPING: list[list[Any]] = [
     [{"type": "integer"}, {"type": "number"}],
@@ -38,6 +41,9 @@ OVERLAPPING: list[list[Any]] = [
     [tagged("cat"), tagged("cat", age={"type": "integer"})],
     [{"const": 1}, {"const": 1.0}],
     [{"const": 1}, {"enum": ["a", 1]}],
+    [{"const": {"a": 1, "b": [2]}}, {"const": {"b": [2.0], "a": 1.0}}],
+    [tagged({"type": "integer"}), tagged({"type": ["number", "null"]})],
+    [tagged({"$ref": "#/$defs/own"}), tagged("cat")],
     [{"type": "string"}, {"const": "a"}],
     [tagged("cat"), True],
     [{"$ref": "#/$defs/own"}, {"type": "null"}],
@@ -60,14 +66,26 @@ def test_one_of_disjoint_schemas_becomes_any_of_with_the_same_values(parts: list
 
 
 @pytest.mark.parametrize("parts", OVERLAPPING, ids=json.dumps)
-def test_one_of_schemas_that_may_overlap_stays(parts: list[Any]) -> None:
+def test_one_of_schemas_that_may_overlap_stays_and_is_refused(parts: list[Any]) -> None:
     schema = {"oneOf": parts, **NAMES}
     assert "oneOf" in with_any_of(schema)
+    with pytest.raises(ValueError, match=r"json_schema: 'oneOf' at #: expected schemas that exclude one another"):
+        compiled(schema)
 
 
 def test_one_of_into_which_a_reference_points_stays() -> None:
     schema = {"oneOf": [{"const": "a"}, {"const": "b"}], "properties": {"x": {"$ref": "#/oneO%66/1"}}}
     assert with_any_of(schema) == schema
+
+
+def test_one_of_schemas_with_many_references_is_compared_soon() -> None:
+    """Each name refers twice to the next or to itself: many paths, and a chain too deep for a recursion."""
+    names: dict[str, Any] = {"900": {"type": "null"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}] * 2}}
+    for i in range(900):
+        following = {"$ref": f"#/$defs/{i + 1}"}
+        names[str(i)] = {"anyOf": [following, following], **tagged(following)}
+    schema = {"oneOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/self"}, tagged("cat")], "$defs": names}
+    assert "oneOf" in with_any_of(schema)
 
 
 @pytest.mark.parametrize("has_bounds", [False, True], ids=["table", "parser"])

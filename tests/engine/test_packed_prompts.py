@@ -9,11 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import Completion, Drafter, DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingParams, Suffix, Tree
+from jspec import (
+    Completion,
+    DFlash,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Engine,
+    Medusa,
+    NGram,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
 from jspec.core import records
 from jspec.engine.model_runner import ModelRunner
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
-from tests.support import brittle, small, tiny
+from tests.support import brittle, lettered, small, tiny
+from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
 
 pytestmark = pytest.mark.once
 
@@ -22,6 +36,7 @@ DRAFTERS: dict[str, Callable[[Tree], Drafter]] = {
     "eagle3": lambda tree: Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), tree),
     "eagle": lambda tree: Eagle(tiny.eagle1_head(small.target()), tree),
     "draft model": lambda tree: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), tree),
+    "dflash": lambda tree: DFlash(tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), tree),
     "medusa": lambda tree: Medusa(tiny.medusa_heads(small.target(), 3), tree),
     "ngram": lambda tree: NGram(tree),
     "suffix": lambda tree: Suffix(tree, scope="engine", corpus_tokens=64),
@@ -43,8 +58,10 @@ PROMPTS = [random_prompt(size, seed) for seed, size in enumerate(LENGTHS)] + [
 
 
 def params(index: int, **options: Any) -> SamplingParams:
-    """Return greedy parameters for every second request, seeded ones for the others, and penalties for every third."""
+    """Return greedy and seeded parameters in turns; every third has penalties, every fourth bad words."""
     edits: dict[str, Any] = dict(repetition_penalty=1.3, logit_bias={3: 1.0}) if index % 3 == 0 else {}
+    if index % 4 == 1:
+        edits |= dict(bad_words=[[5], [7, 3]])
     return SamplingParams(max_tokens=12, temperature=index % 2, seed=index, **edits | options)
 
 
@@ -194,6 +211,20 @@ def test_comparison_with_swapped_pages_of_two_packed_prompts_fails(monkeypatch: 
     monkeypatch.setattr(ModelRunner, "_pack", swapped)
     with engine(None, prefix_cache=False) as one:
         assert tokens(generate(one)) != plain_tokens()
+
+
+@pytest.mark.parametrize("case", [TABLE, MASKS], ids=["table", "masks"])
+def test_engine_that_packs_prompts_with_grammars_emits_the_tokens_of_masked_decoding(
+    plans: list[Plan], case: Case
+) -> None:
+    """The grammars' masks of first tokens reach the right prompts of a prefill."""
+    pytest.importorskip(case.library)
+    words = {"tokenizer": lettered.tokenizer(), "eos_ids": (lettered.END,)}
+    check_decoding(engine(DRAFTERS["ngram"](CHAIN), prefill_buckets=(128,), **words), case, range(8))
+    has_grammar = [
+        [piece.request.params.grammar_field is not None for piece in plan.pieces] for plan in prefills(plans)
+    ]
+    assert max(map(sum, has_grammar)) > 1
 
 
 def test_prompt_logprobs_of_packed_prompts_equal_those_of_single_prompts(plans: list[Plan]) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec import Completion, DFlash, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput, PromptPiece
 from jspec.engine.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
@@ -26,6 +26,9 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "plain": lambda: None,
     "eagle3": lambda: Eagle3(
         tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(LENGTH)
+    ),
+    "dflash": lambda: DFlash(
+        tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.topk(6, LENGTH, 3)
     ),
     "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),

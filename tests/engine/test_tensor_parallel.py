@@ -15,7 +15,20 @@ import pytest
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jspec import Completion, Drafter, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
+from jspec import (
+    Completion,
+    DFlash,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    NGram,
+    SamplingParams,
+    Suffix,
+)
 from jspec.core.records import KVCache, SlotState
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.quantize import quantize_weights
@@ -298,6 +311,12 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_engine_refuses_impossible_devices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(target(), **OPTIONS, **options)
+
+
+def test_engine_refuses_a_dflash_head_on_several_devices() -> None:
+    drafter = DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3")
+    with pytest.raises(ValueError, match="DFlash: expected an engine on one device, got a mesh of 2"):
+        Engine(target(), drafter=drafter, **OPTIONS, tensor_parallel=2)
 
 
 def test_engine_refuses_a_mesh_of_other_axes_or_of_another_size() -> None:

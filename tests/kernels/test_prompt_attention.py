@@ -152,7 +152,7 @@ def test_prompt_attention_compiled_for_an_h100_runs_the_hopper_kernel_where_it_s
     ("pieces", "options"),
     [
         *CASES,
-        ([(0, 2048)], {"kv_heads": 8}),
+        ([(0, 2048)], {"columns": 130, "kv_heads": 8}),
         ([(100, 700), (0, 5), (4000, 300)], {"columns": 300, "kv_heads": 8}),
         ([(130, 17), (2600, 540)], {"columns": 300, "group": 8}),
         ([(3000, 600)], {"columns": 300, "window": 1000}),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from jspec.server.anthropic import _content
 from jspec.server.anthropic_input import read_messages
+from jspec.server.blocks import Block
 from jspec.server.errors import ApiError
 from jspec.server.settings import digest_of
 from tests.support import serving, tool_serving
@@ -227,6 +229,7 @@ def test_stream_that_fails_raises_the_clients_error(server: serving.Running, cli
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "int"}}}}, "output_config: "),
         ({"container": "a"}, "container: expected nothing"),
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers: expected nothing"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs: expected a field that this route knows"),
     ],
 )
 def test_wrong_or_unsupported_field_raises_the_clients_error_that_names_it(
@@ -245,6 +248,14 @@ def test_errors_of_other_kinds_have_their_types(client: Any, server: serving.Run
     with server.http() as http:
         assert http.get("/v1/messages").json()["type"] == "error"
         assert "type" not in http.get("/v1/chat/completions").json()  # the negative control
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1e999}', '{"x": "\\ud800"}', "[1]", '{"x"'])
+def test_call_whose_arguments_the_answer_cannot_have_as_an_object_is_text(arguments: str) -> None:
+    call = Block(0, "call", "1", "f", arguments)
+    assert _content(call) == {"type": "text", "text": arguments}
+    call.text = '{"x": "\\ud83d\\ude00"}'
+    assert _content(call) == {"type": "tool_use", "id": "1", "name": "f", "input": {"x": "\U0001f600"}}
 
 
 def test_blocks_become_the_messages_of_a_chat() -> None:

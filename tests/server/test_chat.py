@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from jspec import SamplingParams
+from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
 from tests.support import serving
 
 MESSAGES: list[Any] = [
@@ -202,3 +203,14 @@ def test_tokenize_and_detokenize_are_the_engines(server: serving.Running) -> Non
         assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "a time"}
         for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**9]}), ("/tokenize", {"prompt": 1})):
             assert http.post(path, json=body).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_texts_too_long_for_any_prompt_are_refused_before_they_are_tokenised(
+    server: serving.Running, path: str
+) -> None:
+    text = "a" * (serving.MAX_LEN * CHARACTERS_PER_TOKEN + 1)
+    with server.http() as http:
+        for body in ({"messages": [{"role": "user", "content": text}]}, {"prompt": text})[: 1 + (path == "/tokenize")]:
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]

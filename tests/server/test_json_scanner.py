@@ -43,13 +43,16 @@ def is_json(text: str) -> bool:
 
 @st.composite
 def nearly_json(draw: Any) -> str:
-    """Draw a JSON array or object in which some characters are replaced, added or removed."""
+    """Draw a JSON array or object in which some characters are replaced, added or removed, and a blank after it.
+
+    It may become a number, which the blank ends.
+    """
     value = draw(VALUES.filter(lambda value: isinstance(value, (list, dict))))
     text = json.dumps(value, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans()))
     for _ in range(draw(st.integers(0, 2))):
         place = draw(st.integers(0, len(text)))
         text = text[:place] + draw(st.sampled_from(["", *CHARACTERS])) + text[place + draw(st.integers(0, 1)) :]
-    return text
+    return f"{text} "
 
 
 @settings(max_examples=400, deadline=None)

@@ -54,6 +54,7 @@ def test_foreign_names_in_host_are_refused(server: serving.Running, host: str) -
 
 def test_host_is_free_where_an_allowed_name_or_no_loopback_address_says_so() -> None:
     assert Settings(allowed_hosts=("api.example",)).accepts_host("api.example:443")
+    assert Settings(allowed_hosts=("Api.Example",)).accepts_host("API.example")
     assert not Settings(allowed_hosts=("api.example",)).accepts_host("b.example")
     assert Settings(host="0.0.0.0").accepts_host("anything")
 
@@ -94,6 +95,7 @@ def test_json_with_a_charset_is_served(server: serving.Running) -> None:
 
 def test_preflight_is_answered_only_with_an_allowed_origin(server: serving.Running) -> None:
     asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization, content-type, x-api-key, x-stainless-lang"
     with server.http() as http:
         assert "access-control-allow-origin" not in http.options(PATH, headers=asked).headers
     with (

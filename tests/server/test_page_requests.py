@@ -27,6 +27,11 @@ def test_page_of_a_server_with_keys_asks_for_one_and_sends_it(browser: Browser, 
     browser.eval("location.reload()")
     browser.wait("document.getElementById('keyform')?.hidden === false")
     browser.wait("document.activeElement.id === 'key'")
+    assert "asks for an API key" in browser.eval("$('keyform').textContent")
+    browser.type("wrong")
+    browser.press("Enter")
+    browser.wait("$('keyform').textContent.includes('does not know the key')")
+    browser.wait("document.activeElement.id === 'key'")
     browser.type("secret")
     browser.press("Enter")
     browser.wait("document.getElementById('model').textContent === 'stub' && $('keyform').hidden")
@@ -34,6 +39,15 @@ def test_page_of_a_server_with_keys_asks_for_one_and_sends_it(browser: Browser, 
     assert stub.keys == ["Bearer secret"]
     assert "secret" not in browser.eval("curlOf(runs[0]) + pythonOf(runs[0])")
     browser.eval("sessionStorage.clear()")
+
+
+def test_run_without_output_for_a_while_says_what_it_may_wait_for(browser: Browser, stub: Stub) -> None:
+    stub.first_delay = 0.5
+    browser.eval("patience = 100")
+    browser.eval("$('demo').click()")
+    browser.wait("runs.at(-1)?.status.textContent.includes('compiles programs')")
+    browser.wait("turns.length === 1")
+    assert "compiles" not in browser.eval("runs.at(-1).status.textContent")
 
 
 @pytest.mark.parametrize(

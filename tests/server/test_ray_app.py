@@ -8,13 +8,15 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from jspec.server.events import EVENT_HEADERS
+from jspec.server.settings import Settings
 from jspec.tools import demo
 
 ray_app = pytest.importorskip("jspec.server.ray_app", reason="needs the extra ray")
@@ -154,6 +156,59 @@ def test_health_check_fails_with_the_engine(state: str, healthy: bool, fails: bo
     replica = SimpleNamespace(_app=SimpleNamespace(state=SimpleNamespace(service=service)))
     with pytest.raises(RuntimeError, match="engine") if fails else contextlib.nullcontext():
         ray_app.Replica.check_health(replica)
+
+
+class Lost:
+    """A handle of replicas whose answers break off after some messages."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        self._sent, self.stream = sent, self
+
+    def options(self, **_: Any) -> Lost:
+        return self
+
+    def remote(self, _: ray_app.Ask) -> Lost:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for message in self._sent:
+            yield message
+        raise ray.exceptions.RayError("a lost actor")
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_lost_replica_is_an_error_in_the_form_of_the_route(path: str, has_begun: bool) -> None:
+    start = {
+        "type": "http.response.start",
+        "status": 200,
+        "headers": [(b"content-type", EVENT_HEADERS["content-type"].encode())],
+    }
+    ingress = ray_app.Ingress(Lost([start] * has_begun), Settings())  # type: ignore[arg-type]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        messages = [{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        await ingress._answer({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == (200 if has_begun else 503)
+    body = b"".join(message.get("body", b"") for message in sent).decode()
+    kind = json.loads(body.split("data: ")[-2 if body.endswith("[DONE]\n\n") else -1])["error"]["type"]
+    assert kind == ("overloaded_error" if path == "/v1/messages" else "server_error")
+    assert body.endswith("[DONE]\n\n") == (has_begun and path == "/v1/completions")
+    assert body.startswith("event: error\n") == (has_begun and path == "/v1/messages")
 
 
 # -- two replicas

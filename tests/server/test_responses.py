@@ -119,6 +119,8 @@ def test_answer_with_reasoning_text_and_calls_has_an_item_for_each(client: opena
         own = [event for event in events if getattr(event, "output_index", None) == index]
         assert own[0].type == "response.output_item.added" and own[0].item.id == item.id
         assert own[-1].type == "response.output_item.done" and own[-1].item == item
+        begun = [event.part.text for event in own if event.type == "response.content_part.added"]
+        assert begun == [""] if item.type != "function_call" else own[0].item.arguments == ""
         joined = "".join(event.delta for event in own if event.type.endswith(".delta"))
         assert joined == (item.arguments if item.type == "function_call" else item.content[0].text)
     assert [item.to_dict().keys() for item in last.output] == [item.to_dict().keys() for item in answer.output]
@@ -127,8 +129,11 @@ def test_answer_with_reasoning_text_and_calls_has_an_item_for_each(client: opena
 def test_stream_helper_of_the_client_accumulates_the_answer(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "extra_body": saying(ANSWER), "max_output_tokens": 200}
     with client.responses.stream(model=serving.NAME, input="a", **fields) as stream:
-        done = [event for event in stream if event.type == "response.function_call_arguments.done"]
+        events = list(stream)
         final = stream.get_final_response()
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    (*_, text) = [event.snapshot for event in events if event.type == "response.output_text.delta"]
+    assert text == "Look:"  # what the client has joined
     assert [json.loads(event.arguments) for event in done] == [{"x": 1}, {"x": 2}]
     assert final.output_text == "Look:"
     assert final.output[2].parsed_arguments == {"x": 1}  # type: ignore[union-attr]
@@ -210,6 +215,8 @@ def test_stream_that_fails_ends_with_a_failed_response(server: serving.Running, 
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"jspec": {"rounds": True}}}, "jspec"),
     ],
 )
 def test_wrong_or_unsupported_field_raises_the_clients_error_that_names_it(

@@ -142,7 +142,7 @@ def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
     calls.thread.stop()
     with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([serving.engine().prepare([5])]):
         pass
-    assert (caught.value.status, calls.pending, calls.num_open) == (503, 0, 0)
+    assert (caught.value.status, calls.pending, calls._open) == (503, 0, set())
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.server.app import make_app
+from jspec.server.completions import CompletionAnswer
 from jspec.server.settings import Settings
 from tests.support import serving
 
@@ -98,6 +101,16 @@ def test_pings_come_while_a_prompt_waits_and_clients_pass_over_them(server: serv
         assert "".join(chunk.choices[0].text for chunk in stream) == text
 
 
+def test_pings_come_while_text_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_texts(1)  # compiles, which would be a reason for pings too
+    step = serving.engine().step
+    monkeypatch.setattr(serving.engine(), "step", lambda: time.sleep(0.03) or step())
+    monkeypatch.setattr(CompletionAnswer, "events", lambda answer, outputs: answer.count_output(outputs) or "")
+    with serving.running(ping_seconds=0.1) as server:
+        _, _, body = post(server, "/v1/completions", {**ASK, "max_tokens": 60, "ignore_eos": True, "stream": True})
+    assert body.startswith(b": ping\n\n: ping\n\n") and body.endswith(b"data: [DONE]\n\n")
+
+
 def test_64_streams_at_once_lose_nothing_and_keep_their_order(server: serving.Running) -> None:
     texts = own_texts(64)
 
@@ -114,16 +127,17 @@ def test_64_streams_at_once_lose_nothing_and_keep_their_order(server: serving.Ru
     assert len(set(texts)) == 64  # so a text in another's stream would show
 
 
-def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
-    """The application's own ``send`` waits, as uvicorn's does while a connection's buffer is full."""
-    done = serving.engine().generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.8, seed=7, logprobs=0))[0]
+def read_slowly(body: Any, **settings: Any) -> bytes:
+    """Return the stream for a client that reads no further while the engine runs its request.
+
+    The application's own ``send`` waits, as uvicorn's does while a connection's buffer is full.
+    """
     bodies: list[bytes] = []
 
     async def run() -> None:
-        app = make_app(serving.engine(), Settings())
+        app = make_app(serving.engine(), Settings(**settings))
         calls = app.state.service.calls
-        body = json.dumps({**ASK, "logprobs": 0, "stream": True}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
         async def receive() -> Any:
             return messages.pop() if messages else await asyncio.Event().wait()
@@ -131,7 +145,7 @@ def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
                 bodies.append(message["body"])
-                while calls.pending:  # the client reads nothing until the engine has finished
+                while calls.pending:
                     await asyncio.sleep(0.005)
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -140,7 +154,12 @@ def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
             await app(scope, receive, send)
 
     asyncio.run(run())
-    chunks = serving.events(b"".join(bodies))[:-1]
+    return b"".join(bodies)
+
+
+def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
+    done = serving.engine().generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.8, seed=7, logprobs=0))[0]
+    chunks = serving.events(read_slowly({**ASK, "logprobs": 0, "stream": True}))[:-1]
     assert len(chunks) == 2  # the first, and all others in one
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == done.text
     scores = [x for chunk in chunks for x in chunk["choices"][0]["logprobs"]["token_logprobs"]]
@@ -148,19 +167,31 @@ def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] is not None
 
 
+def test_request_of_a_slow_reader_is_aborted_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, step = num_aborted(), serving.engine().step
+    monkeypatch.setattr(serving.engine(), "step", lambda: time.sleep(0.03) or step())
+    body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": True}
+    *_, error, done = serving.events(read_slowly(body, request_timeout=0.3))
+    assert (error["error"]["code"], done) == ("timeout", "[DONE]")
+    assert num_aborted() == before + 1
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_request_of_a_client_that_leaves_is_aborted(server: serving.Running, is_stream: bool, has_begun: bool) -> None:
+def test_request_of_a_client_that_leaves_is_aborted(
+    server: serving.Running, is_stream: bool, has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     before = num_aborted()
 
     async def run() -> None:
         with serving.held(serving.engine()) as gate:
             body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": is_stream}
-            _, writer = await serving.post(server.url, "/v1/completions", body)
+            reader, writer = await serving.post(server.url, "/v1/completions", body)
             while server.service.calls.thread.num_running + server.service.calls.thread.num_waiting == 0:
                 await asyncio.sleep(0.005)
             if has_begun:
                 gate.set()
+                await reader.read(is_stream)  # one byte of a stream
             writer.close()
             while server.service.num_active:
                 await asyncio.sleep(0.005)
@@ -169,6 +200,8 @@ def test_request_of_a_client_that_leaves_is_aborted(server: serving.Running, is_
     serving.wait_until(lambda: server.service.calls.pending == 0)
     assert num_aborted() == before + 1
     assert serving.engine().pages_in_use == 0
+    assert post(server, "/v1/completions", ASK)[0] == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_request_of_a_client_that_stays_is_not_aborted(server: serving.Running) -> None:
@@ -240,6 +273,8 @@ def test_rounds_are_sent_to_one_request_at_a_time() -> None:
             assert (sent.get("r"), sent.get("q")) == ((end.rank, end.draft_probability) if end else (None, None))
         first = chunks[0]["choices"][0]["text"]
         assert first + "".join(text for one in rounds for text in one["e"]) == done.text
+        status, _, raw = post(server, "/v1/completions", {**body, "n": 2})
+        assert (status, json.loads(raw)["error"]["param"]) == (400, "jspec.rounds")
         with serving.held(serving.engine()):
 
             async def two() -> int:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec import Engine, SamplingParams
+from jspec.engine.grammar import json_schema
 from jspec.server.text_reader import Part
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
+from jspec.server.tool_calls.tools import read_choice
 from jspec.tools import demo
 from tests.support.answers import TOOLS, Joined, joined, tool
 
@@ -62,15 +64,14 @@ VALID = {"get_weather": is_weather, "grow": is_tree}
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Return an engine of the demo pair."""
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(2), dtype="float32")
-    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "controls": True}
-    return Engine.from_pretrained(demo.TARGET, drafter=drafter, **options)
+    """Return an engine of the demo target."""
+    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "buckets": (len(SEEDS),), "controls": True}
+    return Engine.from_pretrained(demo.TARGET, **options)
 
 
 def answers(engine: Engine, tools: Any, choice: Any, parallel: bool | None) -> list[tuple[str, Joined]]:
     """Return (finish reason, what the parser finds) of one answer for each seed."""
-    fields = tool_grammar(tools, choice, parallel)
+    fields = tool_grammar(read_choice(tools, choice), parallel)
     assert fields is not None
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=float(seed), top_p=0.98, seed=seed, **fields)
@@ -78,7 +79,7 @@ def answers(engine: Engine, tools: Any, choice: Any, parallel: bool | None) -> l
     ]
     found = []
     for done in engine.generate(["def weather(city):\n"] * len(params), params):
-        parser, parts = parser_for(None, None, tools, choice, False), list[Part]()
+        parser, parts = parser_for(None, None, read_choice(tools, choice), False), list[Part]()
         for piece in done.pieces or [done.text or ""]:
             parts += parser.push(piece)
         found.append((str(done.finish_reason), joined([*parts, *parser.finish()])))
@@ -124,13 +125,13 @@ def test_answers_of_another_grammar_fail_the_check(engine: Engine) -> None:
 
 def test_tool_grammar_without_a_forced_call_is_none() -> None:
     for choice in (None, "auto", "none"):
-        assert tool_grammar(TOOLS, choice) is None
-    assert tool_grammar(None, None) is None
+        assert tool_grammar(read_choice(TOOLS, choice)) is None
+    assert tool_grammar(read_choice(None, None)) is None
 
 
 def test_tool_grammar_of_a_named_tool_is_the_schema_of_its_arguments() -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    assert tool_grammar(MADE, choice) == {"json_schema": WEATHER}
+    assert tool_grammar(read_choice(MADE, choice)) == {"json_schema": WEATHER}
 
 
 @pytest.mark.parametrize(
@@ -138,11 +139,21 @@ def test_tool_grammar_of_a_named_tool_is_the_schema_of_its_arguments() -> None:
     [
         ([tool("f", {"type": "object", "propertys": {}})], "tools: f: json_schema: 'propertys' at #: "),
         ([tool("f", {"properties": {"x": {"type": "int"}}})], "tools: f: json_schema: 'type' at #/properties/x: "),
-        ([tool("f", {"title": "a" * 2**16})], "tools: f: json_schema: expected at most 65536 characters"),
+        ([tool("f", {"title": "a" * 2**16})], "tools: json_schema: expected at most 65536 characters"),
         ([tool(name, {"properties": {name * 40_000: {}}}) for name in "ab"], "tools: json_schema: expected at most"),
         ([tool("f", {"type": "object", "properties": {"x": {"$id": "a"}}})], r"tools: f: json_schema: '\$id' at"),
     ],
 )
 def test_tool_grammar_of_a_wrong_schema_raises_and_names_the_tool(tools: Any, error: str) -> None:
     with pytest.raises(ValueError, match=f"^{error}"):
-        tool_grammar(tools, "required")
+        tool_grammar(read_choice(tools, "required"))
+
+
+def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(json_schema, "check", lambda schema: read.append(schema))
+    with pytest.raises(ValueError, match=r"^tools: json_schema: expected at most"):
+        tool_grammar(read_choice([tool(f"f{i}", {"properties": {"x" * 30_000: {}}}) for i in range(3)], "required"))
+    assert not read
+    tool_grammar(read_choice([tool("f", WEATHER)], "required"))
+    assert read  # the negative control

@@ -17,6 +17,7 @@ from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
+HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
@@ -30,10 +31,11 @@ def compile_round(
     deterministic: bool = False,
     batch: int = 1,
     depth: int | None = None,
+    method: str = "eagle3",
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
     target = jax.eval_shape(partial(shapes.random_target, SHAPE, "bfloat16"))
-    head = jax.eval_shape(partial(shapes.random_head, SHAPE, "bfloat16"))
+    head = jax.eval_shape(partial(HEADS[method], SHAPE, "bfloat16"))
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(
@@ -89,6 +91,22 @@ def test_h200_round_of_each_drafter_is_one_cuda_graph_that_updates_in_place(
     assert program.count("sample_tokens") == 2 * (1 + drafted)
     if jax.__version_info__ >= (0, 11):  # gate and up projections of 60 nodes padded to 64 rows
         assert program.count("kCustomCall") == (32 if tree == Tree.topk(60, 8, 10) else 0)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_equal_length() -> None:
+    """A block of 8 takes one pass of 5 layers, an EAGLE-3 chain of 7 takes 7 passes of one layer."""
+    tree = Tree.chain(7)
+    block = check(*compile_round(tree, method="dflash"), launches=390, temp_mib=12)
+    chain, _ = compile_round(tree)
+    assert len(block.launches) < len(chain.launches)
+    assert block.count("append_attention") == 32 + 5
+    assert block.count("sample_tokens") == 2 + 2
+
+
+@pytest.mark.long
+def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
+    check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=415, temp_mib=40)
 
 
 @pytest.mark.matrix

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGram, Suffix, Tree
+from jspec import DFlash, Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGram, Suffix, Tree
 from jspec.core import records
 from jspec.core.records import Draft, LogProbs, PrefillInput, PromptBatch, PromptPiece, SlotState
 from jspec.models.kv_cache import PoolShape
@@ -29,6 +29,7 @@ DRAFTERS: dict[str, Callable[[Model, Tree], Drafter]] = {
     "eagle3": lambda target, tree: Eagle3(tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1)), tree),
     "eagle": lambda target, tree: Eagle(tiny.eagle1_head(target), tree),
     "draft model": lambda target, tree: DraftModel(tiny.model(VOCAB, layers=1, seed=1), tree),
+    "dflash": lambda target, tree: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree),
     "medusa": lambda target, tree: Medusa(tiny.medusa_heads(target, 3), tree),
     "ngram": lambda target, tree: NGram(tree),
     "suffix": lambda target, tree: Suffix(tree),
@@ -237,6 +238,7 @@ def check_mixes(one: Case, prefills: int, seed: int = 0) -> int:
         ("eagle3", DYNAMIC, 4, 200),
         ("draft model", CHAIN, 1, 50),
         ("suffix", DYNAMIC, 16, 50),
+        ("dflash", DYNAMIC, 4, 50),
         *(
             pytest.param(name, tree, page, 200, marks=pytest.mark.matrix)
             for name in DRAFTERS

@@ -9,6 +9,7 @@ from typing import Any
 
 from jspec.server.text_reader import OutputParser, Part
 from jspec.server.tool_calls.choose import parser_for
+from jspec.server.tool_calls.tools import read_choice
 
 
 def tool(name: str, parameters: Any = None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def joined(parts: Sequence[Part]) -> Joined:
 
 
 def auto(format_: str, *, reasoning: bool = False, prompt: str = "") -> OutputParser:
-    return parser_for(None, format_, TOOLS, "auto", reasoning, prompt=prompt)
+    return parser_for(None, format_, read_choice(TOOLS, "auto"), reasoning, prompt=prompt)
 
 
 def parsed(make: Callable[[], OutputParser], pieces: Sequence[str]) -> Joined:

@@ -58,6 +58,7 @@ class Stub:
     key: str | None = None
     delay: float = 0.0
     undrafted: str | None = None
+    first_delay: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
 
@@ -103,6 +104,7 @@ class Stub:
             text = self.text if self.undrafted is None else self.undrafted
             rounds = [dict(t=["?"], p=[-1], s=[0.0], a=[0], e=[c], d=[False]) for c in text.removeprefix(FIRST)]
         yield ": ping\n\n"
+        await asyncio.sleep(self.first_delay)
         yield _event(body, FIRST, [])
         for one in rounds:
             await asyncio.sleep(self.delay)

@@ -15,8 +15,9 @@ import numpy as np
 from convert.orbax import unflatten
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
 from jspec.draft import auto
+from jspec.draft.dflash_head import DFlashHead, dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import METHODS, HeadConfig
+from jspec.draft.head_config import METHODS, DFlashConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config import ModelConfig
@@ -113,6 +114,34 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     weights = _draw(rng, head_params(c), "fc")
     weights["fc_bias"] = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
     return EagleHead.from_weights(c, unflatten(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
+
+
+def dflash_head(
+    target: Model, *, block_size: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
+) -> DFlashHead:
+    """Return a random DFlash head, whose mask token is the last id of the vocabulary."""
+    rng, own = np.random.default_rng(seed), target.config
+    c = DFlashConfig.of_sizes(
+        vocab_size=own.vocab_size,
+        draft_vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        target_hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_layers=layers,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        norm_eps=1e-5,
+        rope=Rope(),
+        qk_norm="head",
+        feature_layers=feature_layers,
+        source_format="random",
+        block_size=block_size,
+        mask_token_id=own.vocab_size - 1,
+    )
+    params = dflash_params(c, has_head=False, has_map=False)
+    names = [name for name, spec in params.items() if spec.init == "normal"]
+    return DFlashHead.from_weights(c, unflatten(_draw(rng, params, *names)))
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:

@@ -160,7 +160,7 @@ def test_first_readme_of_at_most_200_lines_names_every_command() -> None:
 def test_first_readme_lists_the_registered_families_of_targets_and_of_head_layers() -> None:
     text = text_of(READMES[0])
     assert f"\n\n{families.table()}\n\n" in text
-    (of_heads,) = re.findall(r"3\.1 with layers of (.*?),? and Medusa", text, re.S)
+    (of_heads,) = re.findall(r"3\.1 with layers of (.*?), DFlash and\s+Medusa", text, re.S)
     assert re.findall(r"`(\w+)`", of_heads) == list(head_layers.FAMILIES)
 
 

@@ -1,7 +1,7 @@
 """Writes `oneOf` in a JSON schema as `anyOf` where no value satisfies two of its schemas.
 
-Tables and parsers follow `anyOf` alone. Discriminated unions, for instance, are such schemas: objects with a required
-property whose texts differ.
+Tables and parsers follow `anyOf` alone. The schemas of a discriminated union, for instance, are objects with a required
+property whose values differ.
 """
 
 from __future__ import annotations
@@ -31,32 +31,36 @@ class _Traits(NamedTuple):
 
     Attributes:
         kinds: the values' types, a subset of `KINDS`.
-        texts: the texts that a value can be; None: others too, or values of other types.
-        tags: the texts that a property can be, by its name, if every value is an object that has the property.
+        values: the JSON texts of all values, with one text for equal values; None: not known.
+        tags: traits of a property, by its name, if every value is an object that has the property.
     """
 
     kinds: frozenset[str] = KINDS
-    texts: frozenset[str] | None = None
-    tags: Mapping[str, frozenset[str]] = {}
+    values: frozenset[str] | None = None
+    tags: Mapping[str, _Traits] = {}
 
     def __or__(self, other: _Traits) -> _Traits:
         """Return the traits of the values of two schemas."""
-        texts = None if self.texts is None or other.texts is None else self.texts | other.texts
+        values = None if self.values is None or other.values is None else self.values | other.values
         tags = {name: self.tags[name] | other.tags[name] for name in self.tags.keys() & other.tags.keys()}
-        return _Traits(self.kinds | other.kinds, texts, tags)
+        return _Traits(self.kinds | other.kinds, values, tags)
 
     def excludes(self, other: _Traits) -> bool:
         """Return whether no value has the traits of both."""
         if not self.kinds & other.kinds:
             return True
-        if self.texts is not None and other.texts is not None:
-            return not self.texts & other.texts
-        return any(not self.tags[name] & other.tags[name] for name in self.tags.keys() & other.tags.keys())
+        if self.values is not None and other.values is not None and not self.values & other.values:
+            return True
+        return any(self.tags[name].excludes(other.tags[name]) for name in self.tags.keys() & other.tags.keys())
+
+
+UNKNOWN = _Traits()
 
 
 class _Writer:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._known: dict[tuple[str, bool], _Traits] = {}  # by `$ref`, and whether they have tags
 
     def written(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, Mapping):
@@ -71,30 +75,51 @@ class _Writer:
             return False
         return all(one.excludes(other) for one, other in combinations([self._traits(part) for part in parts], 2))
 
-    def _traits(self, schema: Any, refs: tuple[str, ...] = ()) -> _Traits:
+    def _traits(self, schema: Any, levels: int = 0, *, tags: bool = True) -> _Traits:
         """Return the traits of a schema, from one of its keywords alone, as the others only exclude more values.
 
         Args:
-            refs: `$ref` texts that were followed to reach the schema.
+            levels: number of schemas and references between the schema and the `oneOf`.
+            tags: whether to find the traits of properties, too.
         """
-        if not isinstance(schema, Mapping) or len(refs) > json_schema.MAX_LEVELS:
-            return _Traits()
+        if not isinstance(schema, Mapping) or levels > json_schema.MAX_LEVELS:
+            return UNKNOWN
         if "$ref" in schema:
-            ref = schema["$ref"]
-            return _Traits() if ref in refs else self._traits(json_schema.at(self._root, ref), (*refs, ref))
+            return self._traits_at(schema["$ref"], levels, tags=tags)
         for name in ("anyOf", "oneOf"):
             if name in schema:
-                return reduce(_Traits.__or__, (self._traits(part, refs) for part in schema[name]))
+                return reduce(_Traits.__or__, (self._traits(part, levels + 1, tags=tags) for part in schema[name]))
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
-            is_text = all(isinstance(value, str) for value in values)
-            return _Traits(frozenset({"string"}), frozenset(values)) if is_text else _Traits()
+            return _Traits(frozenset(map(_kind, values)), frozenset(map(_text, values)))
         given = schema.get("type", [*KINDS])
         types = [given] if isinstance(given, str) else given
         kinds = frozenset("number" if name == "integer" else name for name in types)
-        return _Traits(kinds, tags=self._tags(schema, refs) if kinds == {"object"} else {})
+        own: dict[str, _Traits] = {}
+        if tags and kinds == {"object"}:
+            properties = schema.get("properties", {})
+            required = [name for name in schema.get("required", ()) if name in properties]
+            own = {name: self._traits(properties[name], levels + 1, tags=False) for name in required}
+        return _Traits(kinds, tags=own)
 
-    def _tags(self, schema: Mapping[str, Any], refs: tuple[str, ...]) -> dict[str, frozenset[str]]:
-        properties = schema.get("properties", {})
-        known = {name: self._traits(properties.get(name), refs).texts for name in schema.get("required", ())}
-        return {name: texts for name, texts in known.items() if texts is not None}
+    def _traits_at(self, ref: str, levels: int, *, tags: bool) -> _Traits:
+        key = ref, tags
+        if key not in self._known:
+            self._known[key] = self._traits(json_schema.at(self._root, ref), levels + 1, tags=tags)
+        return self._known[key]
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a JSON value, one of `KINDS`."""
+    return next(name for name in KINDS if json_schema.TYPES[name](value))
+
+
+def _text(value: Any) -> str:
+    """Return a JSON text that equal values share: JSON Schema does not tell 1 from 1.0, nor the order of properties."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{json.dumps(name)}:{_text(value[name])}' for name in sorted(value))}}}"
+    return json.dumps(value)

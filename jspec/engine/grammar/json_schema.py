@@ -106,7 +106,7 @@ def text_of(given: Any) -> str:
     if not isinstance(given, (str, Mapping)):
         _refuse("a schema as a dict, its text, or a pydantic class", given)
     if isinstance(given, Mapping):
-        _check_size(given)
+        check_size(given)
         try:
             given = json.dumps(given)
         except (TypeError, ValueError, RecursionError):
@@ -153,8 +153,12 @@ def check_text(field: str, text: str) -> None:
         raise ValueError(f"{field}: expected whole characters, got half of a surrogate pair, {wrong!r}; leave it out")
 
 
-def _check_size(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema whose JSON text would be too long, without writing the text."""
+def check_size(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema whose JSON text would be too long, without writing the text.
+
+    Raises:
+        ValueError: it would have more than `MAX_CHARACTERS` characters.
+    """
     left, end = MAX_CHARACTERS, object()
     parts: list[Iterator[Any]] = [iter([schema])]
     while parts:

@@ -40,6 +40,11 @@ def lark_of(schema: Any) -> str:
 def _rewritten(schema: Any, path: str) -> Any:
     if not isinstance(schema, Mapping):
         return schema
+    if "oneOf" in schema:  # `disjoint.with_any_of` has replaced the others
+        raise ValueError(
+            f"json_schema: 'oneOf' at {path:.100}: expected schemas that exclude one another by their types or values, "
+            "or by those of a property that all of them require, and no $ref into them; make them differ, or take anyOf"
+        )
     changed = json_schema.with_subschemas(schema, _rewritten, path)
     by_format = schema_regex.FORMATS.get(schema.get("format", ""))
     if by_format is not None and "pattern" not in schema:

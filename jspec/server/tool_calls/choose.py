@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from jspec.core.shorten import short
 from jspec.server import reasoning as thinking
 from jspec.server.text_reader import OutputParser, Reader, Reading, TextParser
 from jspec.server.tool_calls import forced, hermes, llama3_json, mistral, pythonic
 from jspec.server.tool_calls.calls import Calls, make_id
-from jspec.server.tool_calls.tools import ToolChoice, read_choice
+from jspec.server.tool_calls.tools import ToolChoice
 
 FORMATS: dict[str, Callable[[Reader, Calls], Reading[None]]] = {
     "hermes": hermes.read,
@@ -30,27 +29,20 @@ SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its for
 
 
 def parser_for(
-    chat_template: str | None,
-    name: str | None,
-    tools: Any,
-    tool_choice: Any,
-    reasoning: bool,
-    *,
-    prompt: str = "",
+    chat_template: str | None, name: str | None, choice: ToolChoice, reasoning: bool, *, prompt: str = ""
 ) -> OutputParser:
     """Return the parser of one answer.
 
     Args:
         chat_template: the tokenizer's chat template, if it has one.
         name: the format of tool calls; None: that of the chat template.
-        tools, tool_choice: those of `jspec.server.tool_calls.tools.read_choice`.
+        choice: what the answer may or must call.
         reasoning: whether to split off reasoning. An answer that must be tool calls has none.
         prompt: the rendered prompt or its end, which tells whether the answer begins inside reasoning.
 
     Raises:
-        ValueError: tools or tool_choice are wrong, or the format is unknown.
+        ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
-    choice = read_choice(tools, tool_choice)
     read, new_id = _format_of(choice, chat_template, name)
     names = frozenset(choice.schemas)
 

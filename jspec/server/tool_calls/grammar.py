@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspec.engine.grammar import json_schema
-from jspec.server.tool_calls.tools import read_choice
+from jspec.server.tool_calls.tools import ToolChoice
 
 
-def tool_grammar(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None = None) -> dict[str, Any] | None:
+def tool_grammar(choice: ToolChoice, parallel_tool_calls: bool | None = None) -> dict[str, Any] | None:
     """Return the fields of `SamplingParams` that force an answer to be tool calls; None if nothing is forced.
 
     The answer to a named tool is its arguments. The answer to "required" is ``{"name": ..., "arguments": {...}}``, or
     an array of such calls if there may be several. `jspec.server.tool_calls.forced` reads both.
 
     Args:
-        tools, tool_choice: those of `jspec.server.tool_calls.tools.read_choice`.
+        choice: what the answer may or must call.
         parallel_tool_calls: whether an answer may have several calls; None: yes. A named tool is called once.
 
     Raises:
-        ValueError: a tool or the choice is wrong, or a schema is wrong; the message begins with the field.
+        ValueError: a schema is wrong; the message begins with the field.
     """
-    choice = read_choice(tools, tool_choice)
     if not choice.is_forced:
         return None
+    _check("tools: ", {"$defs": choice.schemas}, json_schema.check_size)  # before the slow checks
     for name, schema in choice.schemas.items():
         _check(f"tools: {name}: ", schema)
     if choice.mode == "named":
@@ -38,9 +38,11 @@ def tool_grammar(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None 
     return {"json_schema": calls}
 
 
-def _check(field: str, schema: Mapping[str, Any]) -> None:
+def _check(
+    field: str, schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object] = json_schema.text_of
+) -> None:
     try:
-        json_schema.text_of(schema)
+        check(schema)
     except ValueError as error:
         raise ValueError(f"{field}{error}") from error
 

@@ -31,7 +31,9 @@ OPTIONS = (
     option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
     option(
-        "--draft", metavar="PATH", help="EAGLE or Medusa heads, draft model, ngram or suffix; default: embedded head"
+        "--draft",
+        metavar="PATH",
+        help="EAGLE, DFlash or Medusa head, draft model, ngram or suffix; default: embedded head",
     ),
 )
 ENGINE_OPTIONS = (

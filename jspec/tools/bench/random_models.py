@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from jspec.draft.dflash_head import DFlashHead, dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import Eagle3Config
+from jspec.draft.head_config import DFlashConfig, Eagle3Config
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
@@ -49,6 +50,7 @@ TARGETS = {
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
+DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
 DRAFT_VOCAB = {"llama3-8b": 32000, "qwen3-8b": 32000, "gemma3-12b": 32000, "tiny": 128, "tiny-gemma3": 128, "least": 16}
 
@@ -72,9 +74,35 @@ def head_config(name: str) -> Eagle3Config:
     )
 
 
+def dflash_config(name: str) -> DFlashConfig:
+    """Return the config of a DFlash head, as published heads have it, for a named target shape."""
+    c = TARGETS[name]
+    same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
+    spread = (c.num_layers - 4) / (DFLASH_LAYERS - 1)  # between the layers whose outputs are read: 1 to N - 3
+    return DFlashConfig.of_sizes(
+        **{size: getattr(c, size) for size in same.split()},
+        num_layers=DFLASH_LAYERS,
+        target_hidden_size=c.hidden_size,
+        draft_vocab_size=c.vocab_size,
+        rope=Rope(),
+        qk_norm="head",
+        feature_layers=tuple(2 + round(index * spread) for index in range(DFLASH_LAYERS)),
+        source_format="random",
+        block_size=16,
+        mask_token_id=0,
+    )
+
+
 def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
     """Return a target of a named shape with random weights, quantised if ``quantize`` names a kind."""
     return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
+
+
+def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:
+    """Return a target's DFlash head with random weights, whose drafts are practically never accepted."""
+    config = dflash_config(name)
+    params = dflash_params(config, has_head=False, has_map=False)
+    return DFlashHead.from_weights(config, random_weights(params, dtype, seed, quantize))
 
 
 def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:

@@ -24,6 +24,8 @@ from jspec.core.config import KV_DTYPES
 from jspec.core.records import KVCache, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
+from jspec.draft.dflash import DFlash
+from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
@@ -49,7 +51,7 @@ class Case:
     shape: Annotated[str, Column("shape")]  # name of a shape in `random_models`
     batch: Annotated[int, Column("batch")]  # number of batch rows
     context: Annotated[int, Column("context")]  # committed tokens of a row
-    tree: Annotated[Tree | None, Column("tree", tree_name)]  # tree drafted by an EAGLE-3 head; None: plain decoding
+    tree: Annotated[Tree | None, Column("tree", tree_name)]  # tree drafted by a head; None: plain decoding
     page_size: Annotated[int, Column("page")] = 16
     dtype: Annotated[str, Column("dtype")] = "bfloat16"
     implementation: str = "auto"
@@ -81,13 +83,15 @@ class Timing:
 
 
 def build(
-    case: Case, target: Model, head: EagleHead | None, *, growth: int | None = None
+    case: Case, target: Model, head: EagleHead | DFlashHead | None, *, growth: int | None = None
 ) -> tuple[Program, Params, PoolShape]:
     """Return the program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
     if not 0 <= case.idle < case.batch:
         raise ValueError(f"idle: expected 0 to {case.batch - 1} of a batch of {case.batch} rows, got {case.idle}")
     assert case.tree is None or head is not None
-    drafter: Drafter = NoDraft() if case.tree is None or head is None else Eagle3(head, case.tree)
+    drafter: Drafter = NoDraft()
+    if case.tree is not None and head is not None:
+        drafter = Eagle3(head, case.tree) if isinstance(head, EagleHead) else DFlash(head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)

@@ -1,0 +1,172 @@
+"""The weights and the computation of DFlash heads (arXiv:2602.06036).
+
+A head is a decoder without embedding and, mostly, without output head: it uses the target's. Its context rows hold the
+keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one token into a
+context vector, from which each layer projects a key and a value. A context vector has no query and no residual stream.
+
+The tokens of a block are the root and the mask token, repeated. They run through the layers together: each of them
+attends to all context rows and to the whole block, also to later tokens. The output for the mask token at depth d
+gives the logits of the token at depth d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jspec.core.records import KVCache, TokenBatch
+from jspec.draft.expand_tree import Vocabulary
+from jspec.draft.head_config import DFlashConfig
+from jspec.models.config import ModelConfig
+from jspec.models.decoder import Layer, Model
+from jspec.models.layer_config import GQA
+from jspec.models.params import ParamSpec, layer_params, norm, prefixed
+from jspec.models.rope import tables
+from pallas_kernels.attention.kv_pages import append
+from pallas_kernels.attention.rope_append import KEYS, rotate
+from pallas_kernels.layers.quantized import Quantized, Weight, matmul
+from pallas_kernels.layers.residual_norm import rms_norm
+from pallas_kernels.layers.shard import Shard
+
+
+@struct.dataclass
+class DFlashHead:
+    """The weights and the config of a DFlash head."""
+
+    layers: list[Layer]  # weights of each layer
+    fc: Weight  # projection of the concatenated target states [hidden, features]
+    hidden_norm: Float[Array, "hidden"]  # norm after fc
+    norm: Float[Array, "hidden"]  # norm before the output head
+    head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's
+    draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
+    config: DFlashConfig = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def from_weights(cls, config: DFlashConfig, weights: Mapping[str, Any]) -> DFlashHead:
+        """Build a head from the weights that `jspec.models.load.read_checkpoint` returns, a tree of arrays."""
+        own = {name: array for name, array in weights.items() if name != "layers"}
+        return cls(layers=[Layer(**layer) for layer in weights["layers"]], config=config, **own)
+
+
+def dflash_params(config: DFlashConfig, *, has_head: bool, has_map: bool) -> dict[str, ParamSpec]:
+    """Return the `ParamSpec` of each parameter of a DFlash head, by name.
+
+    Args:
+        config: config of the head.
+        has_head: whether the head has an output head of its own; if not, it uses the target's.
+        has_map: whether the head has the target id of each draft id; if not, the ids are equal.
+    """
+    hidden, features = config.hidden_size, config.num_features * config.target_hidden_size
+    params = {"fc": ParamSpec((hidden, features), ("hidden", "features")), "hidden_norm": norm(hidden)}
+    for index, layer in enumerate(config.layers):
+        params |= prefixed(f"layers.{index}", {**layer_params(layer, hidden, hidden), "attn_norm": norm(hidden)})
+    params["norm"] = norm(hidden)
+    if has_head:
+        params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
+    if has_map:
+        params["draft_to_target"] = ParamSpec((config.draft_vocab_size,), ("draft_vocab",), "range", "int32")
+    return params
+
+
+@struct.dataclass
+class BoundDFlash:
+    """The weights of a DFlash head that is bound to a target."""
+
+    model: Model  # the head's layers and norm, with the embedding and the output head that it uses
+    fc: Weight  # as in `DFlashHead`, like the next field
+    hidden_norm: Float[Array, "hidden"]
+    context: Weight  # rows of the layers' QKV projections that give keys and values, all layers in order [kv, hidden]
+    draft_to_target: Int[Array, "draft_vocab"] | None  # as in `DFlashHead`
+    target_size: int = struct.field(pytree_node=False)  # number of tokens of the target's vocabulary
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.draft_to_target, self.target_size)
+
+
+def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
+    """Join a head with the embedding and, if the head has none of its own, the output head of a target.
+
+    Args:
+        head: the head; its weights are arrays or `jax.ShapeDtypeStruct`.
+        target: a target with the head's sizes.
+    """
+    config, own = target.config, head.config
+    shares_head = head.head is None
+    decoder = ModelConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        layers=own.layers,
+        norm_eps=own.norm_eps,
+        family=config.family,
+        tie_word_embeddings=False,
+        max_position=config.max_position,
+        embed_scale=config.embed_scale,
+        logit_divisor=config.logit_divisor if shares_head else 1.0,
+        logit_softcap=config.logit_softcap if shares_head else None,
+    )
+    output = target.output_head if shares_head else head.head
+    model = Model(embed=target.embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
+    is_abstract = isinstance(head.hidden_norm, jax.ShapeDtypeStruct)
+    context = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
+    return BoundDFlash(model, head.fc, head.hidden_norm, context, head.draft_to_target, config.vocab_size)
+
+
+def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
+    """Return the rows of all layers' QKV projections that give keys and values, as one weight that is not quantised."""
+    parts = []
+    for layer, config in zip(head.layers, head.config.layers, strict=True):
+        qkv, first = layer.qkv, config.attention.q_size
+        assert not isinstance(qkv, Shard), "`DFlash.on_mesh` refuses meshes"
+        if not isinstance(qkv, Quantized):
+            parts.append(qkv[first:])
+            continue
+        values, scale = qkv.values[first:].astype(jnp.float32), qkv.scale[first:].reshape(qkv.shape[0] - first, -1)
+        columns = jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+        parts.append((values * columns).astype(head.hidden_norm.dtype))
+    return jnp.concatenate(parts)
+
+
+def write_context(
+    head: BoundDFlash, cache: KVCache, batch: TokenBatch, features: Float[Array, "batch tokens features"]
+) -> KVCache:
+    """Write the keys and values of committed tokens to the draft cache, and return the cache.
+
+    Args:
+        head: weights of the head.
+        cache: draft cache.
+        batch: positions and cache rows of the tokens; its ids are not read.
+        features: the target's hidden states at the tokens, concatenated.
+    """
+    dtype, eps, model = head.hidden_norm.dtype, head.model.config.norm_eps, head.model
+    with jax.named_scope("context"):
+        fused = rms_norm(matmul(features.astype(dtype), head.fc), head.hidden_norm, eps)
+        projected = matmul(fused, head.context)
+        k_pools, v_pools, first = [], [], 0
+        for layer, config, *pools in zip(model.layers, model.config.layers, cache.k, cache.v, strict=True):
+            attention = config.attention
+            own = projected[..., first : first + 2 * attention.kv_size]
+            first += 2 * attention.kv_size
+            k, v = _keys_and_values(layer, attention, own, batch, eps)
+            rows = batch.page_table, batch.first_row, batch.valid
+            k_pool, v_pool = append(*pools, k, v, *rows, implementation=batch.implementation)
+            k_pools.append(k_pool)
+            v_pools.append(v_pool)
+    return KVCache(k=k_pools, v=v_pools)
+
+
+def _keys_and_values(
+    layer: Layer, config: GQA, projected: Float[Array, "batch tokens kv"], batch: TokenBatch, eps: float
+) -> tuple[Float[Array, "batch tokens kv_heads head_dim"], Float[Array, "batch tokens kv_heads head_dim"]]:
+    """Return the rotated keys and the values of a layer from their projections."""
+    if layer.qkv_bias is not None:
+        projected = (projected.astype(jnp.float32) + layer.qkv_bias[config.q_size :]).astype(projected.dtype)
+    k, v = jnp.split(projected.reshape(*batch.positions.shape, 2 * config.kv_heads, config.head_dim), 2, axis=2)
+    if layer.k_norm is not None:
+        k = rms_norm(k, layer.k_norm, eps)
+    return rotate(k, tables(config.rope, config.head_dim, batch.positions)[KEYS]), v

@@ -1,0 +1,74 @@
+"""Drafts a tree from one distribution for each depth, for drafters that compute a whole block in one pass.
+
+The distributions do not depend on each other: the probability of a path is the product of its tokens' probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.records import Draft, SlotView
+from jspec.core.tree import Tree
+from jspec.draft.base import static_draft
+from jspec.draft.expand_tree import Candidates, Vocabulary, select_nodes
+from jspec.sampling import sampler
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.sampling.top_log_probs import top, top_log_probs
+
+
+def expand_block(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
+    """Draft a tree of any kind from the logits of a block.
+
+    Args:
+        tree: draft tree.
+        view: the slots of the batch.
+        vocabulary: the draft vocabulary.
+        logits: logits of the token at each depth from 1 on, [1, batch, depth, draft_vocab].
+    """
+    run = _expand_dynamic if tree.paths is None else _expand_static
+    return run(tree, view, vocabulary, logits)
+
+
+def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
+    """Draft a chain or a static tree; a node of rank r gets the r-th token that was chosen at its depth."""
+    choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
+    ids, probs = choose(logits, np.arange(1, tree.depth + 1), tree.branching)
+    with jax.named_scope("scores"):
+        own = sampler.log_prob(reduce_partials(logits, jnp.float32), ids)
+    tokens, log_probs, parent_probs = [], [], []
+    for depth, level in enumerate(tree.levels[1:]):
+        ranks = np.array(level.ranks)
+        tokens.append(vocabulary.lift(ids[:, depth, ranks]))
+        log_probs.append(own[:, depth, ranks])
+        if probs is not None:
+            parent_probs.append([probs[:, depth]] * level.num_parents)
+    return static_draft(tree, view, tokens, log_probs, parent_probs, vocabulary.to_target)
+
+
+def _expand_dynamic(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
+    """Draft the paths of highest probability among those whose every token is one of the k likeliest of its depth.
+
+    A level has as many candidates as the tree has nodes, so the nodes are the best of all such paths. A node's score is
+    at most its parent's, and of equal scores the earlier candidate is chosen, so that a node's parent is a node too.
+    """
+    sums = reduce_partials(logits, jnp.float32)
+    rows, depth, vocab = sums.shape
+    options: dict[str, Any] = {"implementation": view.implementation}
+    found = top_log_probs(sums.reshape(rows * depth, vocab), tree.k, **options)
+    log_probs, ids = (field.reshape(rows, depth, tree.k) for field in found)
+    scores, first, levels = jnp.zeros((rows, 1)), -1, []  # of the level above, and its first candidate's index
+    for index in range(depth):
+        with jax.named_scope(f"draft{index + 1}"):
+            children = (scores[:, :, None] + log_probs[:, index, None]).reshape(rows, -1)
+            count = min(children.shape[1], tree.nodes - 1)
+            scores, best, parents = top(children, count, group=tree.k, **options)
+            own = jnp.take_along_axis(ids[:, index], best % tree.k, axis=1)
+            levels.append(Candidates(own, scores, first + parents, jnp.full_like(best, -1)))
+            first = sum(level.ids.shape[1] for level in levels[:-1])
+    candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
+    with jax.named_scope("select"):
+        return select_nodes(tree, view, vocabulary, candidates).draft

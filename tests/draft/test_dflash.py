@@ -1,0 +1,293 @@
+"""Compare DFlash heads with the formulas and with recordings of their authors' code, and test their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import DFlash, Engine, Model, SamplingParams, Tree
+from jspec.core.records import PromptBatch
+from jspec.draft import auto
+from jspec.draft.dflash_format import read_dflash
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.head_config import DFlashConfig
+from jspec.models.kv_cache import PoolShape
+from jspec.models.quantize import quantize_weights
+from jspec.tools import info
+from jspec.tools.convert import main
+from jspec.tools.replay import observe
+from pallas_kernels.layers.quantized import reduce_partials
+from tests.reference import dflash as reference
+from tests.support import folders, recordings, tiny
+from tests.support.folders import without
+from tests.support.recordings import TOLERANCE, recording
+from tests.support.views import view_of_rows
+
+pytestmark = pytest.mark.once
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 6,
+    "dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 1]},
+    "num_target_layers": 3,
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "layer_types": ["full_attention"] * 2,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+TOKENS, ROOT = 9, 7  # number of committed tokens, and the token after them
+
+
+def tensors_of(config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
+    """Return random tensors of a head as its authors save it; weights are scaled by their inputs."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in ("hidden_norm", "norm")}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"layers.{index}"
+        shapes |= folders.block_shapes(layer, config, hidden) | {f"{layer}.input_layernorm.weight": (hidden,)}
+        shapes |= {f"{layer}.self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+    drawn = folders.random_tensors(shapes)
+    scaled = {n: t * 2 / np.sqrt(t.shape[-1]) if t.ndim == 2 else np.abs(t) + 0.5 for n, t in drawn.items()}
+    return {name: tensor.astype(np.float32) for name, tensor in scaled.items()}
+
+
+def target() -> Model:
+    """Return a small random Qwen 3 with the vocabulary and the hidden size of `CONFIG`."""
+    return tiny.model(40, layers=3, qk_norm="head")
+
+
+def states() -> np.ndarray:
+    """Return concatenated target states of the committed tokens."""
+    return np.random.default_rng(7).normal(size=(TOKENS, 32)).astype(np.float32)
+
+
+def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
+    """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
+    size = len(features)
+    params, view = drafter.bind(model), view_of_rows([root], length=size)
+    cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
+    batch = PromptBatch.whole(
+        jnp.asarray([size]),
+        tokens=jnp.zeros((1, size), jnp.int32),
+        positions=jnp.arange(size)[None],
+        valid=jnp.ones((1, size), bool),
+        first_row=jnp.zeros(1, jnp.int32),
+        page_table=view.page_table,
+        bits=None,
+        implementation="reference",
+    )
+    cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
+    product, _ = drafter.run_block(params, cache, view)
+    return np.asarray(reduce_partials(product, jnp.float32)[0])
+
+
+def expected(depth: int, **options: Any) -> np.ndarray:
+    model, tensors = target(), tensors_of()
+    embed, output = np.asarray(model.embed), np.asarray(model.output_head, np.float64)
+    features = options.pop("features", states())
+    return reference.block_logits(CONFIG, tensors, embed, features, ROOT, depth, output=output, **options)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_block_of_a_dflash_head_has_the_logits_of_the_formulas(tmp_path: Path, depth: int) -> None:
+    """A block that sees only earlier tokens, or a context in another order, gives other logits."""
+    drafter = DFlash.from_pretrained(folders.write(tmp_path, CONFIG, tensors_of()), tree=Tree.chain(depth))
+    found, right = computed(drafter, target(), states()), expected(depth)
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    for control in (expected(depth, causal=True), expected(depth, features=states()[::-1])):
+        assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+def test_quantised_dflash_head_writes_the_context_of_its_quantised_weights(tmp_path: Path) -> None:
+    """int8 weights differ from the original by 0.4 %, and the logits by a little more."""
+    drafter = DFlash.from_pretrained(folders.write(tmp_path, CONFIG, tensors_of()), tree=Tree.chain(5))
+    right = expected(5)
+    found = computed(DFlash(quantize_weights(drafter.head, "int8"), Tree.chain(5)), target(), states())
+    assert 1e-4 < np.abs(found - right).max() / np.abs(right).max() < 0.1
+
+
+def test_dflash_head_with_a_draft_window_sees_its_block_and_the_newest_committed_tokens(tmp_path: Path) -> None:
+    """Rotary positions are relative, so a shorter context gives the right logits; negative control: a token more."""
+    folder = folders.write(tmp_path, CONFIG, tensors_of())
+    drafter = DFlash.from_pretrained(folder, tree=Tree.chain(5)).with_window(8)
+    found, right = computed(drafter, target(), states()), expected(5, features=states()[-2:])
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    assert np.abs(found - expected(5, features=states()[-3:])).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+# ---- recordings
+
+
+def recorded_drafter(golden: Path) -> DFlash:
+    return DFlash.from_pretrained(golden / "dflash/draft", tree=Tree.chain(7), dtype="float32")
+
+
+def test_rounds_of_a_dflash_head_are_those_of_its_authors_code(golden: Path) -> None:
+    recorded = recording(golden / "dflash/block8.npz")
+    done = recordings.replay(recordings.engine_of(recorded_drafter(golden)), golden, recorded)
+    assert recordings.same_rounds(done, recorded) > 0.95 * len(recorded["accept_len"])
+    assert recorded["accept_len"].mean() > 0.5, "the recorded head is trained"
+
+
+def test_block_logits_after_recorded_texts_are_those_of_the_authors_code(golden: Path) -> None:
+    """The negative control lacks the newest token's features."""
+    recorded, drafter = recording(golden / "dflash/block8.npz"), recorded_drafter(golden)
+    model, size = tiny.load_target(recordings.demo.TARGET), int(recorded["prefix_len"][0])
+    root, features = int(recorded["tree_tokens"][0, 0]), recorded["features"][:size]
+    found = computed(drafter, model, features, root)
+    np.testing.assert_allclose(found, recorded["block_logits"][0], atol=TOLERANCE)
+    other = computed(drafter, model, features[:-1], root)
+    assert np.abs(other - recorded["block_logits"][0]).max() > 100 * TOLERANCE
+
+
+def test_target_states_that_a_dflash_head_reads_are_those_of_its_authors_code(golden: Path) -> None:
+    """The negative control reads the states one layer earlier."""
+    recorded, drafter = recording(golden / "dflash/block8.npz"), recorded_drafter(golden)
+    model, size = tiny.load_target(recordings.demo.TARGET), int(recorded["prefix_len"][0])
+    layers = drafter.feature_layers(model)
+    assert layers == (2, 4, 6)
+    prompt = np.array(tiny.recorded_prompts(golden)[0])[None]
+    seen = observe(model, prompt, (*layers, 1, 3, 5)).states
+    found, other = (np.concatenate([seen[state][0] for state in own], axis=-1) for own in (layers, (1, 3, 5)))
+    np.testing.assert_allclose(found, recorded["features"][:size], atol=TOLERANCE)
+    assert np.abs(other - recorded["features"][:size]).max() > 100 * TOLERANCE
+
+
+# ---- files
+
+
+def test_dflash_config_of_the_authors_has_states_one_above_the_layer_ids() -> None:
+    config = read_dflash(CONFIG)
+    assert (config.block_size, config.mask_token_id, config.feature_layers) == (6, 39, (1, 2))
+    assert config.num_layers == 2 and config.qk_norm == "head" and config.source_format == "official"
+    assert DFlashConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "states"),
+    [([3, 0], 2, (4, 1)), ([2, 7], 2, (3, 9)), (None, 2, (2, 6)), (None, 1, (5,)), (None, 4, (2, 3, 5, 6))],
+)
+def test_dflash_layer_ids_are_outputs_of_layers_and_the_last_one_is_normed(
+    ids: list[int] | None, layers: int, states: tuple[int, ...]
+) -> None:
+    """A file without ids has the layers that the authors' code spreads evenly over the target."""
+    nested = {"mask_token_id": 39} | ({} if ids is None else {"target_layer_ids": ids})
+    changes = {"dflash_config": nested, "num_target_layers": 8, "num_hidden_layers": layers, "layer_types": None}
+    assert read_dflash({**CONFIG, **changes}).feature_layers == states
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "Domino": ({"dflash_config": {"projector_type": "domino"}}, NotImplementedError, "projector_type.*domino"),
+    "causal": ({"dflash_config": {"causal": True}}, NotImplementedError, "causal.*True"),
+    "unknown": ({"dflash_config": {"selector_rank": 8}}, NotImplementedError, "dflash_config: selector_rank"),
+    "MLA": ({"dflash_config": {"attention_mode": "mla"}}, NotImplementedError, "attention_mode.*mla"),
+    "layers": ({"model_type": "laguna"}, NotImplementedError, "model_type.*laguna"),
+    "windows": (
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True},
+        NotImplementedError,
+        "layer_types.*sliding_attention",
+    ),
+    "block": ({"block_size": 1}, ValueError, "block_size: expected at least 2, got 1"),
+    "no block": ({"block_size": None}, ValueError, "block_size: expected an integer"),
+    "mask": ({"dflash_config": {"mask_token_id": 40}}, ValueError, "mask_token_id: expected an id below"),
+    "no mask": ({"dflash_config": {}}, ValueError, "mask_token_id: expected an integer"),
+    "lists": ({"aux_hidden_state_layer_ids": [0, 2]}, ValueError, "target_layer_ids: expected one list"),
+    "no list": (
+        {"dflash_config": {"mask_token_id": 3}, "num_target_layers": None},
+        ValueError,
+        "target_layer_ids: expected the indices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dflash_config_with_an_unsupported_or_wrong_value_raises_naming_it(name: str) -> None:
+    changes, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        read_dflash({**CONFIG, **changes})
+
+
+def test_dflash_head_of_speculators_drafts_from_its_vocabulary(tmp_path: Path) -> None:
+    """The converted folder has the same config and the same logits."""
+    outer = ("block_size", "dflash_config", "num_target_layers", "architectures")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": {**without(CONFIG, *outer), "model_type": "llama"},
+        "aux_hidden_state_layer_ids": [0, 1],
+        "block_size": 6,
+        "mask_token_id": 39,
+        "draft_vocab_size": 10,
+        "projector_type": "dflash",
+        "sample_from_anchor": False,
+    }
+    output = np.random.default_rng(3).normal(size=(10, 16)).astype(np.float32)
+    tensors = tensors_of() | folders.vocabulary(folders.DRAFT_IDS) | {"lm_head.weight": output}
+    source = folders.write(tmp_path / "source", config, tensors)
+    assert main([str(source), str(tmp_path / "converted")]) == 0
+    right = reference.block_logits(
+        CONFIG, tensors, np.asarray(target().embed), states(), ROOT, 5, output=output.astype(np.float64)
+    )
+    drafters = [DFlash.from_pretrained(folder, tree=Tree.chain(5)) for folder in (source, tmp_path / "converted")]
+    assert drafters[0].head.config == drafters[1].head.config
+    for drafter in drafters:
+        np.testing.assert_allclose(computed(drafter, target(), states()), right, atol=TOLERANCE * np.abs(right).max())
+    engine = Engine(target(), drafter=drafters[0], slots=1, max_len=48, prefill_buckets=(8,), buckets=(1,))
+    (done,) = engine.generate([3, 1, 4], SamplingParams(max_tokens=8, temperature=0), trace=True)
+    drafted = {int(token) for one in done.rounds for token in one.tokens[1:]}
+    assert drafted <= set(folders.DRAFT_IDS.tolist())
+
+
+# ---- drafters
+
+
+def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
+    model = target()
+    head = tiny.dflash_head(model, block_size=4, feature_layers=(1, 2))
+    assert DFlash(head).tree == Tree.chain(3)
+    with pytest.raises(ValueError, match=r"at most 3 deep, because the head's block_size is 4, got chain:4"):
+        DFlash(head, "chain:4")
+    with pytest.raises(ValueError, match=r"draft_window: .* got 3"):
+        DFlash(head, draft_window=3)
+    with pytest.raises(TypeError, match=r"expected DFlashHead, got 'path'; .* DFlash.from_pretrained\(path\)"):
+        DFlash("path")  # type: ignore[arg-type]
+    for other, message in (
+        (tiny.model(41, layers=3), "vocabulary: the target needs 41, the head has 40"),
+        (tiny.model(40, layers=3, hidden=32), "hidden size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DFlash(head).bind(other)
+    with pytest.raises(ValueError, match=r"feature layers .* do not exist"):
+        DFlash(tiny.dflash_head(model, block_size=4, feature_layers=(1, 9))).bind(model)
+    with pytest.raises(ValueError, match="dtype: the target has bfloat16, the head has float32"):
+        DFlash(head).bind(model.replace(embed=model.embed.astype("bfloat16")))
+
+
+def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
+    text, fits = info.inspect_pair(golden / "dflash/draft", recordings.demo.TARGET)
+    assert fits
+    for part in ("DFlash head (official format)", "block: 8 tokens with the root, mask token 255", "states 2, 4, 6"):
+        assert part in text
+    other = folders.write(tmp_path, CONFIG, tensors_of())
+    text, fits = info.inspect_pair(other, recordings.demo.TARGET)
+    assert not fits and "mismatch: vocabulary: the target needs 256, the head has 40" in text
+
+
+def test_folder_of_a_dflash_head_is_recognised_as_a_drafter(golden: Path) -> None:
+    drafter = auto.load_drafter(golden / "dflash/draft", dtype="float32", length=9)
+    assert isinstance(drafter, DFlash) and drafter.tree == Tree.chain(7)
+    assert isinstance(drafter.head, DFlashHead)

@@ -1,0 +1,66 @@
+"""The forward pass of DFlash heads in numpy float64, from a config.json and tensors as the files have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tests.reference.head import ACTIVATIONS, Tensors, norm, rotated
+
+
+def block_logits(
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    embed: np.ndarray,
+    features: np.ndarray,
+    root: int,
+    depth: int,
+    *,
+    output: np.ndarray,
+    causal: bool = False,
+) -> np.ndarray:
+    """Compute the logits of the tokens at depths 1 to ``depth`` after a root [depth, vocab].
+
+    Args:
+        config: config.json of the head.
+        tensors: tensors of the file.
+        embed: the target's embedding [vocab, hidden].
+        features: target states at each token before the root, concatenated [tokens, states * hidden].
+        output: output head [vocab, hidden].
+        causal: let a token of the block attend to no later token, which DFlash heads do not do.
+    """
+    t, eps = {name: np.asarray(value, np.float64) for name, value in tensors.items()}, config["rms_norm_eps"]
+    context = norm(features @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
+    x = embed[[root] + [config["dflash_config"]["mask_token_id"]] * depth].astype(np.float64)
+    for index in range(config["num_hidden_layers"]):
+        w = {name.split(".", 2)[2]: value for name, value in t.items() if name.startswith(f"layers.{index}.")}
+        x = x + attention(config, w, context, norm(x, w["input_layernorm.weight"], eps), causal)
+        y = norm(x, w["post_attention_layernorm.weight"], eps)
+        gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
+        x = x + (ACTIVATIONS["silu"](gate) * up) @ w["mlp.down_proj.weight"].T
+    return norm(x, t["norm.weight"], eps)[1:] @ output.T
+
+
+def attention(
+    config: Mapping[str, Any], w: Tensors, context: np.ndarray, block: np.ndarray, causal: bool
+) -> np.ndarray:
+    """Let each token of a block [size, hidden] attend to the context [tokens, hidden] and to the whole block."""
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    eps, both = config["rms_norm_eps"], np.concatenate([context, block])
+    # Queries of the context are not used; they give the block's queries their positions.
+    q, k, v = ((both @ w[f"self_attn.{n}_proj.weight"].T).reshape(len(both), -1, dim).transpose(1, 0, 2) for n in "qkv")
+    q, k = (norm(part, w[f"self_attn.{n}_norm.weight"], eps) for part, n in ((q, "q"), (k, "k")))
+    q, k = rotated(q, config)[:, len(context) :], rotated(k, config)
+    seen = np.ones((len(block), len(both)), bool)
+    if causal:
+        seen = np.tril(seen, len(context))
+    out = np.empty_like(q)
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        scores = np.where(seen, q[head] @ k[shared].T / math.sqrt(dim), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[head] = weights / weights.sum(-1, keepdims=True) @ v[shared]
+    return out.transpose(1, 0, 2).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T
