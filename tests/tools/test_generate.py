@@ -19,7 +19,7 @@ from jspec.__main__ import main
 from jspec.core.config import EngineConfig
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
-from jspec.tools import command_line, demo, generate
+from jspec.tools import command_line, demo, generate, serve
 from tests.support import lettered
 
 pytestmark = pytest.mark.once
@@ -216,12 +216,13 @@ def test_command_line_option_of_another_project_raises_naming_the_jspec_option(
 
 
 def test_foreign_options_are_no_options_of_ours_and_name_options_that_exist() -> None:
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    ours = set(re.findall("--[a-z0-9-]+", parser.format_help()))
+    parsers = [argparse.ArgumentParser() for _ in range(2)]
+    for parser, command in zip(parsers, (generate, serve), strict=True):
+        command.add_arguments(parser)
+    ours, served = (set(re.findall("--[a-z0-9-]+", parser.format_help())) for parser in parsers)
     hints = command_line.FOREIGN_OPTIONS
     assert not {f"--{name.replace('_', '-')}" for name in hints} & ours
-    assert set(re.findall("--[a-z0-9-]+", " ".join(hints.values()))) <= ours
+    assert set(re.findall("--[a-z0-9-]+", " ".join(hints.values()))) <= ours | served
     assert command_line.foreign_hint("draft_model", {"draft_model"}) is None  # no option in Python, but one here
 
 
