@@ -29,7 +29,7 @@ def case(request: pytest.FixtureRequest) -> Case:
         pytest.param(TABLE, lettered.chain, id="table-chain"),
         pytest.param(TABLE, lettered.tree, id="table-tree", marks=pytest.mark.long),
         pytest.param(MASKS, lettered.chain, id="masks-chain", marks=pytest.mark.long),
-        pytest.param(MASKS, lettered.tree, id="masks-tree"),
+        pytest.param(MASKS, lettered.tree, id="masks-tree", marks=pytest.mark.long),
     ],
 )
 def test_engine_with_grammars_emits_the_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
