@@ -137,7 +137,7 @@ def test_address_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.Ca
         ("--model", "--target"),
         ("--max-model-len", "--max-len"),
         ("--max-num-seqs", "--slots"),
-        ("--tensor-parallel-size", "one device"),
+        ("--tensor-parallel-size", "--tensor-parallel"),
         ("--api-key", "--api-key-file FILE"),
     ],
 )
