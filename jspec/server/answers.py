@@ -31,7 +31,7 @@ class Answer(ABC):
     """One request to a generating route, and its answer.
 
     Args:
-        service: the engine behind the routes.
+        service: what the routes share.
         ask: the request's fields.
 
     Attributes:
@@ -182,7 +182,7 @@ class Generate:
     """The ASGI application of a generating route.
 
     Args:
-        service: the engine behind the routes.
+        service: what the routes share.
         answer: makes the answer to a request from its fields.
     """
 

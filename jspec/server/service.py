@@ -34,7 +34,7 @@ logger = logging.getLogger("jspec.server")
 
 
 class Service:
-    """The engine behind the routes.
+    """What the routes share: an engine with its thread, the queue, the texts of tokens and the state of the server.
 
     Args:
         engine: the engine, which the caller closes.

@@ -17,7 +17,7 @@ class Status:
     """The routes that tell about the server.
 
     Args:
-        service: the engine behind the routes.
+        service: what the routes share.
         counts: counters of HTTP requests.
     """
 

@@ -26,23 +26,34 @@ from jspec.server.settings import Settings
 from tests.support import tiny, tokenizer_folders
 
 NAME = "tiny"
-SLOTS, MAX_LEN = 4, 192
+SLOTS, MAX_LEN, VOCAB = 4, 192, 1200
 
 
 @cache
 def engine() -> Engine:
-    """Return an engine of a random model with a byte-level tokenizer, a chat template, and drafts from the text."""
+    """Return an engine with a chat template without tools."""
+    return small_engine(SLOTS, MAX_LEN)
+
+
+def small_engine(slots: int, max_len: int, template: str | None = None) -> Engine:
+    """Make an engine of a random model with a byte-level tokenizer, a chat template, and drafts from the text.
+
+    Args:
+        template: the chat template; None: that of the tokenizer.
+    """
     folder = tokenizer_folders.write(Path(mkdtemp()) / "chat", "chat")
-    vocab = 1200
+    if template is not None:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     return Engine(
-        tiny.model(vocab, layers=1, sharpness=3.0),
+        tiny.model(VOCAB, layers=1, sharpness=3.0),
         drafter=NGram(Tree.chain(2)),
         tokenizer=str(folder),
         eos_ids=(2,),
-        slots=SLOTS,
-        max_len=MAX_LEN,
-        buckets=(SLOTS,),
-        prefill_buckets=(MAX_LEN,),
+        slots=slots,
+        max_len=max_len,
+        buckets=(slots,),
+        prefill_buckets=(max_len,),
         grammar_cells=2**16,
     )
 

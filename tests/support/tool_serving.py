@@ -5,19 +5,16 @@ The model is random, so tests that need a certain answer ask for it with a regul
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pydantic
 
-from jspec import Engine, NGram, Tree
-from tests.support import tiny, tokenizer_folders
+from jspec import Engine
+from tests.support import serving
 
-SLOTS, MAX_LEN, VOCAB = 2, 512, 1200
+SLOTS, MAX_LEN = 2, 512
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content or '' }}
@@ -30,20 +27,7 @@ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
 @cache
 def engine() -> Engine:
     """Return an engine of a random model with drafts from the text."""
-    folder = tokenizer_folders.write(Path(mkdtemp()) / "chat", "chat")
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
-    return Engine(
-        tiny.model(VOCAB, layers=1, sharpness=3.0),
-        drafter=NGram(Tree.chain(2)),
-        tokenizer=str(folder),
-        eos_ids=(2,),
-        slots=SLOTS,
-        max_len=MAX_LEN,
-        buckets=(SLOTS,),
-        prefill_buckets=(MAX_LEN,),
-        grammar_cells=2**16,
-    )
+    return serving.small_engine(SLOTS, MAX_LEN, TEMPLATE)
 
 
 def saying(text: str) -> dict[str, Any]:
