@@ -16,7 +16,9 @@ from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.layer_config import Rope
+from jspec.models.params import model_params, random_weights
 from jspec.models.quantize import quantize_weights
+from jspec.tools.bench import random_models
 from tests.support import tiny
 
 VOCAB, TEXT = 64, 24
@@ -221,3 +223,26 @@ def test_ancestors_by_depth_of_each_tree_node_start_at_the_root() -> None:
     ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)
+
+
+@pytest.mark.gpu
+def test_deterministic_engine_on_gpu_has_equal_bits_in_any_packing_of_prompts() -> None:
+    sizes = dict(vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_layers=6, num_heads=8, num_kv_heads=2)
+    config = random_models.TARGETS["llama3-8b"].resized(**sizes)
+    target = Model.from_weights(config, random_weights(model_params(config), "bfloat16", 0))
+    lengths = (1, 5, 16, 17, 40, 100, 128, 130, 300, 511, 512, 700, 1000, 33, 64, 250)
+    prompts = [np.random.default_rng(n).integers(0, 4096, n).tolist() for n in lengths]
+
+    def found(order: list[int], calls: int, **options: Any) -> dict[int, Any]:
+        """Return tokens and log-probabilities of each prompt; the prompts are divided among several calls."""
+        common = dict(slots=16, max_len=1200, buckets=(1, 16), deterministic=True, prefix_cache=False)
+        params, outputs = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2), {}
+        with Engine(target, **common | options) as engine:
+            for own in np.array_split(np.array(order), calls):
+                done = engine.generate([prompts[index] for index in own], params)
+                outputs |= {int(i): (one.token_ids, repr(one.logprobs)) for i, one in zip(own, done, strict=True)}
+        return outputs
+
+    order = list(range(len(prompts)))
+    alone = found(order, len(prompts))
+    assert found(order, 1) == found(order[::-1], 3) == found(order[8:] + order[:8], 2, prefill_buckets=(256,)) == alone
