@@ -29,7 +29,7 @@ def server() -> Iterator[serving.Running]:
 
 
 def num_aborted() -> int:
-    return tool_serving.engine().metrics.finished["abort"]
+    return tool_serving.engine().metrics.finished.get("abort", 0)
 
 
 @pytest.fixture(scope="module")
