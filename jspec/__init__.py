@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
     from jspec.draft.ngram import NGram
+    from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
@@ -43,6 +44,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
+    "PEagle": "jspec.draft.peagle",
     "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
     "Suffix": "jspec.draft.suffix",
@@ -65,6 +67,7 @@ __all__ = [
     "Metrics",
     "Model",
     "NGram",
+    "PEagle",
     "Round",
     "SamplingParams",
     "Suffix",

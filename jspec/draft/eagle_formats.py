@@ -23,6 +23,7 @@ from jspec.models.layer_config import unsupported
 from jspec.models.load import Format, check_count
 from jspec.models.params import Params
 
+MASK_TOKEN = ("mask_token_id", "ptd_token_id", "pard_token")  # names of the mask token's id
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
 
@@ -37,11 +38,11 @@ MODELOPT = {
 OPTIONS: dict[str, Any] = {
     "parallel_draft_step": 1,
     "parallel_drafting": False,
-    "mask_token_id": None,  # P-EAGLE drafts in parallel from this token
-    "ptd_token_id": None,
+    **dict.fromkeys(MASK_TOKEN),  # P-EAGLE heads only
     "dflash_config": None,
 }
 EAGLE3 = {**OPTIONS, **MODELOPT}
+PEAGLE = {name: value for name, value in EAGLE3.items() if name not in (*MASK_TOKEN, "parallel_drafting")}
 EAGLE = {
     **OPTIONS,
     **MODELOPT,
@@ -53,6 +54,7 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+SUPPORTED: dict[str, Mapping[str, Any]] = {"eagle3": EAGLE3, "peagle": PEAGLE, "eagle": EAGLE}
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     """Return the format of EAGLE heads, for files of any exporter.
 
     Args:
-        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
     """
     given = overrides or Overrides()
@@ -134,7 +136,8 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         check_tensors(names)
         config = read_head(fields, method, given, names)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
-        return config, renamed(head_weights(config, names), names)
+        shapes = {bare: source.tensors[name].shape for bare, name in names.items()}
+        return config, renamed(head_weights(config, shapes), names)
 
     def from_json(fields: Fields) -> HeadConfig:
         if fields.text("method") != method:
@@ -155,7 +158,7 @@ def read_head(
 
     Args:
         config: parsed config.json.
-        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
         names: names of the tensors in the file, without the prefix `model.`, for what the config leaves open: biases
             and norms of the layers, and the number of layers.
@@ -170,13 +173,15 @@ def read_head(
     """
     overrides = overrides or Overrides()
     parts = Parts.of(Fields.of(config))
-    _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
+    _check_options(parts, SUPPORTED[method])
     layer = Fields({**parts.layer, "qkv_bias": parts.flag("qkv_bias")}, parts.layer.place)
-    if method == "eagle3" and parts.source_format != "speculators":
+    if method != "eagle" and parts.source_format != "speculators":
         layer = with_count(layer, names)
     is_exact = parts.source_format == "speculators"
     fields = read_layers(layer, names, theta=overrides.rope_theta, is_exact=is_exact)
-    fuses = method == "eagle3" and parts.flag("use_aux_hidden_state", default=True)
+    fuses = method != "eagle" and parts.flag("use_aux_hidden_state", default=True)
+    if method == "peagle":
+        fields["mask_token_id"] = _mask_token(parts, overrides.mask_token_id)
     return METHODS[method].of_method(
         **fields,
         draft_vocab_size=parts.integer("draft_vocab_size", "truncated_vocab_size", default=fields["vocab_size"]),
@@ -186,7 +191,7 @@ def read_head(
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=parts.flag("norm_before_fc"),
         fc_norm=parts.flag("fc_norm"),
-        norm_output=_norm_output(parts, overrides.norm_output),
+        norm_output=method != "peagle" and _norm_output(parts, overrides.norm_output),
         fc_bias=_fc_bias(parts, method),
         fuse=fuses,
     )
@@ -220,6 +225,19 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
             f"newer versions of SpecForge understand differently; {remedy}",
         )  # fmt: skip
     return value
+
+
+def _mask_token(parts: Parts, override: int | None) -> int:
+    """Read the id of the token that stands for tokens that are not drafted yet."""
+    if override is not None:
+        return override
+    remedy = "pass mask_token_id= with the id that the head was trained with"
+    found = parts.one(*MASK_TOKEN, remedy=remedy)
+    if found is None:
+        raise CheckpointError(
+            "mask_token_id", f"expected {' or '.join(MASK_TOKEN)} in a P-EAGLE config.json, got none; {remedy}"
+        )
+    return Fields({"mask_token_id": found}, parts.outer.place).integer("mask_token_id", least=0)
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:

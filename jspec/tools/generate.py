@@ -21,6 +21,7 @@ from jspec.draft.draft_model import DraftModel
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
+from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
 from jspec.engine.api import Engine
 from jspec.engine.request import Chunk
@@ -30,12 +31,13 @@ from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
+    "peagle": PEagle.from_pretrained,
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
+QUANTIZABLE = ("eagle3", "peagle", "eagle", "dflash", "draft_model")
 TREE = "chain:4"
 
 
@@ -67,6 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
+    drafters.add_argument("--peagle", metavar="PATH", help="draft with a P-EAGLE head")
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
