@@ -19,18 +19,19 @@ from jspec.draft.eagle_formats import Parts
 from jspec.draft.head_config import DFlashConfig, Overrides
 from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
-from jspec.models.layer_config import unsupported
+from jspec.models.hf_config import SLIDING
+from jspec.models.layer_config import GQA, unsupported
 from jspec.models.load import Format, check_count
 from jspec.models.params import Params
 
-READ = {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers"}  # keys of `dflash_config` that are read
+READ = {  # keys of `dflash_config` that are read
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers"),
+    *("causal", "use_swa", "swa_window_size"),
+}
 # Options that change a head's forward pass, in `dflash_config` or beside it, each with its only supported value.
 OPTIONS: dict[str, Any] = {
     "projector_type": "dflash",
     "attention_mode": "gqa",
-    "causal": False,
-    "is_causal": False,
-    "use_swa": False,
     "sample_from_anchor": False,
     "shift_label": False,
     "attention_sink_bias": False,
@@ -85,8 +86,8 @@ def read_dflash(config: Mapping[str, Any], overrides: Overrides | None = None) -
     kind = parts.layer.text("model_type", "qwen3")
     if kind not in LAYERS:
         raise unsupported("model_type", kind, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
-    read = FAMILIES[kind].decoder(parts.layer, rope_theta=overrides.rope_theta)
-    layers = tuple(replace(layer, attention=replace(layer.attention, qk_norm="head")) for layer in read["layers"])
+    read = FAMILIES[kind].decoder(_with_windows(parts), rope_theta=overrides.rope_theta)
+    layers = tuple(replace(layer, attention=_in_block(layer.attention, parts)) for layer in read["layers"])
     mask = parts.one("mask_token_id")
     return DFlashConfig(
         **{**read, "layers": layers},
@@ -116,6 +117,33 @@ def _check_options(parts: Parts) -> None:
     for name in parts.nested:
         if name not in READ | OPTIONS.keys() and parts.nested[name] is not None:
             raise unsupported(f"dflash_config: {name}", parts.nested[name], "none")
+
+
+def _with_windows(parts: Parts) -> Fields:
+    """Return the part of a config.json that describes the layers, with windows under the keys of Qwen.
+
+    ModelOpt writes `use_swa` and `swa_window_size` for windows of all layers.
+    """
+    layer, types = parts.layer, parts.layer.texts("layer_types")
+    if parts.flag("use_swa") and SLIDING not in types:
+        types = [SLIDING] * layer.integer("num_hidden_layers")
+    elif SLIDING not in types:
+        return layer
+    elif layer.get("use_sliding_window") is False:
+        raise layer.error("use_sliding_window", f"true, because layer_types has {SLIDING!r}")
+    window = Fields({"sliding_window": parts.one("swa_window_size", "sliding_window")}, layer.place)
+    own = {"layer_types": types, "use_sliding_window": True, "sliding_window": window.integer("sliding_window")}
+    return Fields({**layer, **own}, layer.place)
+
+
+def _in_block(attention: GQA, parts: Parts) -> GQA:
+    """Return a layer's attention with the options that all layers of DFlash heads have.
+
+    A token attends to no later token of its block in layers with a window, unless the file says otherwise.
+    """
+    slides = attention.window is not None and not parts.flag("use_swa")
+    causal = parts.flag("causal", "is_causal", default=slides and not parts.flag("sliding_window_non_causal"))
+    return replace(attention, qk_norm="head", causal=causal)
 
 
 def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:

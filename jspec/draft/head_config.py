@@ -241,9 +241,13 @@ class DFlashConfig(HeadConfig):
         super().__post_init__()
         if self.block_size < 2:
             raise CheckpointError("block_size", f"expected at least 2, got {self.block_size}; correct config.json")
+        for attention in (layer.attention for layer in self.layers):
+            if attention.window is not None and attention.window < self.block_size and not attention.causal:
+                raise CheckpointError(
+                    "sliding_window", f"expected at least {self.block_size}, the block_size, in layers whose tokens "
+                    f"see the whole block, got {attention.window}; correct config.json",
+                )  # fmt: skip
         _check_mask_token(self.mask_token_id, self.vocab_size)
-        if self.windows:
-            raise unsupported("layer_types", "sliding_attention", "full_attention in all layers of a DFlash head")
 
     @property
     def fuses_states(self) -> bool:

@@ -99,7 +99,8 @@ def expected(depth: int, **options: Any) -> np.ndarray:
     model, tensors = target(), tensors_of()
     embed, output = np.asarray(model.embed), np.asarray(model.output_head, np.float64)
     features = options.pop("features", states())
-    return reference.block_logits(CONFIG, tensors, embed, features, ROOT, depth, output=output, **options)
+    config = {**CONFIG, **options.pop("changes", {})}
+    return reference.block_logits(config, tensors, embed, features, ROOT, depth, output=output, **options)
 
 
 @pytest.mark.parametrize("depth", [1, 5])
@@ -121,12 +122,16 @@ def test_quantised_dflash_head_writes_the_context_of_its_quantised_weights(tmp_p
 
 
 def test_dflash_head_with_a_draft_window_sees_its_block_and_the_newest_committed_tokens(tmp_path: Path) -> None:
-    """Rotary positions are relative, so a shorter context gives the right logits; negative control: a token more."""
-    folder = folders.write(tmp_path, CONFIG, tensors_of())
+    """A token sees the newest 8 tokens up to its own, and the later ones of its block; control: a token more."""
+    folder, types = folders.write(tmp_path, CONFIG, tensors_of()), ["sliding_attention"] * 2
     drafter = DFlash.from_pretrained(folder, tree=Tree.chain(5)).with_window(8)
-    found, right = computed(drafter, target(), states()), expected(5, features=states()[-2:])
+    windows = [{"layer_types": types, "sliding_window": size} for size in (8, 9)]
+    found, (right, wider) = (
+        computed(drafter, target(), states()),
+        [expected(5, changes=w, causal=False) for w in windows],
+    )
     np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
-    assert np.abs(found - expected(5, features=states()[-3:])).max() > 50 * TOLERANCE * np.abs(right).max()
+    assert np.abs(found - wider).max() > 50 * TOLERANCE * np.abs(right).max()
 
 
 # ---- recordings
@@ -192,15 +197,22 @@ def test_dflash_layer_ids_are_outputs_of_layers_and_the_last_one_is_normed(
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "Domino": ({"dflash_config": {"projector_type": "domino"}}, NotImplementedError, "projector_type.*domino"),
-    "causal": ({"dflash_config": {"causal": True}}, NotImplementedError, "causal.*True"),
+    "causal": ({"dflash_config": {"causal": 1}}, ValueError, "causal: expected true or false, got 1"),
     "unknown": ({"dflash_config": {"selector_rank": 8}}, NotImplementedError, "dflash_config: selector_rank"),
     "MLA": ({"dflash_config": {"attention_mode": "mla"}}, NotImplementedError, "attention_mode.*mla"),
     "layers": ({"model_type": "laguna"}, NotImplementedError, "model_type.*laguna"),
     "windows": (
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True},
-        NotImplementedError,
-        "layer_types.*sliding_attention",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
+        ValueError,
+        "use_sliding_window: expected true, because layer_types has 'sliding_attention', got False",
     ),
+    "narrow window": (
+        {"dflash_config": {"use_swa": True, "swa_window_size": 5, "mask_token_id": 3}},
+        ValueError,
+        "sliding_window: expected at least 6, the block_size, .*, got 5",
+    ),
+    "no window": ({"dflash_config": {"use_swa": True}}, ValueError, "sliding_window: expected an integer, got None"),
+    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, NotImplementedError, "attention_sink_bias.*True"),
     "block": ({"block_size": 1}, ValueError, "block_size: expected at least 2, got 1"),
     "no block": ({"block_size": None}, ValueError, "block_size: expected an integer"),
     "mask": ({"dflash_config": {"mask_token_id": 40}}, ValueError, "mask_token_id: expected an id below"),
