@@ -119,7 +119,8 @@ class DFlash(Drafter):
 
     def bind(self, target: Model) -> BoundDFlash:
         head, own = self.head, target.config
-        sizes = common_sizes(head.config, own, has_embed=False, has_head=head.head is not None)
+        owned = {"has_embed": head.embed is not None, "has_head": head.head is not None}
+        sizes = common_sizes(head.config, own, **owned)
         check_fit("DFlash", self.feature_layers(target), own.num_layers, sizes)
         if head.hidden_norm.dtype != target.embed.dtype:
             raise ValueError(

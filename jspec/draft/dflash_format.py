@@ -58,13 +58,17 @@ def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> F
         check_count("num_hidden_layers", config.num_layers, source.tensors)
         is_reduced = config.draft_vocab_size < config.vocab_size
         params = dflash_params(
-            config, has_head=is_reduced or "lm_head.weight" in names, has_map=is_reduced or "d2t" in names
+            config,
+            has_embed="embed_tokens.weight" in names,
+            has_head=is_reduced or "lm_head.weight" in names,
+            has_map=is_reduced or "d2t" in names,
         )
         return config, renamed(weight_rows(config, params, names), names)
 
     def params(config: DFlashConfig, names: Collection[str]) -> Params:
         check_count("num_layers", config.num_layers, names)
-        return dflash_params(config, has_head="head" in names, has_map="draft_to_target" in names)
+        owned = {"has_embed": "embed" in names, "has_head": "head" in names}
+        return dflash_params(config, **owned, has_map="draft_to_target" in names)
 
     return Format(from_hf, DFlashConfig.from_json, params, given.apply)
 
