@@ -1,8 +1,8 @@
 """Reads the files of EAGLE heads (config.json, tensor names, vocabulary maps) in the formats of all known exporters.
 
-The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it. The
-exporter speculators puts the layer's config under `transformer_layer_config`. vLLM's EAGLE-1 files put the authors'
-config under `model`.
+The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it, and
+AutoModel further keys. The exporter speculators puts the layer's config under `transformer_layer_config`. vLLM's
+EAGLE-1 files put the authors' config under `model`.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ class Parts:
         if config.text("model_type", "") == "eagle":
             require(config, ("model",))
             return cls("vllm", config.object("model"), config, nested)
+        if "LlamaEagle3DraftModel" in (architectures := config.texts("architectures")):
+            return cls("automodel", config, config, nested)
         if nested.keys() & (MODELOPT.keys() | {"parallel_draft_step", "return_hidden_post_norm"}):
             return cls("modelopt", config, config, nested)
-        specforge = nested or config.keys() & {"fc_norm", "norm_output"}
+        specforge = nested or config.keys() & {"fc_norm", "norm_output"} or "PEagleDraftModel" in architectures
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:

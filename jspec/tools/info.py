@@ -10,14 +10,14 @@ import numpy as np
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.head_config import DFlashConfig, EagleConfig, HeadConfig
+from jspec.draft.head_config import DFlashConfig, EagleConfig, HeadConfig, PEagleConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
 from pallas_kernels.layers.quantized import Quantized
 
-METHODS = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}  # method of a head: its name
+METHODS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE", "eagle": "EAGLE-1/2", "dflash": "DFlash"}  # names of methods
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -101,7 +101,7 @@ def _model(config: ModelConfig) -> list[str]:
 
 def _head(found: Header, config: HeadConfig) -> list[str]:
     method = METHODS[config.method]
-    block = [] if not isinstance(config, DFlashConfig) else [f"block: {_block(config)}"]
+    block = [f"block: {_block(config)}"] if isinstance(config, DFlashConfig | PEagleConfig) else []
     return [
         f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}",
@@ -114,8 +114,11 @@ def _head(found: Header, config: HeadConfig) -> list[str]:
     ]
 
 
-def _block(config: DFlashConfig) -> str:
-    return f"{config.block_size} tokens with the root, mask token {config.mask_token_id}"
+def _block(config: DFlashConfig | PEagleConfig) -> str:
+    size = "any number of tokens in one pass"
+    if isinstance(config, DFlashConfig):
+        size = f"{config.block_size} tokens with the root"
+    return f"{size}, mask token {config.mask_token_id}"
 
 
 def _flags(config: HeadConfig) -> str:
