@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,16 @@ SLIDING: dict[str, Any] = {
     "sliding_window": WINDOW,
 }
 CONFIG = {**test_dflash.CONFIG, **SLIDING}
-PROMPT = np.random.default_rng(4).integers(0, 39, 4 * WINDOW).tolist()
+PROMPT, IDS = np.random.default_rng(4).integers(0, 39, 4 * WINDOW).tolist(), np.arange(40)
+LONGER = [*PROMPT, 5, 6]  # its first pages are those of the prompt
 TREES = {"chain": Tree.chain(5), "tree": Tree.topk(12, 4, 3)}
-
-
-@cache
-def head(folder: Path) -> DFlash:
-    return DFlash.from_pretrained(folders.write(folder, CONFIG, tensors_of()), tree=Tree.chain(5))
 
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> DFlash:
-    return head(tmp_path_factory.getbasetemp() / "dflash_windows")
+    return DFlash.from_pretrained(
+        folders.write(tmp_path_factory.mktemp("dflash"), CONFIG, tensors_of()), tree="chain:5"
+    )
 
 
 def expected(config: dict[str, Any] = CONFIG, features: np.ndarray | None = None, **options: Any) -> np.ndarray:
@@ -93,7 +91,7 @@ def completions(drafter: DFlash | None, tree: Tree, page_size: int) -> list[Comp
     drafter = drafter and DFlash(drafter.head, tree)
     with Engine(target(), drafter=drafter, **options) as engine:
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-        found = [engine.generate(prompt, params, trace=True)[0] for prompt in (PROMPT, [*PROMPT, 5, 6])]
+        found = [engine.generate(prompt, params, trace=True)[0] for prompt in (PROMPT, LONGER)]
     assert found[1].metrics.num_cached_tokens >= len(PROMPT) - page_size
     return found
 
@@ -104,19 +102,20 @@ def test_engine_with_windows_emits_plain_tokens_and_drafts_by_the_formulas(
 ) -> None:
     """The texts are longer than the window; with a window of one token more, scores of drafted nodes differ."""
 
-    def logits_of(config: dict[str, Any]) -> Any:
-        states_at = partial(block_rounds.states_of, target(), layers=(1, 2))
-        return lambda text: expected(config, states_at(text[:-1]), root=text[-1], depth=TREES[tree].depth)
+    plain, depth = completions(None, TREES[tree], page_size), TREES[tree].depth
+    found = completions(drafter, TREES[tree], page_size)
+    assert [own.token_ids for own in found] == [own.token_ids for own in plain]
+    for own, prompt in zip(found, (PROMPT, LONGER), strict=True):
+        seen = block_rounds.states_of(target(), [*prompt, *own.token_ids], (1, 2))
 
-    plain = completions(None, TREES[tree], page_size)
-    for own, right, prompt in zip(
-        completions(drafter, TREES[tree], page_size), plain, (PROMPT, [*PROMPT, 5, 6]), strict=True
-    ):
-        assert own.token_ids == right.token_ids
-        differences = block_rounds.score_differences(own, prompt, logits_of(CONFIG), np.arange(40))
-        assert np.abs(differences).max() < 2e-3
-        wider = {**CONFIG, "sliding_window": WINDOW + 1}
-        assert np.median(np.abs(block_rounds.score_differences(own, prompt, logits_of(wider), np.arange(40)))) > 0.01
+        def logits_of(text: list[int], window: int = WINDOW, seen: np.ndarray = seen) -> np.ndarray:
+            config = {**CONFIG, "sliding_window": window}
+            return expected(config, seen[: len(text) - 1], root=text[-1], depth=depth)
+
+        assert np.abs(block_rounds.score_differences(own, prompt, logits_of, IDS)).max() < 2e-3
+        for window in (WINDOW - 1, WINDOW + 1):
+            others = block_rounds.score_differences(own, prompt, partial(logits_of, window=window), IDS)
+            assert np.median(np.abs(others)) > 0.01
 
 
 # ---- files
