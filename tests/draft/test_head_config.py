@@ -300,6 +300,7 @@ def test_head_config_without_fusion_but_several_feature_layers_raises(states):
         ("parallel_drafting", True),
         ("mask_token_id", 7),
         ("ptd_token_id", 7),
+        ("pard_token", 7),
         ("dflash_config", {"mask_token_id": 7}),
     ],
 )
@@ -332,5 +333,5 @@ def test_eagle1_head_config_with_unsupported_option_raises_naming_the_option(cha
 
 
 def test_head_config_from_json_with_unknown_method_raises():
-    with pytest.raises(ValueError, match="method: expected one of eagle3, eagle, dflash, got 'eagle4'"):
+    with pytest.raises(ValueError, match="method: expected one of eagle3, peagle, eagle, dflash, got 'eagle4'"):
         HeadConfig.from_json({**read(HEAD).to_json(), "method": "eagle4"})

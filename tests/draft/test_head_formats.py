@@ -234,12 +234,11 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "extra", "named"),
     [
-        ({"speculators_model_type": "peagle"}, "", "speculators_model_type 'peagle'"),
-        ({"architectures": ["PEagleDraftModel"]}, "", "PEagle"),
+        ({"speculators_model_type": "dspine"}, "", "speculators_model_type 'dspine'"),
+        ({"pard_token": 7}, "", "PARD"),
         ({"architectures": ["DFlash2DraftModel"]}, "", "DFlash2"),
         ({"architectures": ["DSparkDraftModel"]}, "", "DSpark"),
         ({"architectures": ["DominoDraftModel"]}, "", "Domino"),
-        ({}, "mask_hidden", "P-EAGLE"),
         ({}, "midlayer.0.hidden_norm.weight", "several midlayers"),
         ({}, "parallel_draft_heads.0.lm_head.weight", "parallel draft heads"),
         ({}, "medusa_head.0.0.linear.weight", "Medusa-2"),

@@ -26,6 +26,7 @@ from jspec import (
     Medusa,
     Model,
     NGram,
+    PEagle,
     SamplingParams,
     Suffix,
 )
@@ -82,6 +83,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "eagle3 chain": lambda: Eagle3(head(), "chain:3"),
     "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
+    "peagle": lambda: PEagle(tiny.peagle_head(target(), draft_vocab=31, feature_layers=(0, 2)), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
