@@ -17,7 +17,7 @@ from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
-HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash}
+HEADS = {"eagle3": shapes.random_head, "peagle": shapes.random_peagle, "dflash": shapes.random_dflash}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
@@ -101,6 +101,16 @@ def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_
     chain, _ = compile_round(tree)
     assert len(block.launches) < len(chain.launches)
     assert block.count("append_attention") == 32 + 5
+    assert block.count("sample_tokens") == 2 + 2
+
+
+@pytest.mark.long
+def test_h200_round_of_a_peagle_head_has_fewer_launches_than_an_eagle3_chain_of_equal_length() -> None:
+    """All pairs take one pass of 4 layers, an EAGLE-3 chain of 7 takes 7 passes of one layer."""
+    tree = Tree.chain(7)
+    block = check(*compile_round(tree, method="peagle"), launches=390, temp_mib=12)
+    chain, _ = compile_round(tree)
+    assert len(block.launches) < len(chain.launches)
     assert block.count("sample_tokens") == 2 + 2
 
 

@@ -28,6 +28,7 @@ from jspec.draft.dflash import DFlash
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
+from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.tensor_parallel import mesh_of, place
@@ -42,6 +43,7 @@ from pallas_kernels.layers.quantized import KINDS
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 WARM_UP = 3
+DRAFTERS: dict[str, Callable[[Any, Tree], Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = Eagle3(head, case.tree) if isinstance(head, EagleHead) else DFlash(head, case.tree)
+        drafter = DRAFTERS[head.config.method](head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
