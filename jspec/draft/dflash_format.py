@@ -21,7 +21,7 @@ from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
 from jspec.models.hf_config import SLIDING
 from jspec.models.layer_config import GQA, unsupported
-from jspec.models.load import Format, check_count
+from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.params import Params
 
 READ = {  # keys of `dflash_config` that are read
@@ -70,7 +70,7 @@ def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> F
         owned = {"has_embed": "embed" in names, "has_head": "head" in names}
         return dflash_params(config, **owned, has_map="draft_to_target" in names)
 
-    return Format(from_hf, DFlashConfig.from_json, params, given.apply)
+    return Format(with_scheme(from_hf), DFlashConfig.from_json, params, given.apply)
 
 
 def read_dflash(config: Mapping[str, Any], overrides: Overrides | None = None) -> DFlashConfig:

@@ -20,7 +20,7 @@ from jspec.draft.head_config import METHODS, HeadConfig, Overrides
 from jspec.draft.head_layers import check_tensors, read_layers, with_count
 from jspec.draft.head_weights import head_weights
 from jspec.models.layer_config import unsupported
-from jspec.models.load import Format, check_count
+from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.params import Params
 
 MASK_TOKEN = ("mask_token_id", "ptd_token_id", "pard_token")  # names of the mask token's id
@@ -150,7 +150,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         check_count("num_layers", config.num_layers, names)
         return head_params(config, has_embed="embed" in names, has_head="head" in names)
 
-    return Format(from_hf, from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
 def read_head(
