@@ -172,6 +172,8 @@ def test_head_config_of_specforge_with_norm_output_raises_unless_overridden():
         assert read(config, norm_output=True).norm_output
         assert not read(config, norm_output=False).norm_output
     assert not read(specforge(norm_output=False)).norm_output
+    automodel = {**HEAD, "architectures": ["LlamaEagle3DraftModel"], "fc_norm": True, "norm_output": True}
+    assert read(automodel).norm_output and read(automodel).source_format == "automodel"
     assert not read(specforge()).norm_output
 
 
