@@ -10,7 +10,7 @@ import numpy as np
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.head_config import DFlashConfig, EagleConfig, HeadConfig, PEagleConfig
+from jspec.draft.head_config import DFlashConfig, Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
@@ -101,9 +101,10 @@ def _model(config: ModelConfig) -> list[str]:
 
 def _head(found: Header, config: HeadConfig) -> list[str]:
     method = METHODS[config.method]
+    version = ".1" if isinstance(config, Eagle3Config) and config.norm_output else ""
     block = [f"block: {_block(config)}"] if isinstance(config, DFlashConfig | PEagleConfig) else []
     return [
-        f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
+        f"model: {method}{version} head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}",
         f"flags beside plain {method}: {_flags(config)}",
         *block,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import DFlash, DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import DFlash, DraftModel, Engine, Model, PEagle, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft import draft_model
@@ -189,18 +189,29 @@ def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("accept", "tree"),
+    ("method", "accept", "tree"),
     [
-        ("rejection", Tree.chain(3)),
+        ("dflash", "rejection", Tree.chain(3)),
         *(
-            pytest.param(accept, tree, marks=pytest.mark.long)
-            for accept, tree in (("block", Tree.chain(3)), ("multi_candidate", PAIRS), ("coupled", Tree.topk(6, 3, 2)))
+            pytest.param(method, accept, tree, marks=pytest.mark.long)
+            for method, accept, tree in (
+                ("dflash", "block", Tree.chain(3)),
+                ("dflash", "multi_candidate", PAIRS),
+                ("dflash", "coupled", Tree.topk(6, 3, 2)),
+                ("peagle", "rejection", Tree.chain(3)),
+                ("peagle", "multi_candidate", PAIRS),
+            )
         ),
     ],
     ids=str,
 )
-def test_sampled_tokens_with_a_dflash_head_have_the_target_distribution(target, accept: str, tree: Tree) -> None:
-    drafter = DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree)
+def test_sampled_tokens_with_a_head_that_drafts_a_block_have_the_target_distribution(
+    target, method: str, accept: str, tree: Tree
+) -> None:
+    drafter = {
+        "dflash": lambda: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree),
+        "peagle": lambda: PEagle(tiny.peagle_head(target, draft_vocab=VOCAB, feature_layers=(0, 1)), tree),
+    }[method]()
     engine, names = make(target, drafter, accept), ("plain", "restricted")
     for control, done in zip(names, draw(engine, SAMPLES, *(CONTROLS[name] for name in names)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
