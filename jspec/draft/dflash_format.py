@@ -6,7 +6,7 @@ speculators puts the layers' config under `transformer_layer_config`, and the ot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,22 +153,26 @@ def _in_block(attention: GQA, parts: Parts) -> GQA:
 def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
     """Read the indices of the target states that the head reads, in the order in which they are concatenated.
 
-    The ids in the file are indices of layers. The output of layer j is state j + 1; for the target's last layer it is
-    the state after the final norm, as transformers returns it.
+    The ids of speculators (`aux_hidden_state_layer_ids`) are indices of states, the others are indices of layers. The
+    output of layer j is state j + 1; for the target's last layer it is the state after the final norm, as transformers
+    returns it.
     """
-    found = {tuple(part.integers(name)) for part in (parts.nested, parts.outer) for name in ID_KEYS}
-    ids = sorted(found - {()})
-    if len(ids) > 1:
-        raise CheckpointError(
-            "target_layer_ids", f"expected one list in config.json, got {ids}; pass feature_layers= with the target's "
-            "state indices",
-        )  # fmt: skip
     count = parts.integer("num_target_layers", default=MOST_LAYERS)
-    own = ids[0] if ids else _default_layers(parts, num_layers)
-    return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in own)
+
+    def after(layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in layers)
+
+    found = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
+    found |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
+    states = sorted(found - {()})
+    if len(states) > 1:
+        raise CheckpointError(
+            "target_layer_ids", f"expected one list in config.json, got the states {states}; pass feature_layers= with "
+            "the target's state indices",
+        )  # fmt: skip
+    return states[0] if states else after(_default_layers(parts, num_layers))
 
 
-ID_KEYS = ("target_layer_ids", "aux_hidden_state_layer_ids")
 MOST_LAYERS = 2**30  # number of a target's layers if the file does not give it
 
 

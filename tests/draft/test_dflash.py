@@ -255,6 +255,7 @@ def test_dflash_head_of_speculators_drafts_from_its_vocabulary(tmp_path: Path) -
     right = reference.block_logits(CONFIG, tensors, embed, states(), ROOT, 5, output=output.astype(np.float64))
     drafters = [DFlash.from_pretrained(folder, tree=Tree.chain(5)) for folder in (source, tmp_path / "converted")]
     assert drafters[0].head.config == drafters[1].head.config
+    assert drafters[0].head.config.feature_layers == (0, 1), "the ids of speculators are those of states"
     for drafter in drafters:
         np.testing.assert_allclose(computed(drafter, target(), states()), right, atol=TOLERANCE * np.abs(right).max())
     engine = Engine(target(), drafter=drafters[0], slots=1, max_len=48, prefill_buckets=(8,), buckets=(1,))

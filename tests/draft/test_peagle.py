@@ -130,7 +130,7 @@ def test_engine_with_a_peagle_head_emits_plain_tokens_and_drafts_by_the_formulas
 
 def computed(drafter: PEagle, tokens: np.ndarray, features: np.ndarray, depth: int) -> np.ndarray:
     """Compute a head's logits after a text of a token and ``tokens``, the last of which is the root."""
-    size, model = len(tokens), tiny.model(40, layers=8, hidden=24)
+    size, model = len(tokens), tiny.model(40, layers=8, hidden=drafter.head.config.target_hidden_size)
     params, view = drafter.bind(model), view_of_rows([int(tokens[-1])], length=len(tokens))
     state = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
     batch = PromptBatch.whole(
@@ -148,11 +148,13 @@ def computed(drafter: PEagle, tokens: np.ndarray, features: np.ndarray, depth: i
     return np.asarray(reduce_partials(product, jnp.float32)[0])
 
 
-def test_block_of_a_recorded_peagle_head_is_that_of_specforge(golden: Path) -> None:
-    """The head has three layers, its own hidden size and no mask token in its config.json."""
-    recorded, folder = recording(golden / "peagle/block5.npz"), golden / "peagle/draft"
-    text = recorded["tokens"], recorded["features"], 5
-    right = recorded["block_logits"]
+@pytest.mark.parametrize("exporter", ["specforge", "speculators"])
+def test_block_of_a_recorded_peagle_head_is_that_of_its_exporter(golden: Path, exporter: str) -> None:
+    """SpecForge's head has its own hidden size and no mask token in its config.json; speculators' has a window."""
+    recorded, folder = recording(golden / f"peagle/{exporter}/block5.npz"), golden / f"peagle/{exporter}/draft"
+    text, right = (recorded["tokens"], recorded["features"], 5), recorded["block_logits"]
+    own = PEagle.from_pretrained(folder, mask_token_id=MASK).head.config
+    assert own.source_format == exporter and own.windows == ([7] if exporter == "speculators" else [])
     found = computed(PEagle.from_pretrained(folder, mask_token_id=MASK), *text)
     np.testing.assert_allclose(found, right, atol=TOLERANCE)
     assert (found.argmax(-1) == right.argmax(-1)).all()
@@ -197,7 +199,7 @@ def test_peagle_head_in_the_layout_of_every_exporter_loads_equal_tensors(tmp_pat
 
 
 def test_converted_peagle_head_has_the_same_config_and_is_recognised(tmp_path: Path, golden: Path) -> None:
-    arguments = [str(golden / "peagle/draft"), str(tmp_path / "converted"), "--mask-token-id", str(MASK)]
+    arguments = [str(golden / "peagle/specforge/draft"), str(tmp_path / "converted"), "--mask-token-id", str(MASK)]
     assert main(arguments) == 0
     found, own = auto.load_drafter(tmp_path / "converted"), PEagle.from_pretrained(arguments[0], mask_token_id=MASK)
     assert isinstance(found, PEagle) and found.head.config == own.head.config

@@ -34,7 +34,7 @@ def eagle3(golden: Path) -> tuple[dict[str, Any], Tensors, Callable[[Path], Any]
 
 
 def peagle(golden: Path) -> tuple[dict[str, Any], Tensors, Callable[[Path], Any], Callable[[Tensors], np.ndarray]]:
-    folder, recorded = golden / "peagle/draft", recording(golden / "peagle/block5.npz")
+    folder, recorded = golden / "peagle/specforge/draft", recording(golden / "peagle/specforge/block5.npz")
     config = {**json.loads((folder / "config.json").read_text()), "mask_token_id": 39, "rope_theta": 1e6}
     text = recorded["tokens"], recorded["features"], 5
     return (
