@@ -19,7 +19,6 @@ MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 # Patterns of tensor names that occur in one unsupported method only, with the name of the method.
 OTHER_TENSORS = {
     r"parallel_draft_heads\..*": "parallel draft heads",
-    r"midlayer\.\d+\..*": "an EAGLE-3 head of several midlayers",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
     r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
 }

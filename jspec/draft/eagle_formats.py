@@ -11,13 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from convert.detect import bare_name
 from convert.fields import CheckpointError, Fields, require, short
 from convert.huggingface import Row, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
-from jspec.draft.head_layers import check_tensors, read_layers, with_count
+from jspec.draft.head_layers import check_tensors, common_name, read_layers, with_count
 from jspec.draft.head_weights import head_weights
 from jspec.models.layer_config import unsupported
 from jspec.models.load import Format, check_count, with_scheme
@@ -134,7 +133,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     given = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[Row]]:
-        names = {bare_name(name): name for name in source.tensors}
+        names = {common_name(name): name for name in source.tensors}
         check_tensors(names)
         config = read_head(fields, method, given, names)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
