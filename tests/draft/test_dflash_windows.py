@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,6 @@ def test_block_of_a_recorded_head_with_windows_is_that_of_specforge(golden: Path
     narrow = DFlash(drafter.head, drafter.tree, draft_window=7)
     other = computed(narrow, model, recorded["features"], int(recorded["root"]))
     assert np.abs(other - recorded["block_logits"]).max() > 50 * TOLERANCE
-
-
-def test_block_of_a_recorded_head_of_speculators_is_that_of_its_code(golden: Path) -> None:
-    """Its first layer has a window and is causal within the block; its embedding and output head are its own."""
-    recorded = recording(golden / "dflash/speculators/block6.npz")
-    drafter = DFlash.from_pretrained(golden / "dflash/speculators/draft", tree="chain:5")
-    assert [layer.attention.causal for layer in drafter.head.config.layers] == [True, False]
-    assert drafter.head.config.feature_layers == (1, 2) and drafter.head.embed is not None
-    found = computed(drafter, target(), recorded["features"], int(recorded["root"]))
-    np.testing.assert_allclose(found, recorded["block_logits"], atol=TOLERANCE)
-    layers = [replace(one, attention=replace(one.attention, causal=False)) for one in drafter.head.config.layers]
-    other = drafter.head.replace(config=replace(drafter.head.config, layers=tuple(layers)))
-    found = computed(DFlash(other, drafter.tree), target(), recorded["features"], int(recorded["root"]))
-    assert np.abs(found - recorded["block_logits"]).max() > 50 * TOLERANCE
 
 
 def completions(drafter: DFlash | None, tree: Tree, page_size: int) -> list[Completion]:

@@ -88,7 +88,7 @@ def options(**given: object) -> Namespace:
     return Namespace(**{**dict.fromkeys((*names, "tree", "dtype", "draft_quantize")), **given})
 
 
-def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) -> None:
+def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], golden: Path) -> None:
     for text, tree in (
         (None, Tree.chain(4)),
         ("chain:2", Tree.chain(2)),
@@ -98,6 +98,10 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) 
         for given in ({"ngram": True}, {"suffix": True}, {"eagle": small["eagle"]}):
             drafter = make_drafter(options(tree=text, **given))
             assert drafter is not None and drafter.tree == tree
+    peagle = make_drafter(
+        options(peagle=str(golden / "peagle/speculators/draft"), draft_quantize="int8", tree="chain:6")
+    )
+    assert isinstance(peagle, PEagle) and peagle.tree == Tree.chain(6) and quantized_as(peagle.head) == "int8"
     assert isinstance(make_drafter(options(ngram=True)), NGram)
     assert isinstance(make_drafter(options(suffix=True)), Suffix)
     assert make_drafter(options()) is None
