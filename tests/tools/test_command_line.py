@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jspec import Model, NGram, Suffix, Tree
+from jspec import Model, NGram, PEagle, Suffix, Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
