@@ -199,7 +199,7 @@ def with_mask_feature(head: EagleHead) -> EagleHead:
 
 def _mask_feature(head: EagleHead) -> Float[Array, "hidden"]:
     assert head.mask_hidden is not None
-    return fuse(head, head.mask_hidden)
+    return fuse(head, head.mask_hidden[None])[0]
 
 
 def _evaluated(function: Callable[[EagleHead], Any], head: EagleHead) -> Any:
