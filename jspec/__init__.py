@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jspec.draft.base import Drafter
     from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
+    from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
     from jspec.draft.ngram import NGram
@@ -32,6 +33,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Chunk": "jspec.engine.request",
     "Completion": "jspec.engine.request",
     "DFlash": "jspec.draft.dflash",
+    "DSpark": "jspec.draft.dspark",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
     "Eagle": "jspec.draft.eagle",
@@ -54,6 +56,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "DFlash",
+    "DSpark",
     "DraftModel",
     "Drafter",
     "Eagle",

@@ -245,6 +245,8 @@ class Draft:
     valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; all ancestors of a valid node are valid
     probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
     vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
+    # Estimated probability that a node is accepted if its parent is, the same for siblings; root: 1. None: no estimate.
+    confidence: Float[Array, "batch nodes"] | None = None
 
 
 @struct.dataclass
@@ -267,6 +269,7 @@ class Trace:
     parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
     scores: Float[Array, "rounds batch nodes"]  # as in `Draft`
     path: Int[Array, "rounds batch depth1"]  # as in `Verdict`
+    confidence: Float[Array, "rounds batch nodes"] | None = None  # as in `Draft`
 
 
 @struct.dataclass

@@ -1,12 +1,12 @@
 """The weights and the computation of DFlash heads (arXiv:2602.06036).
 
-A head is a decoder without embedding and, mostly, without output head: it uses the target's. Its context rows hold the
+A head is a decoder that mostly uses the target's embedding and output head. Its context rows hold the
 keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one token into a
 context vector, from which each layer projects a key and a value. A context vector has no query and no residual stream.
 
 The tokens of a block are the root and the mask token, repeated. They run through the layers together: each of them
 attends to all context rows and to the whole block, also to later tokens. The output for the mask token at depth d
-gives the logits of the token at depth d.
+gives the logits of the token at depth d, or of the token at depth d + 1 if the head samples from the anchor, the root.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class DFlashHead:
     fc: Weight  # projection of the concatenated target states [hidden, features]
     hidden_norm: Float[Array, "hidden"]  # norm after fc
     norm: Float[Array, "hidden"]  # norm before the output head
+    embed: Float[Array, "vocab hidden"] | None = None  # embedding; None: the target's
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     config: DFlashConfig = struct.field(pytree_node=False, kw_only=True)
@@ -53,11 +54,14 @@ class DFlashHead:
         return cls(layers=[Layer(**layer) for layer in weights["layers"]], config=config, **own)
 
 
-def dflash_params(config: DFlashConfig, *, has_head: bool, has_map: bool) -> dict[str, ParamSpec]:
+def dflash_params(
+    config: DFlashConfig, *, has_embed: bool = False, has_head: bool = False, has_map: bool = False
+) -> dict[str, ParamSpec]:
     """Return the `ParamSpec` of each parameter of a DFlash head, by name.
 
     Args:
         config: config of the head.
+        has_embed: whether the head has an embedding of its own; if not, it uses the target's.
         has_head: whether the head has an output head of its own; if not, it uses the target's.
         has_map: whether the head has the target id of each draft id; if not, the ids are equal.
     """
@@ -66,6 +70,8 @@ def dflash_params(config: DFlashConfig, *, has_head: bool, has_map: bool) -> dic
     for index, layer in enumerate(config.layers):
         params |= prefixed(f"layers.{index}", {**layer_params(layer, hidden, hidden), "attn_norm": norm(hidden)})
     params["norm"] = norm(hidden)
+    if has_embed:
+        params["embed"] = ParamSpec((config.vocab_size, hidden), ("tokens", "hidden"))
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
     if has_map:
@@ -90,7 +96,7 @@ class BoundDFlash:
 
 
 def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
-    """Join a head with the embedding and, if the head has none of its own, the output head of a target.
+    """Join a head with the embedding and the output head of a target, unless the head has its own.
 
     Args:
         head: the head; its weights are arrays or `jax.ShapeDtypeStruct`.
@@ -106,12 +112,13 @@ def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
         family=config.family,
         tie_word_embeddings=False,
         max_position=config.max_position,
-        embed_scale=config.embed_scale,
+        embed_scale=config.embed_scale if head.embed is None else 1.0,
         logit_divisor=config.logit_divisor if shares_head else 1.0,
         logit_softcap=config.logit_softcap if shares_head else None,
     )
     output = target.output_head if shares_head else head.head
-    model = Model(embed=target.embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
+    embed = target.embed if head.embed is None else head.embed
+    model = Model(embed=embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
     is_abstract = isinstance(head.hidden_norm, jax.ShapeDtypeStruct)
     context = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
     return BoundDFlash(model, head.fc, head.hidden_norm, context, head.draft_to_target, config.vocab_size)

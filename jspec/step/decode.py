@@ -105,7 +105,8 @@ def verify_and_commit(
     if program.trace:
         with jax.named_scope("trace"):
             parents = jnp.where(draft.valid, draft.parents, -1)
-            trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
+            fields = {name: getattr(draft, name) for name in ("tokens", "scores", "confidence")}
+            trace = Trace(**fields, parents=parents, path=verdict.path)
     return state, report_stage(view, draft, verdict), trace, scores
 
 

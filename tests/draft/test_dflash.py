@@ -91,8 +91,8 @@ def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = RO
         implementation="reference",
     )
     cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
-    product, _ = drafter.run_block(params, cache, view)
-    return np.asarray(reduce_partials(product, jnp.float32)[0])
+    block, _ = drafter.run_block(params, cache, view)
+    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:
@@ -280,7 +280,7 @@ def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
 def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
     text, fits = info.inspect_pair(golden / "dflash/draft", recordings.demo.TARGET)
     assert fits
-    for part in ("DFlash head (official format)", "block: 8 tokens with the root, mask token 255", "states 2, 4, 6"):
+    for part in ("DFlash head (official format)", "block: 8 tokens with the root, of which 7 draft", "states 2, 4, 6"):
         assert part in text
     other = folders.write(tmp_path, CONFIG, tensors_of())
     text, fits = info.inspect_pair(other, recordings.demo.TARGET)
