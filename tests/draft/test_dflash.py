@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec import DFlash, Engine, Model, SamplingParams, Tree
-from jspec.core.records import PromptBatch
+from jspec.core.records import KVCache, PromptBatch
 from jspec.draft import auto
 from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dflash_head import DFlashHead
@@ -77,8 +77,15 @@ def states() -> np.ndarray:
 
 def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
     """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
+    params, cache = prefilled(drafter, model, features)
+    block, _ = drafter.run_block(params, cache, view_of_rows([root], length=len(features)))
+    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+
+def prefilled(drafter: DFlash, model: Model, features: np.ndarray) -> tuple[Any, KVCache]:
+    """Return the weights of a drafter, and a draft cache of one row with the context of some tokens."""
     size = len(features)
-    params, view = drafter.bind(model), view_of_rows([root], length=size)
+    params, view = drafter.bind(model), view_of_rows([0], length=size)
     cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
     batch = PromptBatch.whole(
         jnp.asarray([size]),
@@ -90,9 +97,7 @@ def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = RO
         bits=None,
         implementation="reference",
     )
-    cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
-    block, _ = drafter.run_block(params, cache, view)
-    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+    return params, drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:
