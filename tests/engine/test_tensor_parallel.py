@@ -20,6 +20,7 @@ from jspec import (
     DFlash,
     Drafter,
     DraftModel,
+    DSpark,
     Eagle,
     Eagle3,
     Engine,
@@ -313,9 +314,10 @@ def test_engine_refuses_impossible_devices(options: dict[str, Any], message: str
         Engine(target(), **OPTIONS, **options)
 
 
-def test_engine_refuses_a_dflash_head_on_several_devices() -> None:
-    drafter = DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3")
-    with pytest.raises(ValueError, match="DFlash: expected an engine on one device, got a mesh of 2"):
+@pytest.mark.parametrize(("method", "head"), [(DFlash, tiny.dflash_head), (DSpark, tiny.dspark_head)], ids=str)
+def test_engine_refuses_a_head_for_blocks_on_several_devices(method: type[DFlash], head: Any) -> None:
+    drafter = method(head(target(), block_size=4, feature_layers=(0, 1)), "chain:3")
+    with pytest.raises(ValueError, match=f"{method.__name__}: expected an engine on one device, got a mesh of 2"):
         Engine(target(), drafter=drafter, **OPTIONS, tensor_parallel=2)
 
 

@@ -17,7 +17,7 @@ from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
-HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash}
+HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash, "dspark": shapes.random_dspark}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
@@ -107,6 +107,23 @@ def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_
 @pytest.mark.long
 def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=415, temp_mib=40)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_dspark_head_corrects_a_block_within_one_cuda_graph() -> None:
+    """A block of 7 takes one pass, and each of its 7 tokens a product with the Markov head and a sample."""
+    tree = Tree.chain(7)
+    corrected = check(*compile_round(tree, method="dspark"), launches=470, temp_mib=12)
+    chain, _ = compile_round(tree)
+    print(len(chain.launches), "launches of EAGLE-3")
+    assert len(corrected.launches) < len(chain.launches)
+    assert corrected.count("append_attention") == 32 + 5
+    assert corrected.count("sample_tokens") == 2 * (1 + 7)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_updates_in_place() -> None:
+    check(*compile_round(Tree.topk(48, 7, 10), method="dspark"), launches=520, temp_mib=72)
 
 
 @pytest.mark.matrix

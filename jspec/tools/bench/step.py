@@ -26,6 +26,8 @@ from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark import DSpark
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
@@ -91,7 +93,8 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = Eagle3(head, case.tree) if isinstance(head, EagleHead) else DFlash(head, case.tree)
+        method = {EagleHead: Eagle3, DFlashHead: DFlash, DSparkHead: DSpark}[type(head)]
+        drafter = method(head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
