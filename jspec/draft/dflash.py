@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt32
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
@@ -120,12 +119,6 @@ class DFlash(Drafter):
         other = copy.copy(self)
         other.draft_window = check_window(type(self).__name__, draft_window, self.tree)
         return other
-
-    def on_mesh(self, mesh: Mesh) -> Self:
-        raise ValueError(
-            f"{type(self).__name__}: expected an engine on one device, got a mesh of {mesh.size}: its keys and values "
-            "are not divided yet; set tensor_parallel=1 or take another drafter"
-        )
 
     @property
     def advice(self) -> str:
