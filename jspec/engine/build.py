@@ -14,7 +14,7 @@ from jspec.draft.base import Drafter, NoDraft, check_layer_windows
 from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.engine.core import EngineCore
-from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings, round_sizes
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings, portions, round_sizes
 from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
@@ -220,7 +220,7 @@ def _draft_nodes(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
     if not config.adaptive or config.draft_nodes == ():
         return ()
     if config.draft_nodes is None:
-        return tuple(sorted({every // 4, every // 2} - {0}))
+        return portions(every)
     if config.draft_nodes[-1] >= every:
         raise ValueError(
             f"draft_nodes: expected numbers below {every}, the draft nodes of {drafter.tree}, got {config.draft_nodes}"

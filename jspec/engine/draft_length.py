@@ -289,3 +289,8 @@ def round_sizes(depths: Sequence[int], nodes: Sequence[int]) -> list[RoundSize]:
 def halvings(depth: int) -> tuple[int, ...]:
     """Halve a depth, rounding down, until it is 0; return all values, ascending. 5 gives (0, 1, 2, 5)."""
     return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))
+
+
+def portions(nodes: int) -> tuple[int, ...]:
+    """Return a quarter and a half of a number of draft nodes, rounded down, without 0. 4 gives (1, 2)."""
+    return tuple(sorted({nodes // 4, nodes // 2} - {0}))
