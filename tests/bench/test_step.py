@@ -35,7 +35,7 @@ pytestmark = pytest.mark.once
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
-CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "devices"]
+CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_step_command_writes_table_json_and_trace(
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
     names = "shape batch context tree page_size dtype implementation greedy quantize draft_quantize kv_dtype idle depth"
     assert (
-        list(result["case"]) == [*names.split(), "deterministic", "tensor_parallel"]
+        list(result["case"]) == [*names.split(), "nodes", "drafter", "deterministic", "tensor_parallel"]
         and result["case"]["tree"] == "none"
     )
     assert {"milliseconds", "spread", "floor", "compile_seconds", "tokens"} < set(result)
@@ -90,7 +90,17 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
 def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--tree", "chain:1", "--batch", "2", "--context", "16", "--tensor-parallel", "2"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:8] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "2"]
+    assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
+
+
+def test_step_command_with_a_dflash_head_and_a_budget_names_both(
+    few_groups: None, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--tree", "chain:3", "--batch", "2", "--context", "16", "--drafter", "dflash", "--nodes", "1"]
+    assert main([*TINY, *options]) == 0
+    _, heads, _, row = capsys.readouterr().out.splitlines()
+    printed = dict(zip(heads.split(), row.split(), strict=False))
+    assert printed["nodes"] == "1" and printed["drafter"] == "dflash"
 
 
 @pytest.mark.parametrize(("tree", "alone", "two"), [(None, 5.01, 2.89), (Tree.chain(4), 6.00, 3.44)])
