@@ -77,16 +77,16 @@ class EngineCore:
         if plan is not None:
             self._record_queue_times(plan)
             self.stopwatch.start()
-            size = self._size_of(plan)
-            self.in_flight.append((plan, size, self.runner.dispatch(plan, size, self.scheduler.running)))
+            self.in_flight.append((plan, *self._dispatch(plan)))
         self.is_mid_step = False
         return plan
 
-    def _size_of(self, plan: Plan) -> RoundSize:
-        """Choose the size of a plan's rounds; a prefill has depth 0."""
-        if isinstance(plan, PrefillPlan):
-            return RoundSize(0)
-        return round_size(plan, self.policy.choose(plan.bucket, self._caps(plan)))
+    def _dispatch(self, plan: Plan) -> tuple[RoundSize, StepOutput]:
+        """Dispatch a plan; return the size of its rounds, which is depth 0 for a prefill, and the step's output."""
+        size = RoundSize(0)
+        if isinstance(plan, RoundPlan):
+            size = round_size(plan, self.policy.choose(plan.bucket, self._caps(plan)))
+        return size, self.runner.dispatch(plan, size, self.scheduler.running)
 
     def _read_down_to(self, count: int) -> None:
         """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
