@@ -34,6 +34,7 @@ from jspec.engine.draft_length import (
     DispatchResult,
     Fixed,
     Policy,
+    RoundSize,
     Stopwatch,
 )
 from jspec.engine.prometheus import Gauges, Latencies, exposition
@@ -57,8 +58,8 @@ class Forced(Policy):
         self._depths, self._default = iter(depths), default
         self.readings: list[DispatchResult] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return next(self._depths, self._default)
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return RoundSize(next(self._depths, self._default))
 
     def learn(self, reading: DispatchResult) -> None:
         self.readings.append(reading)
@@ -243,8 +244,8 @@ class Recording(Policy):
     def __init__(self) -> None:
         self.heard: list[float | None] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return 2
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return RoundSize(2)
 
     def learn(self, reading: DispatchResult) -> None:
         self.heard.append(reading.seconds)
@@ -324,12 +325,13 @@ class Priced(Policy):
         self._policy, self._cost = policy, cost
         self.chosen: list[int] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        self.chosen.append(self._policy.choose(bucket, caps))
-        return self.chosen[-1]
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        size = self._policy.choose(bucket, caps)
+        self.chosen.append(size.depth)
+        return size
 
     def learn(self, reading: DispatchResult) -> None:
-        self._policy.learn(replace(reading, seconds=self._cost(reading.depth)))
+        self._policy.learn(replace(reading, seconds=self._cost(reading.size.depth)))
 
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])

@@ -31,6 +31,7 @@ def compile_round(
     deterministic: bool = False,
     batch: int = 1,
     depth: int | None = None,
+    nodes: int | None = None,
     method: str = "eagle3",
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
@@ -50,6 +51,7 @@ def compile_round(
     program, params, pool = rounds.build(case, target, head)
     pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    program = replace(program, nodes=nodes)
     if depth is not None:
         program = replace(program, drafter=program.drafter.cut(depth))
     slots = jax.ShapeDtypeStruct((batch,), "int32")
@@ -124,6 +126,14 @@ def test_h200_round_of_a_dspark_head_corrects_a_block_within_one_cuda_graph() ->
 @pytest.mark.long
 def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dspark"), launches=520, temp_mib=72)
+
+
+@pytest.mark.long
+def test_h200_round_with_a_budget_is_one_cuda_graph_that_packs_rows_once_a_layer() -> None:
+    """A layer has two launches more, which unpack the rows before its attention and pack them after it."""
+    whole, _ = compile_round(Tree.chain(4), batch=32)
+    packed = check(*compile_round(Tree.chain(4), batch=32, nodes=2), launches=400, temp_mib=130)
+    assert len(packed.launches) <= len(whole.launches) + 3 * 32
 
 
 @pytest.mark.matrix
