@@ -37,7 +37,7 @@ class Linear:
     weight: Float[Array, "out inputs"]
     bias: Float[Array, "out"]
 
-    def __call__(self, *inputs: Float[Array, "*rows part"]) -> Float[Array, "*rows out"]:
+    def __call__(self, *inputs: Float[Array, "*rows _"]) -> Float[Array, "*rows out"]:
         """Return the function of the concatenated inputs."""
         return matmul(jnp.concatenate(inputs, axis=-1), self.weight) + self.bias
 
@@ -53,9 +53,8 @@ class MarkovHead:
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Any]) -> MarkovHead:
-        parts: dict[str, Any] = {
-            n: Linear(**part) if isinstance(part, Mapping) else part for n, part in weights.items()
-        }
+        linear = {name: Linear(**part) for name, part in weights.items() if isinstance(part, Mapping)}
+        parts: dict[str, Any] = {**weights, **linear}
         return cls(**parts)
 
     def start(self, rows: int) -> Float[Array, "batch 1 rank"] | None:
