@@ -38,6 +38,7 @@ pytestmark = pytest.mark.once
 RANK, DEPTH, VOCAB, HIDDEN = 4, 5, 40, 16
 DETAILED = 12  # recorded prompt whose logits and features are recorded too
 KINDS = ("vanilla", "gated", "rnn")
+LONG_KINDS = ["vanilla", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])]
 CONFIG: dict[str, Any] = {
     **without(DFLASH, "dflash_config"),
     "architectures": ["Qwen3DSparkModel"],
@@ -122,8 +123,18 @@ def node_paths(draft: Draft) -> list[tuple[int, ...]]:
 # ---- formulas
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tree", [Tree.chain(DEPTH), MIXED], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        ("vanilla", Tree.chain(DEPTH)),
+        ("rnn", MIXED),
+        *(
+            pytest.param(kind, tree, marks=pytest.mark.long)
+            for kind, tree in (("vanilla", MIXED), ("gated", Tree.chain(DEPTH)), ("gated", MIXED))
+        ),
+    ],
+    ids=str,
+)
 def test_children_are_drawn_from_the_logits_that_the_token_before_corrects(
     tmp_path: Path, kind: str, tree: Tree
 ) -> None:
@@ -162,7 +173,7 @@ def test_recurrent_markov_head_carries_its_state_along_the_path_of_each_node(tmp
             assert np.abs(np.exp(log_softmax(alone[0])) - np.asarray(draft.probs[0, node])).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LONG_KINDS)
 def test_dynamic_tree_has_the_nodes_of_highest_joint_probability(tmp_path: Path, kind: str) -> None:
     """The oracle keeps the k best nodes of each level; the control leaves the correction out."""
     nodes, k = 14, 3
@@ -259,9 +270,7 @@ def recorded_drafter(golden: Path, tmp_path: Path, kind: str) -> DSpark:
     return DSpark.from_pretrained(folder, tree=Tree.chain(7), dtype="float32")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "vanilla" else pytest.mark.long) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", LONG_KINDS)
 def test_rounds_and_confidences_of_a_dspark_head_are_those_of_its_authors_code(
     golden: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -469,6 +478,7 @@ def test_copies_of_a_dspark_drafter_keep_its_calibration() -> None:
     assert drafter.with_window(8).temperatures == drafter.cut(2).temperatures == (2.0,) * 4
 
 
+@pytest.mark.long
 def test_quantised_dspark_head_keeps_its_markov_head_unquantised(tmp_path: Path) -> None:
     drafter = drafter_of(tmp_path)
     quantised = DSpark(quantize_weights(drafter.head, "int8"), Tree.chain(DEPTH))
