@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Self, final
 
 import jax
@@ -76,7 +77,7 @@ class DSpark(DFlash):
                 return markov.correct(tokens, block.hidden[:, depth], state, view.implementation)
 
             draft = expand_corrected(*chosen, correct, markov.start(view.root.shape[0]))
-        return draft.replace(confidence=self.confidence(params, block, draft)), cache
+        return replace(draft, confidence=self.confidence(params, block, draft)), cache
 
     def confidence(self, params: BoundDSpark, block: Block, draft: Draft) -> Float[Array, "batch nodes"] | None:
         """Return the confidence of each node as in `Draft`; None if there is no confidence head."""

@@ -26,8 +26,20 @@ from jaxtyping import Array, Float, Int
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead
 from jspec.draft.head_config import DSparkConfig
 from jspec.models.layers import logits_of
-from jspec.models.params import ParamSpec
+from jspec.models.params import ParamSpec, prefixed
 from pallas_kernels.layers.quantized import matmul
+
+
+@struct.dataclass
+class Linear:
+    """The weights of a linear function."""
+
+    weight: Float[Array, "out inputs"]
+    bias: Float[Array, "out"]
+
+    def __call__(self, *inputs: Float[Array, "*rows _"]) -> Float[Array, "*rows out"]:
+        """Return the function of the concatenated inputs."""
+        return matmul(jnp.concatenate(inputs, axis=-1), self.weight) + self.bias
 
 
 @struct.dataclass
@@ -36,10 +48,14 @@ class MarkovHead:
 
     embed: Float[Array, "vocab rank"]  # embedding of the token before, by its target id
     project: Float[Array, "draft_vocab rank"]  # projection to the correction of the logits
-    gate: Float[Array, "rank inputs"] | None = None  # weight and bias of "gated"
-    gate_bias: Float[Array, "rank"] | None = None
-    joint: Float[Array, "rank3 inputs"] | None = None  # weight and bias of "rnn", with the rows of g, c and o
-    joint_bias: Float[Array, "rank3"] | None = None
+    gate: Linear | None = None  # of "gated"
+    joint: Linear | None = None  # of "rnn", with the rows of g, c and o
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any]) -> MarkovHead:
+        linear = {name: Linear(**part) for name, part in weights.items() if isinstance(part, Mapping)}
+        parts: dict[str, Any] = {**weights, **linear}
+        return cls(**parts)
 
     def start(self, rows: int) -> Float[Array, "batch 1 rank"] | None:
         """Return the state of the root of each row; None for kinds without a state."""
@@ -66,22 +82,17 @@ class MarkovHead:
         embedded = self.embed[tokens]
         hidden = jnp.broadcast_to(hidden[:, None], (*tokens.shape, hidden.shape[-1])).astype(embedded.dtype)
         if self.gate is not None:
-            inputs = jnp.concatenate([hidden, embedded], axis=-1)
-            embedded = jax.nn.sigmoid(matmul(inputs, self.gate) + self.gate_bias) * embedded
-        elif self.joint is not None:
-            inputs = jnp.concatenate([state, embedded, hidden], axis=-1)
-            gate, new, output = jnp.split(matmul(inputs, self.joint) + self.joint_bias, 3, axis=-1)
+            embedded = jax.nn.sigmoid(self.gate(hidden, embedded)) * embedded
+        elif self.joint is not None and state is not None:
+            gate, new, output = jnp.split(self.joint(state, embedded, hidden), 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             state, embedded = gate * state + (1 - gate) * jnp.tanh(new), jnp.tanh(output)
         return logits_of(embedded, self.project, implementation), state
 
 
 @struct.dataclass
-class ConfidenceHead:
-    """The weights of a confidence head."""
-
-    weight: Float[Array, "1 inputs"]  # inputs are the head's state, then the Markov embedding if it is read
-    bias: Float[Array, "1"]
+class ConfidenceHead(Linear):
+    """The weights of a confidence head, whose inputs are the head's state, then the Markov embedding if it is read."""
 
     def logits(
         self,
@@ -112,8 +123,11 @@ class DSparkHead(DFlashHead):
 
     @classmethod
     def from_weights(cls, config: DSparkConfig, weights: Mapping[str, Any]) -> DSparkHead:  # type: ignore[override]
-        parts = {"markov": MarkovHead, "confidence": ConfidenceHead}
-        made = {name: part(**weights[name]) for name, part in parts.items() if name in weights}
+        made: dict[str, Any] = {}
+        if "markov" in weights:
+            made["markov"] = MarkovHead.from_weights(weights["markov"])
+        if "confidence" in weights:
+            made["confidence"] = ConfidenceHead(**weights["confidence"])
         return super().from_weights(config, {**weights, **made})  # type: ignore[return-value]
 
 
@@ -133,13 +147,17 @@ def dspark_params(config: DSparkConfig) -> dict[str, ParamSpec]:
         params["markov.embed"] = ParamSpec((config.vocab_size, rank), ("tokens", "rank"))
         params["markov.project"] = ParamSpec((config.draft_vocab_size, rank), ("draft_ids", "rank"))
     if rank and config.markov_head_type == "gated":
-        params["markov.gate"] = ParamSpec((rank, hidden + rank), ("rank", "inputs"))
-        params["markov.gate_bias"] = ParamSpec((rank,), ("rank",), init="zeros")
+        params |= prefixed("markov.gate", linear_params(rank, hidden + rank))
     if rank and config.markov_head_type == "rnn":
-        params["markov.joint"] = ParamSpec((3 * rank, 2 * rank + hidden), ("rank", "inputs"))
-        params["markov.joint_bias"] = ParamSpec((3 * rank,), ("rank",), init="zeros")
+        params |= prefixed("markov.joint", linear_params(3 * rank, 2 * rank + hidden))
     if config.confidence_head:
-        inputs = hidden + rank * config.confidence_head_with_markov
-        params["confidence.weight"] = ParamSpec((1, inputs), ("confidence", "inputs"))
-        params["confidence.bias"] = ParamSpec((1,), ("confidence",), init="zeros")
+        params |= prefixed("confidence", linear_params(1, hidden + rank * config.confidence_head_with_markov))
     return params
+
+
+def linear_params(out: int, inputs: int) -> dict[str, ParamSpec]:
+    """Declare the weights of a `Linear`."""
+    return {
+        "weight": ParamSpec((out, inputs), ("out", "inputs")),
+        "bias": ParamSpec((out,), ("out",), init="zeros"),
+    }

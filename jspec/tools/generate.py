@@ -83,7 +83,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or block head or a draft model")
+    parser.add_argument(
+        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )

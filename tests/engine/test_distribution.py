@@ -201,13 +201,13 @@ BLOCKS: dict[str, Callable[[Model, Tree], DFlash]] = {
 @pytest.mark.parametrize(
     ("name", "accept", "tree"),
     [
-        ("dflash", "rejection", Tree.chain(3)),
         ("dspark", "rejection", Tree.chain(3)),
         *(
             pytest.param(name, accept, tree, marks=pytest.mark.long)
             for name in ("dflash", "dspark")
             for accept, tree in (("block", Tree.chain(3)), ("multi_candidate", PAIRS), ("coupled", Tree.topk(6, 3, 2)))
         ),
+        pytest.param("dflash", "rejection", Tree.chain(3), marks=pytest.mark.long),
         pytest.param("rnn", "rejection", Tree.chain(3), marks=pytest.mark.long),
     ],
     ids=str,
