@@ -26,7 +26,7 @@ Step = Callable[..., Any]
 
 
 def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
-    """Return the mesh over whose devices an engine divides its weights; None: the engine uses one device.
+    """Return the mesh over whose devices an engine divides its weights; None: the engine uses the default device.
 
     Args:
         config: options of the engine.
@@ -50,10 +50,13 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
 
 
 def log_devices(mesh: Mesh | None) -> None:
-    """Log over which devices an engine divides its weights, and that an old jax runs their exchanges outside graphs."""
+    """Log on which devices an engine runs, and that an old jax runs the exchanges of several outside of graphs."""
     if mesh is None:
         return
     (first, *_), late = mesh.devices.flat, ""
+    if mesh.size == 1:
+        logger.info("the engine runs on %s", first)
+        return
     if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
         late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
     logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)

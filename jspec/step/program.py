@@ -60,8 +60,8 @@ COLLECTIVE_KERNELS = {
 
 
 def is_on_gpus(mesh: Mesh | None) -> bool:
-    """Return whether a mesh is one of GPUs."""
-    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+    """Return whether a mesh has several GPUs."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
-        mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
+        mesh: mesh over whose devices the weights and the KV pools are divided; None: the default device.
     """
 
     drafter: Drafter
