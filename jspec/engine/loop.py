@@ -209,10 +209,15 @@ class EngineLoop:
         """The number of pages that requests can hold, which is all but the null page."""
         return self.scheduler.pages.pages - 1
 
-    def prometheus(self, model_name: str = "jspec") -> str:
-        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
+    def prometheus(self, model_name: str = "jspec", *, number: int = 0) -> str:
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names.
+
+        Args:
+            model_name: value of the label "model_name".
+            number: value of the label "engine".
+        """
         with self._lock:
-            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
+            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name, number=number)
 
 
 def needs_rounds(request: Request) -> bool:

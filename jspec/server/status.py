@@ -68,13 +68,12 @@ def _stats(service: Service) -> dict[str, Any]:
     """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
     metrics, calls = service.engine.metrics, service.calls
     template = getattr(service.engine.tokenizer, "chat_template", None)
-    pages = service.engine.scheduler.pages
     return {
         "running": calls.thread.num_running,
         "waiting": calls.thread.num_waiting,
-        "slots": service.engine.config.slots,
+        "slots": service.engine.num_slots,
         "pages_used": metrics.pages_in_use,
-        "pages_total": pages.pages - 1,  # without the null page
+        "pages_total": service.engine.num_pages,
         "tokens": metrics.num_tokens,
         "rounds": metrics.num_drafts,
         "mean_acceptance_length": metrics.mean_acceptance_length,
