@@ -137,7 +137,7 @@ class EngineThread:
         return self._engine.healthy and self._thread.is_alive()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the engine has lost its state for good, or an error has ended the thread."""
         return not self._engine.healthy or self._error is not None
 

@@ -77,14 +77,14 @@ class ReplicaThreads:
         try:
             thread.submit(key, request)
         except RuntimeError:
-            if not thread.failed:
+            if not thread.has_failed:
                 raise
             return False
         return True
 
     def _able(self) -> list[int]:
         """Return the indices of the replicas that have not failed, at least one; log each failure once."""
-        able = [index for index, thread in enumerate(self._threads) if not thread.failed]
+        able = [index for index, thread in enumerate(self._threads) if not thread.has_failed]
         for index in set(range(len(self._threads))) - {*able, *self._reported}:
             self._reported.add(index)
             logger.error("%s has failed; %d of %d serve on", self._name(index), len(able), len(self._threads))
@@ -93,7 +93,7 @@ class ReplicaThreads:
 
     def check(self) -> None:
         """Raise a RuntimeError if all replicas have failed."""
-        if all(thread.failed for thread in self._threads):
+        if all(thread.has_failed for thread in self._threads):
             raise RuntimeError(
                 f"all replicas have failed: {', '.join(self.failed)}; the log has their errors; restart the process"
             )
@@ -116,9 +116,14 @@ class ReplicaThreads:
         return f"replica {index} ({', '.join(map(str, mesh.devices.flat))})"
 
     @property
+    def num_replicas(self) -> int:
+        """The number of replicas, the failed ones included."""
+        return len(self._threads)
+
+    @property
     def failed(self) -> tuple[str, ...]:
         """The names of the replicas that have failed, with their devices."""
-        return tuple(self._name(index) for index, thread in enumerate(self._threads) if thread.failed)
+        return tuple(self._name(index) for index, thread in enumerate(self._threads) if thread.has_failed)
 
     @property
     def healthy(self) -> bool:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jspec.engine.replica_threads import ReplicaThreads
 from jspec.server.counts import Counts
 from jspec.server.page import page
 from jspec.server.service import Service
@@ -36,6 +37,9 @@ class Status:
 
     async def _health(self, request: Request) -> Response:
         self._service.check_ready()
+        thread = self._service.calls.thread
+        if isinstance(thread, ReplicaThreads):
+            return JSONResponse({"status": "ok", "replicas": thread.num_replicas, "failed": len(thread.failed)})
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
