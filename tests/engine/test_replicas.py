@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pickle
 import re
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from jspec.engine import replica_threads
 from jspec.engine.metrics import Metrics
 from jspec.engine.replica_threads import BUSIER, ReplicaThreads, choose
 from jspec.engine.request import Request
+from jspec.tools import demo
 from tests.support import tiny
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
@@ -422,3 +425,33 @@ def test_replicas_refuse_engines_with_other_models() -> None:
 def test_name_of_vllm_is_answered_with_ours() -> None:
     with pytest.raises(TypeError, match=r"expected jspec\.Replicas\(.*\), .* got data_parallel_size="):
         Engine(tiny.model(256), data_parallel_size=2)  # type: ignore[call-arg]
+
+
+# -- speed
+
+
+@pytest.mark.timing
+def test_two_replicas_of_the_demo_pair_emit_more_tokens_a_second_than_one_engine() -> None:
+    """On two cores the gain is less than twofold, because one engine's matrix products use both."""
+    options: dict[str, Any] = dict(tokenizer="bytes", prefill_buckets=(128,), max_len=256)
+
+    def make(mesh: Any, slots: int = SLOTS) -> Engine:
+        drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(4))
+        own = dict(slots=slots, buckets=(slots,))
+        return Engine.from_pretrained(demo.TARGET, drafter=drafter, mesh=mesh, **options, **own)
+
+    prompts, params = [f"def f{i}(" for i in range(32)], SamplingParams(max_tokens=128, temperature=0.0)
+
+    def speed(served: Engine | Replicas) -> float:
+        start = time.perf_counter()
+        tokens = sum(len(done.token_ids) for done in served.generate(prompts, params))
+        return tokens / (time.perf_counter() - start)
+
+    with make(None) as one, make(None, 2 * SLOTS) as wide, Replicas(make, 2) as two:
+        served = {"one": one, "one with twice the slots": wide, "two": two}
+        for each in served.values():
+            each.warmup()
+        found = [{name: speed(each) for name, each in served.items()} for _ in range(5)]
+    median = {name: statistics.median(times[name] for times in found) for name in served}
+    print("tokens a second:", {name: round(value) for name, value in median.items()}, os.getloadavg())
+    assert median["two"] > 1.1 * median["one"]
