@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from dataclasses import fields
 from queue import SimpleQueue
 from typing import Any, cast, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from jspec.core.config import EngineConfig
 from jspec.core.shorten import short
@@ -94,15 +94,15 @@ class Replicas(TextGenerator):
             engine.input_processor.close()
             engine.input_processor = self.input_processor  # so that each engine takes the requests of all
         self._endings: WeakKeyDictionary[Request, Ending] = WeakKeyDictionary()  # of requests from `submit`
-        self._closed = False
         self._threads = ReplicaThreads(engines, deliver)
         self._threads.start()
+        self._end = finalize(self, end, self._threads, self.engines)  # also without a call of `close`
 
     # -- how requests are run
 
     def _check_open(self) -> None:
         self.engines[0]._lock.check_process()
-        if self._closed:
+        if not self._end.alive:
             raise RuntimeError("these replicas are closed; make new ones")
         self._threads.check()
 
@@ -214,13 +214,17 @@ class Replicas(TextGenerator):
 
     def close(self) -> None:
         """Abort all requests, end the threads and free the device memory."""
-        self._closed = True
-        self._threads.stop()
-        for engine in self.engines:
-            engine.close()
+        self._end()
 
     def __repr__(self) -> str:
-        return f"Replicas({'closed, ' if self._closed else ''}{len(self.engines)} x {self.engines[0]!r})"
+        return f"Replicas({'' if self._end.alive else 'closed, '}{len(self.engines)} x {self.engines[0]!r})"
+
+
+def end(threads: ReplicaThreads, engines: Sequence[Engine]) -> None:
+    """End the threads, and free the device memory of the engines."""
+    threads.stop()
+    for engine in engines:
+        engine.close()
 
 
 def deliver(deliveries: list[Delivery]) -> None:

@@ -57,13 +57,13 @@ def meshes_of(devices: Devices, size: int) -> list[Mesh]:
     """Return meshes of ``size`` devices each, over consecutive devices.
 
     Args:
-        devices: the devices; or their number, of which the first are taken; None: all devices.
+        devices: the devices; or their number, of which the first are taken; None: all devices of this process.
         size: number of devices of a mesh.
 
     Raises:
         TypeError, ValueError: these are no devices, none, more than there are, one twice, or no multiple of ``size``.
     """
-    found = jax.devices()
+    found = jax.local_devices()
     if devices is None or type(devices) is int:
         count = len(found) if devices is None else devices
         if not 1 <= count <= len(found):

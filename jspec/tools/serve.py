@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--slots", type=int, default=SLOTS, help="requests that an engine runs at once"
-    )
+    parser.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
     about = "engines in this process, each on --tensor-parallel devices of its own"
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
     parser.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")

@@ -331,6 +331,22 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
     assert all(engine.core.runner.state is None for engine in two.engines)
 
 
+def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:
+    two = Replicas(make_engine, 2)
+    engines, threads = two.engines, two._threads._threads
+    assert all(thread.healthy for thread in threads)
+    del two
+    assert [engine.core.runner.state for engine in engines] == [None, None]
+    assert not any(thread._thread.is_alive() for thread in threads)
+
+
+@pytest.mark.long
+def test_replicas_of_two_devices_each_give_the_texts_of_one_engine() -> None:
+    with Replicas(make_engine, tensor_parallel=2) as two:
+        assert [engine.core.runner.program.mesh.size for engine in two.engines] == [2, 2]  # type: ignore[union-attr]
+        assert texts(two) == expected()
+
+
 def test_metrics_are_sums_and_the_prometheus_text_has_each_engine(two: Replicas) -> None:
     texts(two)
     assert two.metrics.num_tokens == sum(engine.metrics.num_tokens for engine in two.engines)
