@@ -166,15 +166,20 @@ def test_replica_with_a_long_prefix_never_has_many_more_requests_than_another() 
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_requests_go_where_their_prefix_is_cached(two: Replicas, monkeypatch: pytest.MonkeyPatch, routed: bool) -> None:
-    """Three long prefixes, three times each: two replicas in turn read each of them twice, for both caches."""
+    """Three prefixes at once, for both replicas, and then each twice again.
+
+    If the replicas took turns instead, all three would go the second time to the one that does not have them.
+    """
     turn = count()
     if not routed:
         monkeypatch.setattr(replica_threads, "choose", lambda cached, loads, slots: next(turn) % 2)
     prefixes, before = [letter * 24 for letter in "abc"], two.metrics
-    for suffix in "123":
+    with held(two.engines[0]), held(two.engines[1]):
+        asked = [two.submit(prefix, max_tokens=2) for prefix in prefixes]
+    assert [two.result(request).metrics.num_cached_tokens for request in asked] == [0, 0, 0]
+    for suffix in "12":
         for prefix in prefixes:
-            (done,) = two.generate(prefix + suffix, max_tokens=2)
-            assert done.metrics.num_cached_tokens in (0, 24)
+            two.generate(prefix + suffix, max_tokens=2)
     assert gained(two, before, "num_cached_tokens") == 24 * (6 if routed else 3)
 
 
@@ -198,8 +203,12 @@ def digests_of(served: Replicas, prompt: str) -> list[bytes]:
 # -- ends
 
 
-def test_aborted_requests_and_closed_streams_free_their_pages(two: Replicas) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_aborted_requests_and_closed_streams_free_their_pages(
+    two: Replicas, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
     """The fixture checks that no page is held."""
+    monkeypatch.setattr(replica_threads, "choose", always(index))
     request = two.submit("abc", max_tokens=60, n=2)
     two.abort(request)
     assert {sample.finish_reason for sample in two.result(request).samples} == {"abort"}
