@@ -56,8 +56,8 @@ class Replicas(TextGenerator):
 
     A request goes to the engine whose prefix cache has most of its prompt, unless that one is too busy
     (`jspec.engine.replica_threads.choose`). Its tokens do not depend on the engine. All methods may be called from
-    several threads and event loops at once. `submit` and `abort` return at once; the threads run the requests, also
-    when nobody waits for them, until `close`.
+    several threads and event loops at once. The threads run the requests, also when nobody waits for them, until
+    `close`; a request that is aborted, or whose stream is closed, ends soon after.
 
     If an engine fails for good, its requests end with its error, and new ones go to the others (`failed`).
 
@@ -181,9 +181,10 @@ class Replicas(TextGenerator):
         return ending
 
     def warmup(self, **outputs: bool) -> None:
-        """Compile the programs of all engines; arguments and errors are those of `Engine.warmup`."""
+        """Compile the programs of all engines that have not failed, as `Engine.warmup` does."""
         for engine in self.engines:
-            engine.warmup(**outputs)
+            if engine.healthy:
+                engine.warmup(**outputs)
 
     # -- state
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import pickle
+import random
 import re
 import statistics
 import threading
@@ -24,33 +25,23 @@ from jspec.engine.metrics import Metrics
 from jspec.engine.replica_threads import BUSIER, ReplicaThreads, choose
 from jspec.engine.request import Request
 from jspec.tools import demo
-from tests.support import tiny
+from tests.support import small
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
 
-SLOTS, PAGE = 4, 4
-OPTIONS: dict[str, Any] = dict(
-    slots=SLOTS, buckets=(SLOTS,), prefill_buckets=(32,), max_len=64, page_size=PAGE, tokenizer="bytes", controls=False
-)
+SLOTS = small.SLOTS
 PROMPTS = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(24)]
 PARAMS = [SamplingParams(max_tokens=4 + i % 13, temperature=i % 3 / 2, n=1 + i % 7 // 6) for i in range(24)]
 
 
-def make_engine(mesh: Any = None, **options: Any) -> Engine:
-    """Return an engine of four slots that reads and writes bytes."""
-    target = tiny.model(256, layers=1)
-    head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(0, 1))
-    return Engine(target, drafter=Eagle3(head, Tree.chain(3)), mesh=mesh, **(OPTIONS | options))
-
-
 @cache
 def one() -> Engine:
-    return make_engine()
+    return small.byte_engine()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Replicas]:
-    with Replicas(make_engine, jax.devices()[1:3]) as made:
+    with Replicas(small.byte_engine, jax.devices()[1:3]) as made:
         yield made
 
 
@@ -246,6 +237,17 @@ def test_event_loop_that_ends_before_its_request_does_no_harm(two: Replicas) -> 
     assert two.generate("abc", max_tokens=2)[0].finish_reason == "length"
 
 
+def test_random_aborts_of_200_submissions_leave_no_request(two: Replicas) -> None:
+    """The fixture checks that no page or slot is held."""
+    draw, asked = random.Random(0), []
+    for i in range(200):
+        asked.append(two.submit(PROMPTS[i % 24], max_tokens=20, seed=i, n=1 + i % 2))
+        if draw.random() < 0.8:
+            two.abort(asked[draw.randrange(i + 1)])
+    reasons = [sample.finish_reason for request in asked for sample in two.result(request).samples]
+    assert len(reasons) == 300 and set(reasons) == {"abort", "length"}
+
+
 # -- failures
 
 
@@ -261,7 +263,7 @@ def test_failed_replica_loses_only_its_own_requests(
 ) -> None:
     params = [SamplingParams(max_tokens=12, temperature=0.7, seed=i) for i in range(8)]
     wanted = [done.text for done in one().generate(PROMPTS[:8], params)]
-    with Replicas(make_engine, 2) as two:
+    with Replicas(small.byte_engine, 2) as two:
         lose(two.engines[0], monkeypatch, at=3)
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
@@ -323,7 +325,7 @@ def test_key_or_request_that_a_replica_has_is_refused_by_all(two: Replicas) -> N
 
 
 def test_close_ends_open_requests_and_refuses_new_ones() -> None:
-    with Replicas(make_engine, 2) as two:
+    with Replicas(small.byte_engine, 2) as two:
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit("abc", max_tokens=60) for _ in range(12)]
             closing = threading.Thread(target=two.close)
@@ -341,7 +343,7 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
 
 
 def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:
-    two = Replicas(make_engine, 2)
+    two = Replicas(small.byte_engine, 2)
     engines, threads = two.engines, two._threads._threads
     assert all(thread.healthy for thread in threads)
     del two
@@ -351,7 +353,7 @@ def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() ->
 
 @pytest.mark.long
 def test_replicas_of_two_devices_each_give_the_texts_of_one_engine() -> None:
-    with Replicas(make_engine, tensor_parallel=2) as two:
+    with Replicas(small.byte_engine, tensor_parallel=2) as two:
         assert [engine.core.runner.program.mesh.size for engine in two.engines] == [2, 2]  # type: ignore[union-attr]
         assert texts(two) == expected()
 
@@ -380,76 +382,6 @@ def test_chat_warmup_and_requests_of_other_engines_are_those_of_an_engine(two: R
         two.generate("a", max_new_tokens=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="prompt: expected fewer tokens than max_len=64"):
         two.submit("a" * 64)
-
-
-def returns(*made: Any) -> Callable[[Any], Any]:
-    rest = list(made)
-    return lambda mesh: rest.pop(0)
-
-
-BAD: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
-    (make_engine, 5, {}, "devices: expected 1 to 4, the number of cpu devices, got 5"),
-    (make_engine, 0, {}, "devices: expected 1 to 4, the number of cpu devices, got 0"),
-    (make_engine, [], {}, "devices: expected at least one device, got none"),
-    (make_engine, "cpu", {}, r"devices: expected jax devices, such as jax.devices\(\), or their number, got 'cpu'"),
-    (make_engine, [0, 1], {}, r"devices: expected jax devices, .* got \[0, 1\]"),
-    (make_engine, 3, {"tensor_parallel": 2}, "tensor_parallel: expected a divisor of 3, the number of devices, got 2"),
-    (make_engine, 2, {"tensor_parallel": 0}, "tensor_parallel: expected a divisor of 2, the number of devices, got 0"),
-    ("factory", 2, {}, "factory: expected a function that makes an engine on a mesh, got 'factory'"),
-    (lambda mesh: "engine", 2, {}, "factory: expected a function that returns an Engine, got 'engine'"),
-    (
-        lambda mesh: make_engine(),
-        2,
-        {},
-        "factory: expected an engine on .*, got one on the default device; pass the me",
-    ),
-)
-
-
-@pytest.mark.parametrize(("factory", "devices", "options", "message"), BAD)
-def test_replicas_refuse_wrong_arguments(factory: Any, devices: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        Replicas(factory, devices, **options)
-
-
-def test_replicas_refuse_a_device_twice() -> None:
-    with pytest.raises(ValueError, match=f"devices: expected each device once, got {jax.devices()[1]} twice"):
-        Replicas(make_engine, [*jax.devices()[:2], jax.devices()[1]])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(max_len=60), "equal max_len, got 64 for replica 0 and 60 for replica 1"),
-        (dict(tokenizer=None), "equal tokenizer, got .* for replica 0 and None for replica 1"),
-        (dict(eos_ids=(3,)), r"equal eos_ids, got \(\) for replica 0 and \(3,\) for replica 1"),
-        (dict(seed=1), "equal seed, got 0 for replica 0 and 1 for replica 1"),
-    ],
-)
-def test_replicas_refuse_engines_that_differ_and_close_them(changes: dict[str, Any], message: str) -> None:
-    made: list[Engine] = []
-
-    def factory(mesh: Any) -> Engine:
-        made.append(make_engine(mesh, **(changes if made else {})))
-        return made[-1]
-
-    with pytest.raises(ValueError, match=f"factory: expected engines with {message}"):
-        Replicas(factory, 2)
-    assert [engine.core.runner.state for engine in made] == [None, None]
-
-
-def test_replicas_refuse_engines_with_other_models() -> None:
-    def factory(mesh: Any) -> Engine:
-        layers = 1 + (mesh.devices[0] != jax.devices()[0])
-        return Engine(tiny.model(256, layers=layers), mesh=mesh, **OPTIONS)
-
-    with pytest.raises(ValueError, match="factory: expected engines with equal target"):
-        Replicas(factory, 2)
-
-
-def test_name_of_vllm_is_answered_with_ours() -> None:
-    with pytest.raises(TypeError, match=r"expected jspec\.Replicas\(.*\), .* got data_parallel_size="):
-        Engine(tiny.model(256), data_parallel_size=2)  # type: ignore[call-arg]
 
 
 # -- speed
