@@ -82,7 +82,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
-        mesh: mesh over whose devices the weights and the KV pools are divided; None: the default device.
+        mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
     """
 
     drafter: Drafter
