@@ -21,10 +21,11 @@ from jspec.engine.replica_threads import ReplicaThreads
 from jspec.engine.request import Chunk, Request
 from jspec.engine.streams import raise_error
 from jspec.engine.text_generator import TextGenerator
+from jspec.engine.tokenizer import Tokenizer
 from jspec.step.on_mesh import Devices, meshes_of
 
 OWN_OPTIONS = ("mesh", "tensor_parallel")  # options in which replicas may differ
-PROBE = "Hello, world! 42 trees.\n"  # equal tokenizers give equal token ids for it
+PROBED = 64  # number of token ids whose text must be equal for equal tokenizers
 
 
 class Receiver:
@@ -280,14 +281,19 @@ def check_equal(first: Engine, other: Engine, index: int) -> None:
 
 def _traits(engine: Engine) -> dict[str, object]:
     """Return what the answers of an engine depend on, its weights excepted, by name."""
-    tokenizer, drafter = engine.tokenizer, engine.core.runner.program.drafter
+    drafter = engine.core.runner.program.drafter
     options = {one.name: getattr(engine.config, one.name) for one in fields(EngineConfig)}
     return {name: value for name, value in options.items() if name not in OWN_OPTIONS} | {
         "target": engine.core.runner.params.target.config,
         "drafter": (type(drafter), drafter.tree),
         "eos_ids": engine.eos_ids,
-        "tokenizer": tokenizer and (type(tokenizer), tokenizer.vocab_size, tokenizer.encode(PROBE)),
+        "tokenizer": engine.tokenizer and _traits_of_tokenizer(engine.tokenizer),
     }
+
+
+def _traits_of_tokenizer(tokenizer: Tokenizer) -> tuple[object, ...]:
+    ids = range(0, tokenizer.vocab_size, -(-tokenizer.vocab_size // PROBED))
+    return type(tokenizer), tokenizer.vocab_size, tokenizer.hidden_ids, tokenizer.decode(list(ids))
 
 
 def make_thread(engine: Engine | Replicas, deliver: Callable[[list[Delivery]], None]) -> EngineThread | ReplicaThreads:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import pytest
 
 from jspec import Engine, Replicas
-from tests.support import small, tiny
+from tests.support import lettered, small, tiny
 from tests.support.small import byte_engine
 
 BAD: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
@@ -75,6 +76,18 @@ def test_replicas_refuse_engines_that_differ_and_close_them(changes: dict[str, A
     with pytest.raises(ValueError, match=f"factory: expected engines with {message}"):
         Replicas(factory, 2)
     assert [engine.core.runner.state for engine in made] == [None, None]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_replicas_compare_tokenizers_by_the_texts_of_their_tokens(equal: bool) -> None:
+    """The tokenizers are objects of one class, of which each engine has its own."""
+    letters = [[b"a", b"b", b"c", b"d"], [b"a", b"b", b"c", b"d" if equal else b"e"]]
+
+    def factory(mesh: Any) -> Engine:
+        return byte_engine(mesh, tokenizer=lettered.Lettered(letters.pop()))
+
+    with nullcontext() if equal else pytest.raises(ValueError, match="factory: expected engines with equal tokenizer"):
+        Replicas(factory, 2).close()
 
 
 def test_replicas_refuse_engines_with_other_models() -> None:
