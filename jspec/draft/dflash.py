@@ -29,6 +29,7 @@ from jspec.draft.head_pair import check_fit, common_sizes
 from jspec.models import load
 from jspec.models.decoder import Model, forward
 from jspec.models.kv_cache import PoolShape, create
+from jspec.models.tensor_parallel import place
 from pallas_kernels.attention.ancestor_bits import own_bits
 from pallas_kernels.layers.quantized import PartialSums
 
@@ -105,6 +106,8 @@ class DFlash(Drafter):
         return type(self)(self.head, self.tree, draft_window=draft_window)
 
     def on_mesh(self, mesh: Mesh) -> Self:
+        if mesh.size == 1:
+            return type(self)(place(self.head, mesh), self.tree, draft_window=self.draft_window)
         raise ValueError(
             f"DFlash: expected an engine on one device, got a mesh of {mesh.size}: its keys and values are not divided "
             "yet; set tensor_parallel=1 or take another drafter"

@@ -122,7 +122,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
     parts = []
     for layer, config in zip(head.layers, head.config.layers, strict=True):
         qkv, first = layer.qkv, config.attention.q_size
-        assert not isinstance(qkv, Shard), "`DFlash.on_mesh` refuses meshes"
+        assert not isinstance(qkv, Shard), "`DFlash.on_mesh` refuses several devices"
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
             continue
