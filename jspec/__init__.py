@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
+    from jspec.engine.replicas import Replicas
     from jspec.engine.request import Chunk, Completion, TokenLogprob
     from jspec.engine.round_record import Round
     from jspec.engine.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
+    "Replicas": "jspec.engine.replicas",
     "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
     "Suffix": "jspec.draft.suffix",
@@ -68,6 +70,7 @@ __all__ = [
     "Metrics",
     "Model",
     "NGram",
+    "Replicas",
     "Round",
     "SamplingParams",
     "Suffix",

@@ -91,7 +91,8 @@ class EngineConfig:
         tensor_parallel: number of devices over which weights and KV pools are divided; the first devices are taken. It
             must divide the numbers of query heads and of channels of the feed-forward; and the number of key-value
             heads, or be a multiple of it. `Engine.from_pretrained` reads a checkpoint part by part onto these devices.
-        mesh: mesh of one axis named "model" over the devices to use instead; None: the first ``tensor_parallel``.
+        mesh: mesh of one axis named "model" over the devices to use instead, or over one device, on which the engine
+            then runs; None: the first ``tensor_parallel``.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.

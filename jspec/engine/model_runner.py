@@ -62,10 +62,10 @@ class ModelRunner:
         target = params.target
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
-        check_device(params, pool.dtype, pool.draft_dtype)
+        devices = () if program.mesh is None else program.mesh.devices.flat
+        check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
         self._send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = () if program.mesh is None else program.mesh.devices.flat
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
         self.pool, _ = memory.fit(self.planner, pool)
         with memory.explain_oom(self.planner, self.pool):

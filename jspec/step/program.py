@@ -60,8 +60,8 @@ COLLECTIVE_KERNELS = {
 
 
 def is_on_gpus(mesh: Mesh | None) -> bool:
-    """Return whether a mesh is one of GPUs."""
-    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+    """Return whether a mesh has several GPUs."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
