@@ -13,6 +13,7 @@ KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "eagle": "Eagle.from_pretrained",
     "medusa": "Medusa.from_pretrained",
     "dflash": "DFlash.from_pretrained",
+    "dspark": "DSpark.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
@@ -22,7 +23,8 @@ OTHER_TENSORS = {
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
     r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
 }
-OTHER_ARCHITECTURES = ("DFlash2", "DSpark", "DSpine", "Domino")
+OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
+DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
 
 def bare_name(name: str) -> str:
@@ -51,19 +53,22 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     is_peagle = is_peagle or config.flag("parallel_drafting")
     if "pard_token" in config and not is_peagle:
         others.append("PARD (a draft model that drafts in parallel)")
-    if speculators not in ("", "eagle3", "peagle", "dflash"):
+    if speculators not in ("", "eagle3", "peagle", "dflash", "dspark"):
         others.append(f"speculators_model_type {short(speculators)}")
     if others:
         known = ", ".join(families)
         raise NotImplementedError(
-            f"expected a model ({known}) or an EAGLE, DFlash or Medusa head, got {others[0]}; this method is not "
-            "supported yet"
+            f"expected a model ({known}) or an EAGLE, DFlash, DSpark or Medusa head, got {others[0]}; this method is "
+            "not supported yet"
         )
     if is_peagle:
         return "peagle"
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
-    if speculators == "dflash" or "DFlash" in architectures or "hidden_norm.weight" in bare:
+    if any(name.startswith(DSPARK_HEADS) for name in bare):
+        return "dspark"
+    is_block = speculators in ("dflash", "dspark") or "DFlash" in architectures or "DSpark" in architectures
+    if is_block or "hidden_norm.weight" in bare:
         return "dflash"
     eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures
     if eagle3 or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in bare):

@@ -9,6 +9,7 @@ from functools import reduce
 from itertools import product
 
 from jspec.core.config import EngineConfig
+from jspec.engine.draft_length import RoundSize, sizes_of
 from jspec.engine.request import Request
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
 from jspec.step.executable_key import ExecutableKey, Kind
@@ -73,18 +74,18 @@ class ProgramChoice:
     """Chooses the programs to compile, for all batch sizes and prompt lengths or for those of given requests.
 
     Args:
-        depths: draft depths to which a round may cut the drafter's tree, ascending.
+        sizes: draft depths to which a round may cut the drafter's tree, and numbers of nodes that it may verify.
         helpers: kinds of the small programs that change parts of this engine's state.
         edits_all: whether a logits processor edits the logits of every request.
     """
 
     def __init__(
-        self, config: EngineConfig, depths: Sequence[int], helpers: Collection[Kind], *, edits_all: bool
+        self, config: EngineConfig, sizes: Sequence[RoundSize], helpers: Collection[Kind], *, edits_all: bool
     ) -> None:
         assert config.buckets is not None and config.prefill_buckets is not None
         self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
         self._compile_ahead = config.compile_ahead
-        self._depths = depths
+        self._sizes = sizes
         self._helpers = helpers
         self._edits_all = edits_all
 
@@ -129,10 +130,14 @@ class ProgramChoice:
         return (_smallest(self._prefill_buckets, len(request.prompt_token_ids)),)
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
-        sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
-        keys = [ExecutableKey.round(*size, logprobs=features.logprobs, traced=features.traced) for size in sizes]
-        if features.masked:
-            keys += [key for size in sizes for key in ExecutableKey.split(*size, logprobs=features.logprobs)]
+        keys = []
+        for rows in buckets:
+            sizes = dict.fromkeys(allowed(size, features) for size in reversed(sizes_of(rows, self._sizes)))
+            for depth, nodes in sizes:
+                outputs = dict(logprobs=features.logprobs, traced=features.traced)
+                keys.append(ExecutableKey.round(rows, depth, nodes=nodes, **outputs))
+                if features.masked and nodes is None:
+                    keys += ExecutableKey.split(rows, depth, logprobs=features.logprobs)
         return keys
 
     def _prefill_keys(
@@ -149,16 +154,29 @@ def prefill_key(plan: PrefillPlan) -> ExecutableKey:
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
-def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
+def allowed(size: RoundSize, features: Features) -> RoundSize:
+    """Return a size that rounds with the given features may have: rounds that return more verify all their nodes."""
+    return RoundSize(size.depth) if features.traced or features.logprobs else size
+
+
+def round_size(plan: RoundPlan, size: RoundSize) -> RoundSize:
+    """Return the size of a plan's rounds if a policy chose the given one."""
+    if size.nodes is None or wants_newest(plan.requests):
+        return RoundSize(size.depth)
+    return allowed(size, union(map(Features.of, plan.requests)))
+
+
+def round_keys(plan: RoundPlan, size: RoundSize) -> tuple[ExecutableKey, ...]:
     """Return the keys of a round's programs: two if the host computes token masks for any request, else one.
 
     Args:
-        depth: draft depth to which the round cuts the drafter's tree.
+        size: draft depth to which the round cuts the drafter's tree, and number of nodes that it verifies.
     """
-    features = union(map(Features.of, plan.requests))
+    features, (depth, nodes) = union(map(Features.of, plan.requests)), size
     if wants_newest(plan.requests):
         return ExecutableKey.split(plan.bucket, depth, logprobs=features.logprobs)
-    return (ExecutableKey.round(plan.bucket, depth, logprobs=features.logprobs, traced=features.traced),)
+    outputs = dict(logprobs=features.logprobs, traced=features.traced)
+    return (ExecutableKey.round(plan.bucket, depth, nodes=nodes, **outputs),)
 
 
 def wants_newest(requests: Sequence[Request]) -> bool:

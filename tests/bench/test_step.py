@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +15,14 @@ import pytest
 
 from jspec import Engine, Tree
 from jspec.__main__ import main
-from jspec.draft.eagle_head import EagleHead
+from jspec.draft.dflash_head import dflash_params
+from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
+from jspec.models.params import ParamSpec
 from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.once
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
-CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "devices"]
+CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def test_step_command_writes_table_json_and_trace(
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
     names = "shape batch context tree page_size dtype implementation greedy quantize draft_quantize kv_dtype idle depth"
     assert (
-        list(result["case"]) == [*names.split(), "deterministic", "tensor_parallel"]
+        list(result["case"]) == [*names.split(), "nodes", "drafter", "deterministic", "tensor_parallel"]
         and result["case"]["tree"] == "none"
     )
     assert {"milliseconds", "spread", "floor", "compile_seconds", "tokens"} < set(result)
@@ -88,7 +91,18 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
 def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--tree", "chain:1", "--batch", "2", "--context", "16", "--tensor-parallel", "2"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:8] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "2"]
+    assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "peagle"])
+def test_step_command_with_another_head_and_a_budget_names_both(
+    drafter: str, few_groups: None, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--tree", "chain:3", "--batch", "2", "--context", "16", "--drafter", drafter, "--nodes", "1"]
+    assert main([*TINY, *options]) == 0
+    _, heads, _, row = capsys.readouterr().out.splitlines()
+    printed = dict(zip(heads.split(), row.split(), strict=False))
+    assert printed["nodes"] == "1" and printed["drafter"] == drafter
 
 
 @pytest.mark.parametrize(("tree", "alone", "two"), [(None, 5.01, 2.89), (Tree.chain(4), 6.00, 3.44)])
@@ -99,6 +113,32 @@ def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
     floors = [step.floor_milliseconds(Case("llama3-8b", 1, 1024, tree, tensor_parallel=n)) for n in (1, 2)]
     assert floors == pytest.approx([alone, two], abs=0.02)
+
+
+def size_of_matrices(params: dict[str, ParamSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in params.values() if len(spec.shape) == 2)
+
+
+def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:
+    config, target = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"]
+    head, cache = target.vocab_size * target.hidden_size, 2 * 5 * 1024 * 8 * 1024  # keys and values of 8 rows
+    costs = roofline.head_costs(config, 8, Tree.chain(7), 1024)
+    assert sum(cost.bytes for cost in costs) == 2 * (size_of_matrices(dflash_params(config)) + head + cache)
+
+
+def test_least_bytes_of_a_peagle_block_are_its_weights_and_its_caches_at_any_depth() -> None:
+    """An EAGLE-3 head reads them once for each level of the tree."""
+    config, cache = random_models.peagle_config("llama3-8b"), 2 * 4 * 1024 * 8 * 1024
+    weights = size_of_matrices(head_params(config))
+    for tree in (Tree.chain(1), Tree.chain(7)):
+        assert sum(cost.bytes for cost in roofline.head_costs(config, 8, tree, 1024)) == 2 * (weights + cache)
+
+
+def test_least_flops_of_a_step_with_a_budget_are_those_of_its_rows() -> None:
+    target = random_models.TARGETS["llama3-8b"]
+    whole, some = (roofline.verify_costs(target, 32, 5, 1024, rows=rows) for rows in (None, 32 * 3))
+    ratios = {cost.name: own.flops / cost.flops for cost, own in zip(whole, some, strict=True)}
+    assert ratios.pop("attention") == 1 and set(ratios.values()) == {0.6}
 
 
 def test_step_command_with_draft_quantize_quantises_only_the_head(

@@ -85,8 +85,9 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "peagle", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix")
-    return Namespace(**{**dict.fromkeys((*names, "tree", "dtype", "draft_quantize")), **given})
+    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    return Namespace(**{**dict.fromkeys(names), **given})
 
 
 def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], golden: Path) -> None:
@@ -118,7 +119,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
     """The engine gets quantised weights, and caches of the given dtypes."""
     built: list[Any] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, *_: Any) -> None:
         built.append((params, state, config))
         raise ValueError("stop here")
 
@@ -152,7 +153,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,10 @@ from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
+from jspec.draft.head_config import HeadConfig
 from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -40,10 +42,24 @@ from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS
 
+
+class Kind(NamedTuple):
+    """A kind of head."""
+
+    drafter: Callable[..., Drafter]
+    config: Callable[[str], HeadConfig]  # config for a named target shape
+    random: Callable[..., EagleHead | DFlashHead]  # head with random weights for a named target shape
+
+
+HEADS = {  # by method
+    "eagle3": Kind(Eagle3, random_models.head_config, random_models.random_head),
+    "peagle": Kind(PEagle, random_models.peagle_config, random_models.random_peagle),
+    "dflash": Kind(DFlash, random_models.dflash_config, random_models.random_dflash),
+    "dspark": Kind(DSpark, random_models.dspark_config, random_models.random_dspark),
+}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 WARM_UP = 3
-DRAFTERS: dict[str, Callable[[Any, Tree], Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash}
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,8 @@ class Case:
     idle: Annotated[int, Column("idle")] = 0  # number of batch rows without a request
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
     depth: Annotated[int | None, Column("depth")] = None
+    nodes: Annotated[int | None, Column("nodes")] = None  # draft nodes verified per row, on average; None: all
+    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `HEADS`
     deterministic: bool = False
     tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
 
@@ -93,7 +111,7 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = DRAFTERS[head.config.method](head, case.tree)
+        drafter = HEADS[head.config.method].drafter(head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
@@ -103,6 +121,7 @@ def build(
         accept="coupled",
         implementation=case.implementation,
         deterministic=case.deterministic,
+        nodes=case.nodes,
         mesh=mesh,
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
@@ -150,7 +169,7 @@ class Runner:
         return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
 
 
-def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
+def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None) -> Timing:
     """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
     state = filled_state(make_state(program, params, pool), case)
@@ -187,12 +206,15 @@ def floor_milliseconds(case: Case) -> float | None:
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)
-    target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
-    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize))
-    sums = 2 * (target.num_layers + head.num_layers * tree.depth)
+    target, draft_widths = random_models.TARGETS[case.shape], widths(case.draft_quantize or case.quantize)
+    packed = None if case.nodes is None else rows * (1 + case.nodes)
+    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize), rows=packed)
+    layers = target.num_layers  # that run in a step
     if tree.depth:
-        costs += roofline.draft_costs(head, rows, tree, case.context, widths(case.draft_quantize or case.quantize))
-    seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=sums)
+        head = HEADS[case.drafter].config(case.shape)
+        costs += roofline.head_costs(head, rows, tree, case.context, draft_widths)
+        layers += head.num_layers * (tree.depth if case.drafter == "eagle3" else 1)
+    seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=2 * layers)
     return None if seconds is None else seconds * 1e3
 
 
@@ -226,7 +248,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases that the parsed command line asks for."""
     given = vars(arguments)
     names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
-    names |= {"tensor_parallel"}
+    names |= {"tensor_parallel", "nodes", "drafter"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
     shapes = given["shape"] or random_models.default_shape()
     shapes = [shapes] if isinstance(shapes, str) else shapes
@@ -237,12 +259,12 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
+def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
-    head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    head = HEADS[one.drafter].random(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
 
@@ -262,7 +284,7 @@ def run(arguments: argparse.Namespace) -> Report:
             del target, head  # the next shape needs the memory
 
     results = timings()
-    return Report("ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0", results, traces)
+    return Report("ms a step, random weights, acceptance about 0", results, traces)
 
 
 SHAPE = option("--shape", choices=sorted(random_models.TARGETS), help=f"model sizes; {random_models.DEFAULT_SHAPE}")
@@ -287,6 +309,8 @@ OPTIONS = (
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
+    option("--nodes", type=int, help="draft nodes that steps verify per row, on average; default: all"),
+    option("--drafter", choices=sorted(HEADS), default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),
