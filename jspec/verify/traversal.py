@@ -120,10 +120,8 @@ class Trials:
 
     token_p: Float[Array, "batch nodes"]  # the target's probability of the node's token
     token_q: Float[Array, "batch nodes"]  # the draft's
-    tail: Float[Array, "batch nodes"]  # the draft's probability of all tokens except those of earlier siblings
-    is_later: Bool[
-        Array, "batch nodes nodes"
-    ]  # ``[b, n, m]``: whether m is a later sibling of n
+    tail: Float[Array, "batch nodes"]  # the draft's share of all tokens except those of earlier siblings
+    is_later: Bool[Array, "batch nodes nodes"]  # ``[b, n, m]``: whether m is a later sibling of n
     rest: Float[Array, "batch nodes draft_vocab"]  # the target's probabilities of tokens that no child has
     outside: Float[Array, "batch nodes"]  # the target's probability of all tokens outside of the draft vocabulary
 
@@ -145,10 +143,15 @@ def _trials(
         own = replace(draft, tokens=draft_ids[draft.tokens])
         outside = jnp.sum(rest.at[..., draft.vocab_map].set(0.0), axis=-1)
         rest = rest[..., draft.vocab_map]
-    is_later, token_q = jnp.triu(siblings(draft)), child_probs(draft.probs, own)
+    token_q, every = child_probs(draft.probs, own), siblings(draft)
     undrawn = jnp.sum(without_children(draft.probs, own), axis=-1)  # a sum, never 1 minus a sum, which may round to 0
-    tail = token_q + jnp.sum(jnp.where(is_later, token_q[:, None], 0.0), axis=-1)
-    tail = tail + jnp.take_along_axis(undrawn, jnp.maximum(draft.parents, 0), axis=1)
+
+    def of_siblings(mask: Bool[Array, "batch nodes nodes"]) -> Float[Array, "batch nodes"]:
+        total = jnp.sum(jnp.where(mask | jnp.eye(mask.shape[1], dtype=bool), token_q[:, None], 0.0), axis=-1)
+        return total + jnp.take_along_axis(undrawn, jnp.maximum(draft.parents, 0), axis=1)
+
+    is_later, whole = jnp.triu(every), of_siblings(every)
+    tail = of_siblings(is_later) / jnp.where(whole > 0, whole, 1.0)  # exactly 1 for a first child
     return Trials(child_probs(target_probs, draft), token_q, tail, is_later, rest, outside)
 
 
