@@ -23,6 +23,7 @@ from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
+from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
 from jspec.draft.expand_block import expand_block
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import check_fit, common_sizes
@@ -45,13 +46,21 @@ class DFlash(Drafter):
         tree: draft tree, or its text such as "chain:4", at most ``block_size - 1`` deep; None: a chain of 5 tokens, or
             of ``block_size - 1`` if fewer.
         draft_window: number of newest tokens that the head attends to; None: all.
+        draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 
     Raises:
-        ValueError: the tree is too deep, a node has more children than the draft vocabulary has tokens, or the window
-            is not larger than the tree's depth.
+        ValueError: the tree is too deep, a node has more children than the draft vocabulary has tokens, the window is
+            not larger than the tree's depth, or ``draft_vocab`` is given for a head with an output head of its own.
     """
 
-    def __init__(self, head: DFlashHead, tree: Tree | str | None = None, *, draft_window: int | None = None) -> None:
+    def __init__(
+        self,
+        head: DFlashHead,
+        tree: Tree | str | None = None,
+        *,
+        draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
+    ) -> None:
         check_part("DFlash", "head", head, DFlashHead, "DFlash.from_pretrained(path)")
         config = head.config
         deepest = config.block_size - 1
@@ -64,11 +73,7 @@ class DFlash(Drafter):
                 f"DFlash: expected a tree at most {deepest} deep, because the head's block_size is "
                 f"{config.block_size}, got {tree}, which is {tree.depth} deep; cut the tree"
             )
-        if tree.branching > config.draft_vocab_size:
-            raise ValueError(
-                f"DFlash: {tree} needs {tree.branching} children of a node, the draft vocabulary has "
-                f"{config.draft_vocab_size} tokens; take a narrower tree"
-            )
+        self.draft_vocab = check_vocabulary("DFlash", draft_vocab, config, head.head, tree)
 
     @classmethod
     def from_pretrained(
@@ -81,6 +86,7 @@ class DFlash(Drafter):
         feature_layers: tuple[int, ...] | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load a DFlash head. Options that are None are taken from the head's config.json.
 
@@ -95,14 +101,16 @@ class DFlash(Drafter):
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         format_of = partial(dflash_format, overrides=Overrides(rope_theta, layers))
         found = load.read_checkpoint(path, format_of, kind="dflash", dtype=dtype, quantize=quantize)
-        return cls(DFlashHead.from_weights(found.config, found.weights), tree, draft_window=draft_window)
+        head = DFlashHead.from_weights(found.config, found.weights)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
     def with_window(self, draft_window: int) -> Self:
-        return type(self)(self.head, self.tree, draft_window=draft_window)
+        return type(self)(self.head, self.tree, draft_window=draft_window, draft_vocab=self.draft_vocab)
 
     def on_mesh(self, mesh: Mesh) -> Self:
         raise ValueError(
@@ -126,7 +134,7 @@ class DFlash(Drafter):
                 f"DFlash: dtype: the target has {target.embed.dtype}, the head has {head.hidden_norm.dtype}; load both "
                 "with the same dtype"
             )
-        return bind_head(head, target)
+        return bind_head(head, target, self.draft_vocab)
 
     def init(self, params: BoundDFlash, pool: PoolShape) -> KVCache:
         return create(params.model.config.layers, pool, pool.draft_dtype)
