@@ -35,7 +35,8 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "dflash": DFlash.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
+HEADS = ("eagle3", "eagle", "dflash")  # drafters that may use the target's output head
+QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
 
@@ -81,6 +82,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
+    parser.add_argument(
+        "--draft-vocab", metavar="N|FILE", help="tokens that an EAGLE or DFlash head with the target's head drafts"
+    )
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )
@@ -175,29 +179,36 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
-    tree, quantize = draft_options(arguments)
+    tree, options = draft_options(arguments)
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
+            return load(path, tree=tree, dtype=arguments.dtype, **options)
     if arguments.ngram:
         return NGram(tree)
     return Suffix(tree) if arguments.suffix else None
 
 
-def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
-    """Return the draft tree of a parsed command line, and the drafter's keyword arguments for quantisation.
+def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
+    """Return the draft tree of a parsed command line, and the drafter's keyword arguments that the line gives.
 
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
-    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
-    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
-        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
+    tree, options = Tree.parse(TREE if arguments.tree is None else arguments.tree), {}
+    for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
+        if (value := getattr(arguments, option)) is None:
+            continue
+        if not any(getattr(arguments, drafter) for drafter in drafters):
+            flags = ", ".join(_flag(drafter) for drafter in drafters)
+            raise ValueError(f"{_flag(option)}: expected one of {flags}, got none of them; leave it out")
+        options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
-    return tree, quantize
+    return tree, options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 # -- the command

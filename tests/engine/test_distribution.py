@@ -221,7 +221,9 @@ def test_sampled_tokens_with_a_dflash_head_have_the_target_distribution(target, 
     "name", ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle3", "medusa"))]
 )
 def test_sampled_trees_under_traversal_have_the_target_distribution(target, name: str) -> None:
+    head = tiny.dflash_head(target, block_size=4, feature_layers=(0, 1))
     drafters: dict[str, Callable[[], Drafter]] = {
+        "dflash": lambda: DFlash(head, PAIRS, draft_vocab=[0, 1, 2, 4]),
         "model": lambda: DraftModel(tiny.model(VOCAB, seed=2), PAIRS),
         "eagle3": lambda: Eagle3(tiny.eagle_head(target, draft_vocab=VOCAB - 1, feature_layers=(0, 1)), PAIRS),
         "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=2), PAIRS),

@@ -83,6 +83,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "eagle3 chain": lambda: Eagle3(head(), "chain:3"),
     "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
+    "reduced eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2", draft_vocab=range(3, 32)),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
@@ -120,7 +121,7 @@ def check_devices_equal(state: SlotState) -> int:
     return len(leaves)
 
 
-DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
+DEFAULT = (("eagle3 tree", 2), ("reduced eagle", 2), ("draft model", 4))
 
 
 @pytest.mark.parametrize(
