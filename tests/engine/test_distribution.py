@@ -218,7 +218,7 @@ def test_sampled_tokens_with_a_dflash_head_have_the_target_distribution(target, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("eagle3", "medusa"))]
+    "name", ["dflash", *(pytest.param(name, marks=pytest.mark.long) for name in ("model", "eagle3", "medusa"))]
 )
 def test_sampled_trees_under_traversal_have_the_target_distribution(target, name: str) -> None:
     head = tiny.dflash_head(target, block_size=4, feature_layers=(0, 1))
