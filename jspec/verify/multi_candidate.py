@@ -67,7 +67,7 @@ def multi_candidate_accept(
         target_probs: the target's processed probabilities of the token after every node.
         uniforms: a uniform number in [0, 1) for each node.
     """
-    residual = without_children(target_probs, draft)
+    residual = _without_children(target_probs, draft)
     accept_probs = _accept_probs(target_probs, draft, jnp.sum(residual, axis=-1))
     passes = uniforms < accept_probs  # "<", because a uniform may be exactly 0
     is_preceded = jnp.any(jnp.tril(siblings(draft)) & passes[:, None], axis=-1)
@@ -76,7 +76,7 @@ def multi_candidate_accept(
     return AcceptResult(last_node, last_residual / jnp.sum(last_residual, axis=-1, keepdims=True), accept_probs)
 
 
-def without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
+def _without_children(probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Float[Array, "batch nodes vocab"]:
     """Set the probabilities of the tokens of each node's children to 0, without normalising the rest."""
     row, nodes = jnp.arange(probs.shape[0])[:, None], probs.shape[1]
     parent = jnp.where(candidates(draft), draft.parents, nodes)

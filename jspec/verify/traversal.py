@@ -1,4 +1,4 @@
-"""Traversal verification, the tree form of block verification (arXiv:2505.12398, algorithm 2).
+"""Traversal verification, the tree form of block verification (arXiv:2505.12398).
 
 The tree is traversed from its leaves to its root: a node is tried after all its children and their descendants were
 rejected, and before its next sibling. The first node that passes is accepted with all its ancestors, so a path can be
@@ -22,7 +22,7 @@ Therefore the multi-candidate rule is used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import jax
@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
-from jspec.verify.multi_candidate import multi_candidate_accept, without_children
+from jspec.verify.multi_candidate import multi_candidate_accept
 from jspec.verify.rejection import check_no_rank_gaps, normalised, to_target_vocab
 from jspec.verify.sampled_rule import SampledRule, draw_and_accept
 from jspec.verify.tree_walk import AcceptResult, at_node, candidates, child_probs, longest_accepted_path, siblings
@@ -87,17 +87,20 @@ def traversal_accept(
         uniforms: a uniform number in [0, 1) for each node.
     """
     assert draft.probs is not None
-    rest = without_children(target_probs, draft)
-    weights = _weights(_trials(target_probs, rest, draft), draft)
+    weights = _weights(_trials(target_probs, draft), draft)
     total = weights.mass + 1 - weights.alpha
     accept_probs = jnp.where(total == 0, 1.0, weights.mass / jnp.where(total == 0, 1.0, total))
     passes = candidates(draft) & ~(uniforms >= accept_probs)  # NaN passes
     leads_to_pass = jnp.any(passes[:, :, None] & ancestor_mask, axis=1)
     is_preceded = jnp.any(jnp.tril(siblings(draft)) & leads_to_pass[:, None], axis=-1)
     _, last_node = longest_accepted_path(leads_to_pass & ~is_preceded, draft, ancestor_mask)
-    p, q, alpha, spent = (at_node(field, last_node) for field in (rest, draft.probs, weights.alpha, weights.spent))
-    q = to_target_vocab(q, draft.vocab_map, target_probs.shape[-1])
-    residual = jnp.maximum(alpha[:, None] * p - spent[:, None] * q, 0.0)
+    vocab, rows = target_probs.shape[-1], jnp.arange(len(last_node))[:, None]
+    p, q, alpha, spent = (
+        at_node(field, last_node) for field in (target_probs, draft.probs, weights.alpha, weights.spent)
+    )
+    is_child = candidates(draft) & (draft.parents == last_node[:, None])
+    p = p.at[rows, jnp.where(is_child, draft.tokens, vocab)].set(0.0, mode="drop")
+    residual = jnp.maximum(alpha[:, None] * p - spent[:, None] * to_target_vocab(q, draft.vocab_map, vocab), 0.0)
     return AcceptResult(last_node, normalised(residual), accept_probs)
 
 
@@ -122,37 +125,39 @@ class Trials:
     token_q: Float[Array, "batch nodes"]  # the draft's
     tail: Float[Array, "batch nodes"]  # the draft's share of all tokens except those of earlier siblings
     is_later: Bool[Array, "batch nodes nodes"]  # ``[b, n, m]``: whether m is a later sibling of n
-    rest: Float[Array, "batch nodes draft_vocab"]  # the target's probabilities of tokens that no child has
-    outside: Float[Array, "batch nodes"]  # the target's probability of all tokens outside of the draft vocabulary
+    is_child: Bool[Array, "batch nodes draft_vocab"]  # whether a child of the node has the token
+    target: Float[Array, "batch nodes draft_vocab"]  # the target's probabilities of tokens of the draft vocabulary
+    outside: Float[Array, "batch nodes"]  # the target's probability of all other tokens
 
 
-def _trials(
-    target_probs: Float[Array, "batch nodes vocab"], rest: Float[Array, "batch nodes vocab"], draft: Draft
-) -> Trials:
+def _trials(target_probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Trials:
     """Collect what all trials read.
 
     Args:
         target_probs: the target's processed probabilities of the token after every node.
-        rest: the same without those of the tokens of each node's children.
     """
     assert draft.probs is not None
-    own, outside = draft, jnp.zeros(draft.tokens.shape, rest.dtype)
+    tokens, every, target = draft.tokens, siblings(draft), target_probs
+    (rows, nodes), size, outside = tokens.shape, draft.probs.shape[-1], jnp.zeros(tokens.shape)
     if draft.vocab_map is not None:
-        size = draft.vocab_map.shape[0]
-        draft_ids = jnp.full(rest.shape[-1], size, jnp.int32).at[draft.vocab_map].set(jnp.arange(size, dtype=jnp.int32))
-        own = replace(draft, tokens=draft_ids[draft.tokens])
-        outside = jnp.sum(rest.at[..., draft.vocab_map].set(0.0), axis=-1)
-        rest = rest[..., draft.vocab_map]
-    token_q, every = child_probs(draft.probs, own), siblings(draft)
-    undrawn = jnp.sum(without_children(draft.probs, own), axis=-1)  # a sum, never 1 minus a sum, which may round to 0
+        of_target = (
+            jnp.full(target.shape[-1], size, jnp.int32).at[draft.vocab_map].set(jnp.arange(size, dtype=jnp.int32))
+        )
+        outside = jnp.sum(jnp.where(of_target == size, target, 0.0), axis=-1)
+        tokens, target = of_target[tokens], target[..., draft.vocab_map]
+    row, parents = jnp.arange(rows)[:, None], jnp.maximum(draft.parents, 0)
+    parent_or_none = jnp.where(candidates(draft), parents, nodes)
+    is_child = jnp.zeros((rows, nodes, size), bool).at[row, parent_or_none, tokens].set(True, mode="drop")
+    token_q = draft.probs[row, parents, tokens]
+    undrawn = jnp.sum(jnp.where(is_child, 0.0, draft.probs), axis=-1)  # never 1 minus a sum, which may round to 0
 
     def of_siblings(mask: Bool[Array, "batch nodes nodes"]) -> Float[Array, "batch nodes"]:
-        total = jnp.sum(jnp.where(mask | jnp.eye(mask.shape[1], dtype=bool), token_q[:, None], 0.0), axis=-1)
-        return total + jnp.take_along_axis(undrawn, jnp.maximum(draft.parents, 0), axis=1)
+        total = jnp.sum(jnp.where(mask | jnp.eye(nodes, dtype=bool), token_q[:, None], 0.0), axis=-1)
+        return total + undrawn[row, parents]
 
     is_later, whole = jnp.triu(every), of_siblings(every)
     tail = of_siblings(is_later) / jnp.where(whole > 0, whole, 1.0)  # exactly 1 for a first child
-    return Trials(child_probs(target_probs, draft), token_q, tail, is_later, rest, outside)
+    return Trials(child_probs(target_probs, draft), token_q, tail, is_later, is_child, target, outside)
 
 
 def _weights(trials: Trials, draft: Draft) -> Weights:
@@ -201,12 +206,22 @@ def _try_children(children: Int[Array | np.ndarray, "wave"], weights: Weights, t
     weight = jnp.where(ratio > 0, jnp.minimum(ratio, 1.0), 0.0)
     weight = jnp.where((alpha >= 1) & (mass == 0), 1.0, weight)  # p equals q up to rounding
     is_tried = candidates(draft)[:, children]
-    weight, parents = jnp.where(is_tried, weight, 0.0), jnp.where(is_tried, parents, draft.parents.shape[1])
+    weight = jnp.where(is_tried, weight, 0.0)
     return Weights(
-        alpha=weights.alpha.at[:, children].set(weight),
-        spent=weights.spent.at[rows, parents].set(spent, mode="drop"),
-        mass=weights.mass.at[rows, parents].set(mass, mode="drop").at[:, children].set(weight),
+        alpha=_put(weights.alpha, children, weight),
+        spent=_put(weights.spent, jnp.where(is_tried, parents, -1), spent),
+        mass=_put(_put(weights.mass, jnp.where(is_tried, parents, -1), mass), children, weight),
     )
+
+
+def _put(
+    field: Float[Array, "batch nodes"],
+    nodes: Int[Array | np.ndarray, "*batch wave"],
+    values: Float[Array, "batch wave"],
+) -> Float[Array, "batch nodes"]:
+    """Return a copy of ``field`` with values at some nodes; -1: nowhere. A scatter would be a launch of its own."""
+    is_here = jnp.arange(field.shape[1])[:, None] == jnp.atleast_2d(nodes)[:, None]
+    return jnp.where(is_here.any(axis=-1), jnp.sum(jnp.where(is_here, values[:, None], 0.0), axis=-1), field)
 
 
 def _residual_mass(
@@ -226,6 +241,7 @@ def _residual_mass(
 
     later = trials.is_later[:, children]
     of_siblings = total(*(jnp.where(later, field[:, None], 0.0) for field in (trials.token_p, trials.token_q)))
-    of_others = total(trials.rest[rows, parents], draft.probs[rows, parents])
+    others = jnp.where(trials.is_child[rows, parents], 0.0, trials.target[rows, parents])
+    of_others = total(others, draft.probs[rows, parents])
     mass = of_siblings + of_others + alpha * trials.outside[rows, parents]
     return jnp.where(alpha > 0, mass, 0.0)
