@@ -106,19 +106,16 @@ def _read_file(place: str, path: Path) -> Any:
         raise ValueError(f"{place}: {path}: expected token ids, got a damaged file ({error})") from None
 
 
-def reduced_head(weight: Weight, ids: Int[np.ndarray, "draft_vocab"]) -> tuple[Weight, Int[Array, "draft_vocab"]]:
+@jax.jit
+def reduced_head(
+    weight: Weight, ids: Int[Array | np.ndarray, "draft_vocab"]
+) -> tuple[Weight, Int[Array, "draft_vocab"]]:
     """Return the rows of an output head that belong to a reduced vocabulary, and the target id of each row.
 
     Args:
-        weight: the target's output head [vocab, hidden]; an array, quantised or not, or a `jax.ShapeDtypeStruct`.
+        weight: the target's output head [vocab, hidden].
         ids: target ids of the reduced vocabulary.
     """
-    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weight))
-    return jax.eval_shape(_select, weight, ids) if is_abstract else _select(weight, ids)
-
-
-@jax.jit
-def _select(weight: Weight, ids: Array) -> tuple[Weight, Array]:
     assert not isinstance(weight, Shard), "weights are parts of devices only inside of a step"
     return weight.rows(ids) if isinstance(weight, Quantized) else weight[ids], jnp.asarray(ids)
 

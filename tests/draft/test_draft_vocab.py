@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -168,15 +167,6 @@ def test_rows_of_a_weight_with_scales_for_groups_of_columns_keep_their_values() 
     np.testing.assert_array_equal(
         np.asarray(part.values) * np.repeat(np.asarray(part.scale), 4, axis=1), values[[5, 1]]
     )
-
-
-def test_heads_given_as_shapes_with_a_reduced_vocabulary_bind_to_shapes() -> None:
-    """Memory is planned from shapes."""
-    arrays = small.target(), tiny.eagle1_head(small.target())
-    target, head = jax.eval_shape(lambda: arrays)
-    bound = Eagle(head, draft_vocab=IDS).bind(target)
-    assert bound.head.shape == (len(IDS), target.config.hidden_size)
-    assert isinstance(bound.head, jax.ShapeDtypeStruct)
 
 
 # ---- the output

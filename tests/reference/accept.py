@@ -82,7 +82,7 @@ def traversal_trials(
     is_removed: bool = True,
     from_root: bool = False,
 ) -> list[tuple[int, float, np.ndarray]]:
-    """Return the trials of traversal verification (arXiv:2505.12398) in their order, for the case that all are rejected.
+    """Return the trials of traversal verification (arXiv:2505.12398) in their order, if all are rejected.
 
     Each trial is a node, its acceptance probability, and the probabilities of the token after it. The root's is last.
 
