@@ -117,7 +117,8 @@ def reduced_head(
         ids: target ids of the reduced vocabulary.
     """
     assert not isinstance(weight, Shard), "weights are parts of devices only inside of a step"
-    return weight.rows(ids) if isinstance(weight, Quantized) else weight[ids], jnp.asarray(ids)
+    index = jnp.asarray(ids)
+    return weight.rows(index) if isinstance(weight, Quantized) else weight[index], index
 
 
 def frequent_tokens(texts: Iterable[str | Sequence[int]], size: int, *, tokenizer: Any = None) -> np.ndarray:
