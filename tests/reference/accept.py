@@ -99,6 +99,8 @@ def traversal_trials(
             trials.append((node, weight, target_probs))
         for child in children(parents, valid, node):
             x = tokens[child]
+            if draft_probs[x] == 0:  # the draft had no token left
+                draft_probs = (np.arange(len(draft_probs)) == x).astype(np.float64)
             visit(child, min(1, weight * target_probs[x] / draft_probs[x]))
             residual = np.maximum(weight * target_probs - draft_probs, 0)
             weight = new_weight(residual.sum(), weight)

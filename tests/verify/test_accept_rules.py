@@ -295,6 +295,33 @@ def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> Non
     assert len(lengths) > 3, "the cases must reach different depths"
 
 
+@pytest.mark.parametrize("sharpness", [1, 10, 40])
+def test_traversal_rule_with_peaked_probabilities_equals_the_loop_in_float64(sharpness: float) -> None:
+    """As at a low temperature: most draft probabilities are tiny, and some are 0, so that drawn tokens have none."""
+    rng, rows, vocab = np.random.default_rng(1), 100, 40
+    logits = rng.normal(size=(rows, UNEVEN.nodes, vocab))
+    q, p = (softmax(sharpness * x).astype(np.float32) for x in (logits, logits + 0.3 * rng.normal(size=logits.shape)))
+    q[q < np.finfo(np.float32).tiny] = 0  # XLA may do so with denormal numbers
+    with np.errstate(divide="ignore"):
+        drawn = np.argsort(-np.log(q) - rng.gumbel(size=q.shape), axis=-1)
+    tokens = np.zeros(q.shape[:2], int)
+    tokens[:, 1:] = drawn[:, np.array(UNEVEN.parents[1:]), np.array(UNEVEN.ranks[1:])]
+    draft = enumeration.draft_of(UNEVEN, tokens, q)
+    given = jnp.asarray(p), draft, ancestors(draft.parents), jnp.full(tokens.shape, 0.5)
+    found = np.asarray(ACCEPT["traversal"](*given).accept_probs)
+    shape, p = (np.array(UNEVEN.parents), np.ones(UNEVEN.nodes, bool)), p.astype(np.float64)
+    p /= p.sum(axis=-1, keepdims=True)
+    for row, own in enumerate(found):
+        with np.errstate(all="ignore"):  # of trials after a node that is certainly accepted
+            *trials, _ = accept.traversal_trials(p[row], q[row], tokens[row], *shape)
+        reached = 1.0
+        for node, accepted, _ in trials:
+            if reached == 0:
+                break
+            assert abs(own[node] - accepted) * reached < 1e-4
+            reached *= 1 - accepted
+
+
 def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() -> None:
     """The draft vocabulary is tokens 1, 3 and 4; the full draft probabilities of other tokens are 0."""
     rng, ids = np.random.default_rng(0), np.array([1, 3, 4])
