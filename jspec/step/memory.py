@@ -108,7 +108,8 @@ class MemoryPlan:
             "other arrays": self.other,
         }
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
-        return f"memory: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
+        place = "" if self.target_weights else " of the draft model's devices"
+        return f"memory{place}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
 
 
 def size(count: int) -> str:
@@ -155,11 +156,11 @@ class MemoryPlanner:
         and min-p. If the program applies controls, it counts a fourth copy for the edited logits.
         """
         assert self.config.prefill_buckets is not None
-        own, tree = self.params.target.config, self.program.drafter.tree
+        own, tree = self.params.main.config, self.program.drafter.tree
         heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         features = len(self.program.feature_layers) * own.hidden_size
         token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
-        token *= self.params.target.embed.dtype.itemsize
+        token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
