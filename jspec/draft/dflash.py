@@ -23,6 +23,7 @@ from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import check_fit, common_sizes
@@ -51,6 +52,7 @@ class DFlash(Drafter):
             is not larger than the tree's depth.
     """
 
+    @refuses_device(READS_FEATURES)
     def __init__(self, head: DFlashHead, tree: Tree | str | None = None, *, draft_window: int | None = None) -> None:
         check_part("DFlash", "head", head, DFlashHead, "DFlash.from_pretrained(path)")
         config = head.config
@@ -71,6 +73,7 @@ class DFlash(Drafter):
             )
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,

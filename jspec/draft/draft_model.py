@@ -30,9 +30,10 @@ from jspec.draft.base import (
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models import load
+from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, commit, create
-from jspec.models.tensor_parallel import Place, mesh_over, place
+from jspec.models.tensor_parallel import Place, local_config, mesh_over, place
 from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
@@ -112,7 +113,7 @@ class DraftModel(Drafter):
         tree = tree_of("DraftModel", tree)
         check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
         _check_width(tree, model.config.vocab_size)
-        self.mesh = None if device is None else mesh_over("DraftModel: device", device)
+        self.mesh = None if device is None else _mesh_for(model.config, device)
         self.model = model if self.mesh is None else place(model, self.mesh)
         self.tree = tree
         self.draft_window = check_window("DraftModel", draft_window, tree)
@@ -148,7 +149,12 @@ class DraftModel(Drafter):
             device: as for `DraftModel`; the weights are read onto these devices only.
         """
         mesh = None if device is None else mesh_over("DraftModel: device", device)
-        found = load.load(path, dtype=dtype, quantize=quantize, mesh=mesh)
+
+        def check(config: DecoderConfig, folder: Path) -> None:
+            if mesh is not None:
+                _mesh_for(config, mesh)
+
+        found = load.load(path, dtype=dtype, quantize=quantize, mesh=mesh, check=check)
         model = Model.from_weights(found.config, found.weights, mesh)
         return cls(model, tree, draft_window=draft_window, device=mesh)
 
@@ -222,6 +228,16 @@ class DraftModel(Drafter):
         window = self.draft_window
         _, cache = _run_root(params, state.cache, view, previous, window=window, with_logits=False)
         return replace(state, cache=cache)
+
+
+def _mesh_for(config: DecoderConfig, device: Place) -> Mesh:
+    """Return the mesh over a draft model's own devices, over which the model must be divisible."""
+    mesh = mesh_over("DraftModel: device", device)
+    try:
+        local_config(config, mesh.size)
+    except ValueError as error:
+        raise ValueError(f"DraftModel: device: {error}") from error
+    return mesh
 
 
 def _check_width(tree: Tree, size: int) -> None:

@@ -70,7 +70,7 @@ class Executables:
         self._depths = depths
         self._params = params
         self._config = config
-        self._drafting = drafting or self
+        self._drafting = drafting
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
@@ -174,7 +174,7 @@ class Executables:
             case "draft":
                 step, inputs = draft_step, [slots]
             case "verify":
-                draft = self._drafting.draft_shape(key)
+                draft = (self._drafting or self).draft_shape(key)
                 step, inputs = verify_step, [slots, draft, *self._masks(key, *draft.tokens.shape)]
             case "commit":
                 outputs = _report(key.size, key.depth), _int32(1, key.size, key.depth + 1)

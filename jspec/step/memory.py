@@ -14,8 +14,11 @@ from typing import Any, NoReturn
 
 import jax
 
+from jspec import verify
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState, block_rows
+from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.step.program import Params, Program, init_state
 
@@ -164,7 +167,15 @@ class MemoryPlanner:
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
-        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node)
+        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node) + self.received(pool)
+
+    def received(self, pool: PoolShape) -> int:
+        """Return the bytes of two drafts that arrive from other devices, one of which a running program reads."""
+        if not isinstance(self.program.drafter, Elsewhere):
+            return 0
+        draws = verify.resolve(self.program.accept).draft_sampling is DraftSampling.OWN_DISTRIBUTION
+        node = 4 * (4 + draws * self.params.main.config.vocab_size)  # token, parent, score, flag; probabilities
+        return 2 * pool.slots * self.program.drafter.tree.nodes * node
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
@@ -260,6 +271,7 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
     if not analyses:
         return plan
     workspace = max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
+    workspace += planner.received(pool)
     plan = replace(plan, workspace=workspace, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device

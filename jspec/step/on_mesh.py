@@ -51,7 +51,7 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
 
 def log_devices(mesh: Mesh | None) -> None:
     """Log over which devices an engine divides its weights, and that an old jax runs their exchanges outside graphs."""
-    if mesh is None:
+    if mesh is None or mesh.size == 1:
         return
     (first, *_), late = mesh.devices.flat, ""
     if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:

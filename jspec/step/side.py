@@ -49,7 +49,6 @@ class Side:
         program: the settings of this side's programs.
         params: the weights, on these devices.
         config: options of the engine.
-        has_target, has_drafter: what runs on these devices.
 
     Attributes:
         state: the state of all slots and pools; each step takes its buffers and returns a new state.
@@ -62,17 +61,8 @@ class Side:
     programs: Executables
     memory_plan: memory.MemoryPlan
 
-    def __init__(
-        self,
-        program: Program,
-        params: Params,
-        config: EngineConfig,
-        *,
-        has_target: bool = True,
-        has_drafter: bool = True,
-    ) -> None:
+    def __init__(self, program: Program, params: Params, config: EngineConfig) -> None:
         self.program, self.params, self._config = program, params, config
-        self._has_target, self._has_drafter = has_target, has_drafter
         self.send = sender(program.mesh)
         log_devices(program.mesh)
         devices = () if program.mesh is None else program.mesh.devices.flat
@@ -112,10 +102,8 @@ class Side:
 
     def own(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
         """Return those of the keys whose programs run on this side."""
-        return [key for key in keys if self._runs(key.kind)]
-
-    def _runs(self, kind: Kind) -> bool:
-        return kind in BOTH or (self._has_drafter if kind in DRAFTERS else self._has_target)
+        has_target, has_drafter = self.params.target is not None, not isinstance(self.program.drafter, Elsewhere)
+        return [key for key in keys if key.kind in BOTH or (has_drafter if key.kind in DRAFTERS else has_target)]
 
     def compile(self, keys: Sequence[ExecutableKey]) -> None:
         """Compile this side's programs among those with the given keys, except those that are compiled already.
@@ -188,9 +176,10 @@ def sides_of(program: Program, params: Params, config: EngineConfig) -> tuple[Si
         return one, one
     verifying = replace(program, drafter=Elsewhere(drafter.tree))
     drafting = replace(program, mesh=drafter.mesh, controls=False, grammar_cells=0, processor=None, processor_args=0)
+    logger.info("the draft model is on %s", ", ".join(map(str, drafter.mesh.devices.flat)))
     return (
-        Side(verifying, Params(target=params.target, draft=()), config, has_drafter=False),
-        Side(drafting, Params(target=None, draft=params.draft), config, has_target=False),
+        Side(verifying, Params(target=params.target, draft=()), config),
+        Side(drafting, Params(target=None, draft=params.draft), config),
     )
 
 

@@ -40,6 +40,8 @@ def draft_step(
         slots: slot of each batch row; a padding row has the number of slots.
     """
     draft, draft_state = draft_stage(program, params, state, view_of(state, slots, program))
+    if draft.probs is None:  # the map is of no use then, and may have to cross to other devices
+        draft = replace(draft, vocab_map=None)
     return replace(state, draft=draft_state), draft
 
 
