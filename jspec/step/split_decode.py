@@ -61,6 +61,7 @@ def verify_step(
         masks: tokens that may follow each node, one bit per token (`jspec.core.bitmask`), if the host computes them.
     """
     view = replace(view_of(state, slots, program), masks=masks)
+    draft = replace(draft, tokens=draft.tokens.at[:, 0].set(view.root))  # other devices' state changes no output
     state, verdict, results = verify_and_commit(program, params, state, view, draft)
     return state, replace(output_of_one(results), path=verdict.path[None])
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,21 +16,26 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jspec import Completion, DraftModel, Engine, Model, SamplingParams
+from jspec import Completion, DFlash, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
+from jspec.engine.draft_length import DispatchResult, Policy
+from jspec.step import memory
 from pallas_kernels.layers.shard import AXIS
-from tests.support import lettered, small, tiny
+from tests.support import folders, lettered, small, tiny
+from tests.support.brittle import Fault
+from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
 
 pytestmark = pytest.mark.once
 TOLERANCE = 1e-4  # rounding of float32 scores with sums in another order
 PROMPTS = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in (5, 17, 11, 2)] + [[7, 8, 9] * 4]
-PARAMS = [
-    SamplingParams(max_tokens=14, temperature=0.0),
-    SamplingParams(max_tokens=14, temperature=1.0, seed=1),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=2, top_k=7, stop_token_ids=(3,)),
-    SamplingParams(
-        max_tokens=14, temperature=0.9, seed=4, repetition_penalty=1.2, logit_bias={3: 2.0}, bad_words=[[5]]
-    ),
-    SamplingParams(max_tokens=14, temperature=0.0, draft=1, logprobs=2, prompt_logprobs=1),
+PARAMS = [  # all ask for log-probabilities, which take other programs
+    replace(one, max_tokens=14, logprobs=2)
+    for one in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.8, seed=2, top_k=7, stop_token_ids=(3,)),
+        SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.2, logit_bias={3: 2.0}, bad_words=[[5]]),
+        SamplingParams(temperature=0.0, draft=1),
+    )
 ]
 OPTIONS: dict[str, Any] = dict(slots=3, max_len=small.MAX_LEN, buckets=(3,), prefill_buckets=(16,))
 FEW_PAGES: dict[str, Any] = dict(page_size=1, pages=60)  # too few for three requests, so some are preempted
@@ -70,7 +79,6 @@ def check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> N
             np.testing.assert_allclose(own.scores, wanted.scores, atol=TOLERANCE)
         for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=TOLERANCE)
-        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
 
 
 DEFAULT = (("coupled", "topk:6,2,2"), ("rejection", "static:0,1,0.0,0.1"))
@@ -110,31 +118,249 @@ def leaves_on(tree: Any) -> set[jax.Device]:
     ],
 )
 def test_target_and_draft_model_on_different_numbers_of_devices_emit_the_tokens_of_one_device(
-    target_on: Any, draft_on: tuple[int, ...]
+    target_on: tuple[int, ...], draft_on: tuple[int, ...]
 ) -> None:
     """Weights, pools and state are on the devices that were asked for."""
-    devices = np.array(jax.devices())
-    mesh = None if target_on == 0 else Mesh(devices[list(target_on)], (AXIS,))
-    with make("chain:3", list(devices[list(draft_on)]), mesh=mesh) as engine:
-        check_equal(run(engine), one_device("chain:3"))
+    targets, drafts = (list(np.array(jax.devices())[list(own)]) for own in (target_on, draft_on))
+    mesh = Mesh(np.array(targets), (AXIS,)) if len(targets) > 1 else None
+    with make("topk:6,2,2", drafts, mesh=mesh, **FEW_PAGES) as engine:
+        check_equal(run(engine), one_device("topk:6,2,2", **FEW_PAGES))
         target, drafting = engine.core.runner.target_side, engine.core.runner.draft_side
-        assert leaves_on((target.params, target.state)) == set(np.atleast_1d(devices[list(np.atleast_1d(target_on))]))
-        assert leaves_on((drafting.params, drafting.state)) == set(devices[list(draft_on)])
+        assert devices_of((target.params, target.state)) == set(targets)
+        assert devices_of((drafting.params, drafting.state)) == set(drafts)
         assert drafting.params.target is None and not drafting.state.target.k and target.params.draft == ()
         for name in ("root", "lengths", "active", "remaining", "page_table"):
-            both = (getattr(side.state, name) for side in (target, drafting))
-            np.testing.assert_array_equal(*both)
+            one, other = (np.asarray(getattr(side.state, name)) for side in (target, drafting))
+            np.testing.assert_array_equal(one, other)
+
+
+def devices_of(tree: Any) -> set[jax.Device]:
+    return {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
+
+
+# -- one engine for the other tests
 
 
 @pytest.fixture(scope="module")
 def apart() -> Engine:
-    """Engine with a draft model on the second device, adaptive depths and a tokenizer."""
-    return make(
-        "chain:3",
-        jax.devices()[1],
-        adaptive=True,
-        draft_depths=(0, 3),
-        page_size=4,
-        tokenizer=lettered.tokenizer(),
-        eos_ids=(lettered.END,),
-    )
+    """Engine whose draft model has the second device and two more tokens than the target, with adaptive depths."""
+    drafter = DraftModel(draft_model(small.VOCAB + 2), "chain:3", device=jax.devices()[1])
+    options: dict[str, Any] = {**OPTIONS, "tokenizer": lettered.tokenizer(), "eos_ids": (lettered.END,)}
+    return Engine(small.target(), drafter=drafter, adaptive=True, draft_depths=(0, 3), page_size=4, **options)
+
+
+@pytest.mark.parametrize("case", [TABLE, MASKS], ids=["table", "masks"])
+def test_engine_with_a_draft_model_apart_emits_the_tokens_of_masked_decoding(apart: Engine, case: Case) -> None:
+    """A grammar of the host runs between the two devices; the second run finds cached prompts."""
+    pytest.importorskip(case.library)
+    before = apart.metrics
+    for order in (range(8), range(7, -1, -1)):
+        check_decoding(apart, case, order)
+    assert apart.metrics.num_accepted_tokens > before.num_accepted_tokens
+    assert apart.metrics.num_cached_tokens > before.num_cached_tokens
+
+
+PLAIN = [replace(one, logprobs=None, ignore_eos=True) for one in PARAMS]
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [one.token_ids for one in engine.generate(PROMPTS, PLAIN)]
+
+
+class Alternating(Policy):
+    """A policy that chooses two draft depths in turns."""
+
+    def __init__(self) -> None:
+        self._next, self.seen = cycle((0, 3)), list[DispatchResult]()
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return next(self._next)
+
+    def learn(self, result: DispatchResult) -> None:
+        self.seen.append(result)
+
+
+def test_adaptive_engine_with_a_draft_model_apart_measures_and_drafts_at_all_depths(
+    apart: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Alternating()
+    with monkeypatch.context() as patch:
+        patch.setattr(apart.core, "policy", policy)
+        assert tokens(apart) == tokens(small.plain())
+    assert {result.depth for result in policy.seen} == {0, 3}
+    assert any(result.seconds is not None for result in policy.seen)
+
+
+@pytest.mark.parametrize("kind", ["draft", "commit", "verify", "draft_prefill"])
+def test_step_that_fails_on_one_device_loses_running_requests_and_both_states(
+    apart: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The state of both devices is made anew, and later requests have their tokens."""
+    expected = tokens(small.plain())
+    assert tokens(apart) == expected  # compiles the programs
+    error, runner = RuntimeError("device lost"), apart.core.runner
+    with monkeypatch.context() as patch:
+        for side in (runner.target_side, runner.draft_side):
+            for key, program in [*side.programs.compiled.items()]:
+                if key.kind == kind:
+                    patch.setitem(side.programs.compiled, key, Fault(program, 2, error))
+        done = apart.generate(PROMPTS * 2, PLAIN * 2)
+    failed = [one for one in done if one.finish_reason == "error"]
+    assert 1 <= len(failed) < len(done) and all(one.error is error for one in failed)
+    assert apart.healthy and apart.pages_in_use == 0 and tokens(apart) == expected
+
+
+def stale(program: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> Any:
+    """Run a step and keep the roots from before it."""
+    root = jnp.array(state.root)
+    return replace(program(params, state, *inputs), root=root)
+
+
+SPOILT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "stale roots": ("commit", stale),
+    "no commit": ("commit", lambda program, params, state, *inputs: state),
+    "stale first tokens": ("draft_prefill", stale),
+    "no pages": ("update_page_table", lambda program, table, updates: table),
+    "no pending rows": ("write_pending_rows", lambda program, params, state, packed: state),
+}
+
+
+@pytest.fixture(scope="module")
+def tree_apart() -> Engine:
+    return make("topk:6,2,2", jax.devices()[1], page_size=4)
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_comparison_of_drafts_after_a_wrong_value_has_crossed_fails(
+    tree_apart: Engine, monkeypatch: pytest.MonkeyPatch, spoilt: str
+) -> None:
+    """Negative controls. The tokens are right nevertheless, because no draft changes them."""
+    expected, (kind, broken) = one_device("topk:6,2,2", page_size=4), SPOILT[spoilt]
+    tree_apart.scheduler.pages.clear()
+    check_equal(run(tree_apart), expected)
+    tree_apart.scheduler.pages.clear()
+    compiled = tree_apart.core.runner.draft_side.programs.compiled
+    for key, program in [*compiled.items()]:
+        if key.kind == kind:
+            monkeypatch.setitem(compiled, key, partial(broken, program))
+    done = run(tree_apart)
+    assert [one.token_ids for one in done] == [one.token_ids for one in expected]
+    with pytest.raises(AssertionError):
+        check_equal(done, expected)
+
+
+# -- memory
+
+
+def held(tree: Any) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_memory_plans_count_the_arrays_of_each_side(apart: Engine) -> None:
+    runner, plans = apart.core.runner, (apart.memory_plan, apart.draft_memory_plan)
+    for side, plan in zip((runner.target_side, runner.draft_side), plans, strict=True):
+        assert plan is not None and plan.pages == apart.scheduler.pages.pages
+        assert plan.target_weights == held(side.params.target) and plan.draft_weights == held(side.params.draft)
+        assert plan.target_pool == held(side.state.target) and plan.state == held(side.state)
+        assert plan.workspace > 0
+    assert str(plans[1]).startswith("memory of the draft model's devices: ")
+    assert small.plain().draft_memory_plan is None
+
+
+@pytest.mark.parametrize("small_side", ["target", "draft"])
+def test_number_of_pages_fits_on_the_devices_with_the_least_memory(
+    monkeypatch: pytest.MonkeyPatch, small_side: str
+) -> None:
+    """A device with little memory has fewer pages than all slots can use; the other device gets as many."""
+    whole = make("chain:3", jax.devices()[1])
+    side = getattr(whole.core.runner, f"{small_side}_side")
+    most, planner = whole.memory_plan.pages, side.planner
+    limit = planner.plan(replace(whole.core.runner.pool, pages=most // 2)).total / whole.config.memory_fraction
+
+    def device_memory(*devices: jax.Device) -> memory.DeviceMemory:
+        is_small = (small_side == "draft") == bool(devices)  # the target is on the default device
+        return memory.DeviceMemory(math.ceil(limit) if is_small else 2**40, 0, is_reported=True)
+
+    monkeypatch.setattr(memory, "device_memory", device_memory)
+    with make("chain:3", jax.devices()[1]) as engine:
+        assert engine.draft_memory_plan is not None
+        assert engine.memory_plan.pages == engine.draft_memory_plan.pages == most // 2
+    with pytest.raises(
+        ValueError,
+        match=r"out of memory: max_len=48.*draft model's devices" if small_side == "draft" else "out of memory",
+    ):
+        make("chain:3", jax.devices()[1], pages=most)
+
+
+# -- options
+
+
+def test_draft_model_that_is_loaded_onto_other_devices_is_never_on_the_targets(tmp_path: Path) -> None:
+    folder = folders.write(tmp_path / "draft", folders.TARGET, folders.target_tensors())
+    devices = jax.devices()[2:]
+    drafter = DraftModel.from_pretrained(folder, tree="chain:2", device=devices, quantize="int8")
+    assert devices_of(drafter.model) == set(devices)
+    assert drafter.with_window(8).mesh == drafter.mesh == Mesh(np.array(devices), (AXIS,))
+
+
+REFUSED: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
+    (
+        lambda: make("chain:3", "cuda:1"),
+        TypeError,
+        r"DraftModel: device: expected a device such as jax.devices\(\)\[1\]",
+    ),
+    (lambda: make("chain:3", 1), TypeError, "DraftModel: device: expected a device .*, got 1"),
+    (lambda: make("chain:3", []), ValueError, "DraftModel: device: expected at least one device, each once"),
+    (
+        lambda: make("chain:3", jax.devices()[1:2] * 2),
+        ValueError,
+        "DraftModel: device: expected at least one device, each",
+    ),
+    (
+        lambda: make("chain:3", jax.devices()[1:]),
+        ValueError,
+        "DraftModel: device: tensor_parallel: expected a divisor of 4, the model's num_attention_heads, got 3",
+    ),
+    (
+        lambda: make("chain:3", Mesh(np.array(jax.devices()[1:2]), ("x",))),
+        ValueError,
+        r"DraftModel: device: expected a mesh of one axis named .model., got axes",
+    ),
+    (
+        lambda: make("chain:3", jax.devices()[0]),
+        ValueError,
+        "DraftModel: device: expected devices that do not run the target",
+    ),
+    (
+        lambda: make("chain:3", jax.devices()[1], tensor_parallel=2),
+        ValueError,
+        "DraftModel: device: expected devices that do not run the target, got .*1.*; take others, or leave it out",
+    ),
+    (
+        lambda: make("chain:3", jax.devices()[1], rounds_per_dispatch=2),
+        ValueError,
+        "rounds_per_dispatch: expected 1 with a draft model on other devices, got 2",
+    ),
+)
+
+
+@pytest.mark.parametrize(("build", "kind", "message"), REFUSED)
+def test_impossible_devices_of_a_draft_model_are_refused_by_name(
+    build: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        build()
+
+
+@pytest.mark.parametrize("method", [Eagle3, Eagle, Medusa, DFlash, NGram, Suffix])
+def test_drafters_without_devices_of_their_own_say_why(method: type[Any]) -> None:
+    reason = "it has no weights" if method in (NGram, Suffix) else "it reads the target's hidden states in every round"
+    for call in (method, getattr(method, "from_pretrained", method)):
+        with pytest.raises(TypeError, match=f"^{method.__name__}: device: expected no such argument, because {reason}"):
+            call("path", device=jax.devices()[1])
+
+
+def test_weights_that_are_divided_over_other_devices_are_refused() -> None:
+    elsewhere = DraftModel(draft_model(), "chain:3", device=jax.devices()[2:])
+    with pytest.raises(ValueError, match="mesh: expected weights that are on one device or over Mesh"):
+        Engine(small.target(), drafter=DraftModel(elsewhere.model, "chain:3"), tensor_parallel=2, **OPTIONS)
