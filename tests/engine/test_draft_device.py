@@ -20,15 +20,15 @@ from jspec import Completion, DFlash, DraftModel, Eagle, Eagle3, Engine, Medusa,
 from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.step import memory
 from pallas_kernels.layers.shard import AXIS
-from tests.support import folders, lettered, small, tiny
+from tests.support import folders, lettered, small
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow]
 TOLERANCE = 1e-4  # rounding of float32 scores with sums in another order
 PROMPTS = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in (5, 17, 11, 2)] + [[7, 8, 9] * 4]
-PARAMS = [  # all ask for log-probabilities, which take other programs
-    replace(one, max_tokens=14, logprobs=2)
+PLAIN = [
+    replace(one, max_tokens=14, ignore_eos=True)
     for one in (
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0, seed=1),
@@ -37,35 +37,59 @@ PARAMS = [  # all ask for log-probabilities, which take other programs
         SamplingParams(temperature=0.0, draft=1),
     )
 ]
-OPTIONS: dict[str, Any] = dict(slots=3, max_len=small.MAX_LEN, buckets=(3,), prefill_buckets=(16,))
-FEW_PAGES: dict[str, Any] = dict(page_size=1, pages=60)  # too few for three requests, so some are preempted
+SCORED = [replace(one, logprobs=2) for one in PLAIN]
+TREE = "topk:6,2,2"
+OPTIONS: dict[str, Any] = dict(
+    slots=3,
+    max_len=small.MAX_LEN,
+    page_size=1,
+    pages=60,  # too few for three requests, so some are preempted
+    buckets=(3,),
+    prefill_buckets=(16,),
+    tokenizer=lettered.tokenizer(),
+    eos_ids=(lettered.END,),
+)
 
 
 @cache
-def draft_model(vocab: int = small.VOCAB) -> Model:
-    """Return a model that is similar to the target, so that many of its tokens are accepted."""
-    own = tiny.model(vocab, layers=1)
-    rng = np.random.default_rng(3)
-    noisy = [leaf + 0.1 * rng.normal(0, np.std(leaf), leaf.shape) for leaf in jax.tree.leaves(own)]
-    return jax.tree.unflatten(jax.tree.structure(own), [jnp.asarray(leaf, jnp.float32) for leaf in noisy])
+def draft_model(padding: int = 0) -> Model:
+    """Return a model that is similar to the target, so that many of its tokens are accepted.
+
+    Args:
+        padding: number of tokens after those of the target.
+    """
+    rng, own = np.random.default_rng(3), small.target()
+    noisy = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(0, np.std(leaf), leaf.shape).astype(np.float32), own)
+    rows = [(0, padding), (0, 0)]
+    return noisy.replace(
+        config=replace(own.config, vocab_size=small.VOCAB + padding),
+        embed=jnp.pad(noisy.embed, rows),
+        head=jnp.pad(noisy.head, rows, constant_values=1.0),
+    )
 
 
-def make(tree: str, device: Any = None, **options: Any) -> Engine:
-    return Engine(small.target(), drafter=DraftModel(draft_model(), tree, device=device), **{**OPTIONS, **options})
+def make(device: Any = None, tree: str = TREE, padding: int = 0, **options: Any) -> Engine:
+    drafter = DraftModel(draft_model(padding), tree, device=device)
+    return Engine(small.target(), drafter=drafter, **{**OPTIONS, **options})
 
 
 @cache
-def one_device(tree: str, **options: Any) -> list[Completion]:
-    with make(tree, **options) as engine:
+def one_device(tree: str = TREE, **options: Any) -> list[Completion]:
+    with make(tree=tree, **options) as engine:
         return run(engine)
 
 
 def run(engine: Engine) -> list[Completion]:
-    """Run all requests, and then one whose prompt has cached pages and one that another ended request continues."""
-    done = engine.generate(PROMPTS, PARAMS, trace=True)
-    more = [PROMPTS[1], PROMPTS[4] + done[4].token_ids]
-    done += [engine.generate(prompt, params, trace=True)[0] for prompt, params in zip(more, PARAMS, strict=False)]
+    """Run all requests at once, and then each alone with few tokens, followed by one whose prompt is its text."""
+    done = engine.generate(PROMPTS, SCORED, trace=True)
+    for prompt, params in zip(PROMPTS, [replace(one, max_tokens=4) for one in SCORED], strict=True):
+        done += engine.generate(prompt, params, trace=True)
+        done += engine.generate(prompt + done[-1].token_ids, params, trace=True)
     return [one.raise_for_error() for one in done]
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [one.token_ids for one in engine.generate(PROMPTS, PLAIN)]
 
 
 def check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> None:
@@ -81,114 +105,50 @@ def check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> N
             assert a.logprob == pytest.approx(b.logprob, abs=TOLERANCE)
 
 
-DEFAULT = (("coupled", "topk:6,2,2"), ("rejection", "static:0,1,0.0,0.1"))
-CASES = [
-    (accept, tree)
-    for accept in ("coupled", "rejection", "block", "multi_candidate", "typical")
-    for tree in ("chain:3", "static:0,1,0.0,0.1", "topk:6,2,2")
-    if (accept, tree) not in (("block", "static:0,1,0.0,0.1"), ("block", "topk:6,2,2"), ("rejection", "topk:6,2,2"))
-]
+# -- one engine whose draft model has two devices
 
 
-@pytest.mark.filterwarnings("ignore:accept=.typical")
-@pytest.mark.parametrize(
-    ("accept", "tree"),
-    [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.matrix) for case in CASES],
-)
-def test_draft_model_on_another_device_drafts_and_emits_what_it_does_on_the_targets(accept: str, tree: str) -> None:
-    """With pages of one row, requests are preempted and later find cached pages."""
-    expected = one_device(tree, accept=accept, **FEW_PAGES)
-    with make(tree, jax.devices()[1], accept=accept, **FEW_PAGES) as engine:
-        check_equal(run(engine), expected)
-        assert engine.metrics.num_preemptions > 0 and engine.pages_in_use == 0
-        assert engine.metrics.num_accepted_tokens > 20
-    assert expected[-1].metrics.num_cached_tokens > len(PROMPTS[4])
+@pytest.fixture(scope="module")
+def apart() -> Engine:
+    return make(jax.devices()[1:3])
 
 
-def leaves_on(tree: Any) -> set[jax.Device]:
-    return {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
+@pytest.fixture(autouse=True)
+def _no_cached_pages(request: pytest.FixtureRequest) -> None:
+    if "apart" in request.fixturenames:
+        request.getfixturevalue("apart").scheduler.pages.clear()
 
 
-@pytest.mark.parametrize(
-    ("target_on", "draft_on"),
-    [
-        pytest.param(0, (1, 2), marks=pytest.mark.long),
-        ((0, 1), (2,)),
-        pytest.param((3, 0), (2, 1), marks=pytest.mark.long),
-    ],
-)
-def test_target_and_draft_model_on_different_numbers_of_devices_emit_the_tokens_of_one_device(
-    target_on: tuple[int, ...], draft_on: tuple[int, ...]
-) -> None:
-    """Weights, pools and state are on the devices that were asked for."""
-    targets, drafts = (list(np.array(jax.devices())[list(own)]) for own in (target_on, draft_on))
-    mesh = Mesh(np.array(targets), (AXIS,)) if len(targets) > 1 else None
-    with make("topk:6,2,2", drafts, mesh=mesh, **FEW_PAGES) as engine:
-        check_equal(run(engine), one_device("topk:6,2,2", **FEW_PAGES))
-        target, drafting = engine.core.runner.target_side, engine.core.runner.draft_side
-        assert devices_of((target.params, target.state)) == set(targets)
-        assert devices_of((drafting.params, drafting.state)) == set(drafts)
-        assert drafting.params.target is None and not drafting.state.target.k and target.params.draft == ()
-        for name in ("root", "lengths", "active", "remaining", "page_table"):
-            one, other = (np.asarray(getattr(side.state, name)) for side in (target, drafting))
-            np.testing.assert_array_equal(one, other)
+def test_draft_model_on_two_other_devices_drafts_and_emits_what_it_does_on_the_targets(apart: Engine) -> None:
+    """Requests are preempted, and later ones find cached pages of one row."""
+    check_equal(run(apart), one_device())
+    assert apart.metrics.num_preemptions > 0 and apart.pages_in_use == 0
+    assert apart.metrics.num_accepted_tokens > 20 and apart.metrics.num_cached_tokens > 60
+
+
+def test_weights_pools_and_state_are_on_the_devices_that_were_asked_for(apart: Engine) -> None:
+    """What both sides know of the slots is equal after all requests have ended."""
+    run(apart)
+    target, drafting = apart.core.runner.target_side, apart.core.runner.draft_side
+    assert devices_of((target.params, target.state)) == {jax.devices()[0]}
+    assert devices_of((drafting.params, drafting.state)) == set(jax.devices()[1:3])
+    assert drafting.params.target is None and not drafting.state.target.k and target.params.draft == ()
+    for name in ("root", "lengths", "active", "remaining", "page_table", "sampling"):
+        jax.tree.map(np.testing.assert_array_equal, *(getattr(side.state, name) for side in (target, drafting)))
 
 
 def devices_of(tree: Any) -> set[jax.Device]:
     return {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
 
 
-# -- one engine for the other tests
-
-
-@pytest.fixture(scope="module")
-def apart() -> Engine:
-    """Engine whose draft model has the second device and two more tokens than the target, with adaptive depths."""
-    drafter = DraftModel(draft_model(small.VOCAB + 2), "chain:3", device=jax.devices()[1])
-    options: dict[str, Any] = {**OPTIONS, "tokenizer": lettered.tokenizer(), "eos_ids": (lettered.END,)}
-    return Engine(small.target(), drafter=drafter, adaptive=True, draft_depths=(0, 3), page_size=4, **options)
-
-
-@pytest.mark.parametrize("case", [TABLE, MASKS], ids=["table", "masks"])
+@pytest.mark.parametrize("case", [pytest.param(TABLE, marks=pytest.mark.long), MASKS], ids=["table", "masks"])
 def test_engine_with_a_draft_model_apart_emits_the_tokens_of_masked_decoding(apart: Engine, case: Case) -> None:
-    """A grammar of the host runs between the two devices; the second run finds cached prompts."""
+    """The host computes masks between the two devices."""
     pytest.importorskip(case.library)
     before = apart.metrics
     for order in (range(8), range(7, -1, -1)):
         check_decoding(apart, case, order)
     assert apart.metrics.num_accepted_tokens > before.num_accepted_tokens
-    assert apart.metrics.num_cached_tokens > before.num_cached_tokens
-
-
-PLAIN = [replace(one, logprobs=None, ignore_eos=True) for one in PARAMS]
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    return [one.token_ids for one in engine.generate(PROMPTS, PLAIN)]
-
-
-class Alternating(Policy):
-    """A policy that chooses two draft depths in turns."""
-
-    def __init__(self) -> None:
-        self._next, self.seen = cycle((0, 3)), list[DispatchResult]()
-
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return next(self._next)
-
-    def learn(self, result: DispatchResult) -> None:
-        self.seen.append(result)
-
-
-def test_adaptive_engine_with_a_draft_model_apart_measures_and_drafts_at_all_depths(
-    apart: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Alternating()
-    with monkeypatch.context() as patch:
-        patch.setattr(apart.core, "policy", policy)
-        assert tokens(apart) == tokens(small.plain())
-    assert {result.depth for result in policy.seen} == {0, 3}
-    assert any(result.seconds is not None for result in policy.seen)
 
 
 @pytest.mark.parametrize("kind", ["draft", "commit", "verify", "draft_prefill"])
@@ -225,28 +185,94 @@ SPOILT: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tree_apart() -> Engine:
-    return make("topk:6,2,2", jax.devices()[1], page_size=4)
-
-
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_comparison_of_drafts_after_a_wrong_value_has_crossed_fails(
-    tree_apart: Engine, monkeypatch: pytest.MonkeyPatch, spoilt: str
+    apart: Engine, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     """Negative controls. The tokens are right nevertheless, because no draft changes them."""
-    expected, (kind, broken) = one_device("topk:6,2,2", page_size=4), SPOILT[spoilt]
-    tree_apart.scheduler.pages.clear()
-    check_equal(run(tree_apart), expected)
-    tree_apart.scheduler.pages.clear()
-    compiled = tree_apart.core.runner.draft_side.programs.compiled
+    run(apart)  # compiles the programs
+    apart.scheduler.pages.clear()
+    apart.core.runner.reset_state(RuntimeError("the pools have no rows of the run before"))
+    expected, (kind, broken) = one_device(), SPOILT[spoilt]
+    compiled = apart.core.runner.draft_side.programs.compiled
     for key, program in [*compiled.items()]:
         if key.kind == kind:
             monkeypatch.setitem(compiled, key, partial(broken, program))
-    done = run(tree_apart)
+    done = run(apart)
     assert [one.token_ids for one in done] == [one.token_ids for one in expected]
     with pytest.raises(AssertionError):
         check_equal(done, expected)
+
+
+# -- other engines
+
+DEFAULT = (("rejection", "chain:2"),)
+CASES = [
+    (accept, tree)
+    for accept in ("coupled", "rejection", "block", "multi_candidate", "typical")
+    for tree in ("chain:2", "static:0,1,0.0,0.1", TREE)
+    if (accept, tree) not in (("block", "static:0,1,0.0,0.1"), ("block", TREE))
+]
+
+
+@pytest.mark.filterwarnings("ignore:accept=.typical")
+@pytest.mark.parametrize(
+    ("accept", "tree"),
+    [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.matrix) for case in CASES],
+)
+def test_accept_rule_with_a_draft_model_on_another_device_gives_the_tokens_of_one_device(
+    accept: str, tree: str
+) -> None:
+    """The probabilities of the drafts cross, over a vocabulary with more tokens than the target's."""
+    own: dict[str, Any] = dict(tree=tree, accept=accept, padding=2)
+    with make(jax.devices()[3], **own) as engine:
+        check_equal(run(engine), one_device(**own))
+        assert engine.metrics.num_accepted_tokens > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("target_on", "draft_on"), [((0, 1), (2,)), ((3, 0), (2, 1)), ((1,), (0,))])
+def test_target_and_draft_model_on_any_numbers_of_devices_give_the_tokens_of_one_device(
+    target_on: tuple[int, ...], draft_on: tuple[int, ...]
+) -> None:
+    targets, drafts = (list(np.array(jax.devices())[list(own)]) for own in (target_on, draft_on))
+    with make(drafts, mesh=Mesh(np.array(targets), (AXIS,))) as engine:
+        check_equal(run(engine), one_device())
+        target, drafting = engine.core.runner.target_side, engine.core.runner.draft_side
+        assert devices_of((target.params, target.state)) == set(targets)
+        assert devices_of((drafting.params, drafting.state)) == set(drafts)
+
+
+class Alternating(Policy):
+    """A policy that chooses two draft depths in turns."""
+
+    def __init__(self) -> None:
+        self._next, self.seen = cycle((0, 1)), list[DispatchResult]()
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> int:
+        return next(self._next)
+
+    def learn(self, result: DispatchResult) -> None:
+        self.seen.append(result)
+
+
+@pytest.mark.long
+def test_adaptive_engine_with_a_draft_model_apart_drafts_at_all_depths_and_learns_their_times() -> None:
+    with make(jax.devices()[1], "chain:1", adaptive=True, draft_depths=(0, 1)) as engine:
+        engine.policy = policy = Alternating()
+        assert tokens(engine) == tokens(small.plain())
+    assert {result.depth for result in policy.seen} == {0, 1}
+    assert any(result.seconds is not None for result in policy.seen)
+
+
+@pytest.mark.long
+def test_deterministic_engine_with_a_draft_model_apart_has_the_bits_of_one_without_drafter() -> None:
+    options: dict[str, Any] = {**OPTIONS, "deterministic": True, "pages": None}
+    plain = Engine(small.target(), **{**options, "page_size": 4, "prefill_buckets": (8,)})
+    one, other = (engine.generate(PROMPTS, SCORED) for engine in (plain, make(jax.devices()[1:3], **options)))
+    for wanted, done in zip(one, other, strict=True):
+        assert done.token_ids == wanted.token_ids
+        assert [own.logprob for own in done.logprobs or []] == [own.logprob for own in wanted.logprobs or []]
 
 
 # -- memory
@@ -272,7 +298,7 @@ def test_number_of_pages_fits_on_the_devices_with_the_least_memory(
     monkeypatch: pytest.MonkeyPatch, small_side: str
 ) -> None:
     """A device with little memory has fewer pages than all slots can use; the other device gets as many."""
-    whole = make("chain:3", jax.devices()[1])
+    whole = make(jax.devices()[1], pages=None)
     side = getattr(whole.core.runner, f"{small_side}_side")
     most, planner = whole.memory_plan.pages, side.planner
     limit = planner.plan(replace(whole.core.runner.pool, pages=most // 2)).total / whole.config.memory_fraction
@@ -282,14 +308,14 @@ def test_number_of_pages_fits_on_the_devices_with_the_least_memory(
         return memory.DeviceMemory(math.ceil(limit) if is_small else 2**40, 0, is_reported=True)
 
     monkeypatch.setattr(memory, "device_memory", device_memory)
-    with make("chain:3", jax.devices()[1]) as engine:
+    with make(jax.devices()[1], pages=None) as engine:
         assert engine.draft_memory_plan is not None
         assert engine.memory_plan.pages == engine.draft_memory_plan.pages == most // 2
     with pytest.raises(
         ValueError,
         match=r"out of memory: max_len=48.*draft model's devices" if small_side == "draft" else "out of memory",
     ):
-        make("chain:3", jax.devices()[1], pages=most)
+        make(jax.devices()[1], pages=most)
 
 
 # -- options
@@ -305,39 +331,39 @@ def test_draft_model_that_is_loaded_onto_other_devices_is_never_on_the_targets(t
 
 REFUSED: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
     (
-        lambda: make("chain:3", "cuda:1"),
+        lambda: make("cuda:1"),
         TypeError,
         r"DraftModel: device: expected a device such as jax.devices\(\)\[1\]",
     ),
-    (lambda: make("chain:3", 1), TypeError, "DraftModel: device: expected a device .*, got 1"),
-    (lambda: make("chain:3", []), ValueError, "DraftModel: device: expected at least one device, each once"),
+    (lambda: make(1), TypeError, "DraftModel: device: expected a device .*, got 1"),
+    (lambda: make([]), ValueError, "DraftModel: device: expected at least one device, each once"),
     (
-        lambda: make("chain:3", jax.devices()[1:2] * 2),
+        lambda: make(jax.devices()[1:2] * 2),
         ValueError,
         "DraftModel: device: expected at least one device, each",
     ),
     (
-        lambda: make("chain:3", jax.devices()[1:]),
+        lambda: make(jax.devices()[1:]),
         ValueError,
         "DraftModel: device: tensor_parallel: expected a divisor of 4, the model's num_attention_heads, got 3",
     ),
     (
-        lambda: make("chain:3", Mesh(np.array(jax.devices()[1:2]), ("x",))),
+        lambda: make(Mesh(np.array(jax.devices()[1:2]), ("x",))),
         ValueError,
         r"DraftModel: device: expected a mesh of one axis named .model., got axes",
     ),
     (
-        lambda: make("chain:3", jax.devices()[0]),
+        lambda: make(jax.devices()[0]),
         ValueError,
         "DraftModel: device: expected devices that do not run the target",
     ),
     (
-        lambda: make("chain:3", jax.devices()[1], tensor_parallel=2),
+        lambda: make(jax.devices()[1], tensor_parallel=2),
         ValueError,
         "DraftModel: device: expected devices that do not run the target, got .*1.*; take others, or leave it out",
     ),
     (
-        lambda: make("chain:3", jax.devices()[1], rounds_per_dispatch=2),
+        lambda: make(jax.devices()[1], rounds_per_dispatch=2),
         ValueError,
         "rounds_per_dispatch: expected 1 with a draft model on other devices, got 2",
     ),
@@ -361,6 +387,6 @@ def test_drafters_without_devices_of_their_own_say_why(method: type[Any]) -> Non
 
 
 def test_weights_that_are_divided_over_other_devices_are_refused() -> None:
-    elsewhere = DraftModel(draft_model(), "chain:3", device=jax.devices()[2:])
+    elsewhere = DraftModel(draft_model(), device=jax.devices()[2:])
     with pytest.raises(ValueError, match="mesh: expected weights that are on one device or over Mesh"):
-        Engine(small.target(), drafter=DraftModel(elsewhere.model, "chain:3"), tensor_parallel=2, **OPTIONS)
+        Engine(small.target(), drafter=DraftModel(elsewhere.model), tensor_parallel=2, **OPTIONS)
