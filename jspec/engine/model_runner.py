@@ -29,7 +29,7 @@ from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
 from jspec.step.program import Params, Program
-from jspec.step.side import Side, sides_of
+from jspec.step.side import sides_of
 from jspec.step.split_decode import draft_masks, first_masks
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 
@@ -58,6 +58,7 @@ class ModelRunner:
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         check_device(params, pool.dtype, pool.draft_dtype)
         self.target_side, self.draft_side = sides_of(program, params, config)
+        self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
         self.pool = min(fitting, key=lambda own: own.pages)
         for side in self._sides:
@@ -71,11 +72,6 @@ class ModelRunner:
                 with memory.explain_oom(side.planner, self.pool):
                     side.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
-
-    @property
-    def _sides(self) -> list[Side]:
-        """All sides; the one that drafts is the first."""
-        return list(dict.fromkeys((self.draft_side, self.target_side)))
 
     @property
     def state(self) -> SlotState:

@@ -47,7 +47,7 @@ class Executables:
         state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
         depths: draft depths for which decode steps are compiled, ascending.
-        drafting: the executables of the devices that draft; None: these draft.
+        drafting: the executables of the devices that draft, if those are others.
 
     Attributes:
         compiled: the executables by key.
