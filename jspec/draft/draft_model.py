@@ -32,8 +32,9 @@ from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.models import load
 from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
+from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import PoolShape, commit, create
-from jspec.models.tensor_parallel import Place, local_config, mesh_over, place
+from jspec.models.tensor_parallel import local_config, place
 from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ

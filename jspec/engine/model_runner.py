@@ -63,7 +63,7 @@ class ModelRunner:
         self.pool = min(fitting, key=lambda own: own.pages)
         for side in self._sides:
             with memory.explain_oom(side.planner, self.pool):
-                side.start(self.pool, depths, self.draft_side)
+                side.start(self.pool, self.draft_side)
         helpers = dict.fromkeys(kind for side in self._sides for kind in side.programs.helpers)
         edits_all = program.processor is not None
         self.choice = ProgramChoice(config, depths, tuple(helpers), edits_all=edits_all, is_split=len(self._sides) > 1)

@@ -11,9 +11,9 @@ tensors, then those of the second. If there are fewer key-value heads than devic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from convert.orbax import QUANTIZED, Placement
 from jspec.core.records import KVCache
-from jspec.core.shorten import short
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
 from jspec.models.params import Params, ParamSpec
@@ -33,7 +32,6 @@ INNER = ("heads", "mlp")  # axes between two products: the second product adds u
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused")
 Tree = TypeVar("Tree")
-Place: TypeAlias = jax.Device | Sequence[jax.Device] | Mesh  # one device, or devices over which weights are divided
 
 
 @runtime_checkable
@@ -66,31 +64,6 @@ def mesh_of(devices: int) -> Mesh:
             f"tensor_parallel: expected at most {len(found)}, the number of {found[0].platform} devices, got {devices}"
         )
     return Mesh(np.array(found[:devices]), (AXIS,))
-
-
-def mesh_over(name: str, place: Place) -> Mesh:
-    """Return a mesh over the given devices.
-
-    Args:
-        name: name of the argument, for the error.
-
-    Raises:
-        TypeError: the argument is of another type.
-        ValueError: there is no device, or one twice, or the mesh has other axes.
-    """
-    if isinstance(place, Mesh):
-        if place.axis_names != (AXIS,):
-            raise ValueError(f'{name}: expected a mesh of one axis named "{AXIS}", got axes {short(place.axis_names)}')
-        return place
-    devices = [place] if isinstance(place, jax.Device) else place
-    if not isinstance(devices, Sequence) or not all(isinstance(device, jax.Device) for device in devices):
-        raise TypeError(
-            f"{name}: expected a device such as jax.devices()[1], several of them, or a jax.sharding.Mesh of one axis "
-            f'named "{AXIS}", got {short(place)}'
-        )
-    if not devices or len(set(devices)) < len(devices):
-        raise ValueError(f"{name}: expected at least one device, each once, got {short(devices)}")
-    return Mesh(np.array(devices), (AXIS,))
 
 
 def spec_of(param: ParamSpec) -> P:

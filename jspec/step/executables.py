@@ -46,7 +46,6 @@ class Executables:
         params: the weights; only their shapes and shardings are used.
         state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
-        depths: draft depths for which decode steps are compiled, ascending.
         drafting: the executables of the devices that draft, if those are others.
 
     Attributes:
@@ -62,12 +61,10 @@ class Executables:
         params: Params,
         state: SlotState,
         config: EngineConfig,
-        depths: Sequence[int],
         drafting: Executables | None = None,
     ) -> None:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
-        self._depths = depths
         self._params = params
         self._config = config
         self._drafting = drafting
@@ -209,7 +206,7 @@ class Executables:
         return executable
 
     def _name(self, key: ExecutableKey) -> str:
-        return key.name(self._depths[-1])
+        return key.name(self._program.drafter.tree.depth)
 
 
 def _report(rows: int, depth: int) -> jax.ShapeDtypeStruct:

@@ -70,18 +70,17 @@ class Side:
         self._rows: tuple[int | None, ...] = ()
         self._slots = self.send(np.zeros(0, np.int32))
 
-    def start(self, pool: PoolShape, depths: Sequence[int], drafting: Side) -> None:
+    def start(self, pool: PoolShape, drafting: Side) -> None:
         """Allocate the state and prepare for compiling programs.
 
         Args:
             pool: the shapes of the KV pools.
-            depths: draft depths for which rounds are compiled, ascending.
             drafting: the side whose drafts this one verifies.
         """
         self._pool = pool
         self.make_state()
         others = None if drafting is self else drafting.programs
-        self.programs = Executables(self.program, self.params, self.state, self._config, depths, others)
+        self.programs = Executables(self.program, self.params, self.state, self._config, others)
         self._update_memory_plan([])
 
     def make_state(self) -> None:

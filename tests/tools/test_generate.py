@@ -197,9 +197,7 @@ def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.Ca
     assert given == {"device": jax.devices()[2], "quantize": "int8"}
     assert options("--draft-model", "none")[1] == {}
     for index in ("4", "-1"):
-        with pytest.raises(
-            ValueError, match=f"--draft-device: expected a number from 0 to 3, .* got {index}"
-        ):
+        with pytest.raises(ValueError, match=f"--draft-device: expected a number from 0 to 3, .* got {index}"):
             options("--draft-model", "none", "--draft-device", index)
     with pytest.raises(ValueError, match="--draft-device: expected --draft-model, whose device it is, got none"):
         options("--ngram", "--draft-device", "1")
