@@ -173,9 +173,10 @@ class MemoryPlanner:
         """Return the bytes of two drafts that arrive from other devices, one of which a running program reads."""
         if not isinstance(self.program.drafter, Elsewhere):
             return 0
-        draws = verify.resolve(self.program.accept).draft_sampling is DraftSampling.OWN_DISTRIBUTION
-        node = 4 * (4 + draws * self.params.main.config.vocab_size)  # token, parent, score, flag; probabilities
-        return 2 * pool.slots * self.program.drafter.tree.nodes * node
+        tree, sampling = self.program.drafter.tree, verify.resolve(self.program.accept).draft_sampling
+        has_probs = sampling is DraftSampling.OWN_DISTRIBUTION and tree.paths is not None  # dynamic trees have none
+        node = 4 * (4 + has_probs * self.params.main.config.vocab_size)  # token, parent, score, flag; probabilities
+        return 2 * pool.slots * tree.nodes * node
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jspec import Completion, DFlash, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
 from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.step import memory
+from jspec.step.executable_key import ExecutableKey
 from pallas_kernels.layers.shard import AXIS
 from tests.support import folders, lettered, small
 from tests.support.brittle import Fault
@@ -228,6 +229,10 @@ def test_accept_rule_with_a_draft_model_on_another_device_gives_the_tokens_of_on
     with make(jax.devices()[3], **own) as engine:
         check_equal(run(engine), one_device(**own))
         assert engine.metrics.num_accepted_tokens > 20
+        runner = engine.core.runner
+        key = ExecutableKey("draft", OPTIONS["slots"], runner.program.drafter.tree.depth)
+        crossing = memory.tree_bytes(runner.draft_side.programs.draft_shape(key))
+        assert 2 * crossing <= runner.target_side.planner.received(runner.pool) <= 3 * crossing
 
 
 @pytest.mark.long
