@@ -15,6 +15,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, SlotState, StepOutput
+from jspec.engine.draft_length import RoundSize
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
@@ -39,7 +40,7 @@ class ModelRunner:
     """Plans the device memory, compiles programs, and dispatches the scheduler's plans.
 
     Args:
-        depths: draft depths for which rounds are compiled, ascending.
+        sizes: sizes for which rounds are compiled, the depths ascending.
 
     Attributes:
         pool: the shapes of the KV pools.
@@ -51,12 +52,13 @@ class ModelRunner:
         ValueError: the engine does not fit into memory; the message names settings to lower.
     """
 
-    def __init__(self, program: Program, params: Params, config: EngineConfig, depths: Sequence[int]) -> None:
+    def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
         self.program, self.params, self._config = program, params, config
         target = params.main
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
-        check_device(params, pool.dtype, pool.draft_dtype)
+        devices = () if program.mesh is None else program.mesh.devices.flat
+        check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
         self.target_side, self.draft_side = sides_of(program, params, config)
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
@@ -66,7 +68,7 @@ class ModelRunner:
                 side.start(self.pool, self.draft_side)
         helpers = dict.fromkeys(kind for side in self._sides for kind in side.programs.helpers)
         edits_all = program.processor is not None
-        self.choice = ProgramChoice(config, depths, tuple(helpers), edits_all=edits_all, is_split=len(self._sides) > 1)
+        self.choice = ProgramChoice(config, sizes, tuple(helpers), edits_all=edits_all, is_split=len(self._sides) > 1)
         if config.compile_ahead:
             for side in self._sides:
                 with memory.explain_oom(side.planner, self.pool):
@@ -112,11 +114,11 @@ class ModelRunner:
         lacking = {key for side in self._sides for key in side.own(keys) if key not in side.programs.compiled}
         return [key for key in keys if key in lacking]
 
-    def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
+    def dispatch(self, plan: Plan, size: RoundSize, running: Collection[Request]) -> StepOutput:
         """Start a plan's step and the copy of its result to the host; return the result without waiting for it.
 
         Args:
-            depth: draft depth of the round.
+            size: draft depth and number of verified nodes of a plan's rounds.
             running: requests whose grammars must keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
@@ -127,7 +129,7 @@ class ModelRunner:
         else:
             for side in self._sides:
                 side.enter_pages(plan.new_pages)
-            output = self._round(plan, depth)
+            output = self._round(plan, size)
         jax.copy_to_host_async(output)
         return output
 
@@ -146,10 +148,10 @@ class ModelRunner:
             drafting.update(ExecutableKey("draft_prefill", key.size), drafting.send(packed), first_tokens)
         return output
 
-    def _round(self, plan: RoundPlan, depth: int) -> StepOutput:
+    def _round(self, plan: RoundPlan, size: RoundSize) -> StepOutput:
         """Start the programs of a round."""
         target, drafting = self.target_side, self.draft_side
-        *others, key = self.choice.keys_of(plan, depth)
+        *others, key = self.choice.keys_of(plan, size)
         key = target.programs.cover(key)
         padding = [self._config.slots] * (key.size - len(plan.requests))
         rows = (*(request.state.slot for request in plan.requests), *padding)

@@ -132,6 +132,7 @@ class Executables:
             self._program,
             drafter=drafter.cut(key.depth) if key.kind in CUT else drafter,
             rounds=self._config.rounds_per_dispatch if key.kind == "round" else 1,
+            nodes=key.nodes,
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,

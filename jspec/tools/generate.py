@@ -20,6 +20,7 @@ from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
@@ -35,9 +36,10 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
+    "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
+QUANTIZABLE = ("eagle3", "eagle", "dflash", "dspark", "draft_model")
 TREE = "chain:4"
 
 
@@ -72,6 +74,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
+    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     parser.add_argument(
         "--draft-device",
@@ -88,7 +91,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
+    parser.add_argument(
+        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )
