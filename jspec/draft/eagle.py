@@ -47,6 +47,7 @@ from jspec.draft.eagle_head import (
     reduce_vocabulary,
     run_layers,
 )
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import Size, check_fit, common_sizes
@@ -89,6 +90,7 @@ class EagleDrafter(Drafter):
     method: ClassVar[str]
     has_pending_rows = True
 
+    @refuses_device(READS_FEATURES)
     def __init__(
         self,
         head: EagleHead,
@@ -215,6 +217,7 @@ class Eagle3(EagleDrafter):
     method = "eagle3"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -261,6 +264,7 @@ class Eagle(EagleDrafter):
     method = "eagle"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,

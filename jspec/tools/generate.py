@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from convert import hub
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
@@ -33,9 +36,10 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
+    "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-HEADS = ("eagle3", "eagle", "dflash")  # drafters that may use the target's output head
+HEADS = ("eagle3", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
@@ -71,7 +75,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
+    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
+    parser.add_argument(
+        "--draft-device",
+        type=int,
+        metavar="N",
+        help="device of the draft model, counted from 0; default: the target's devices",
+    )
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
     parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
@@ -81,7 +92,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
+    parser.add_argument(
+        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
     parser.add_argument(
         "--draft-vocab", metavar="N|FILE", help="tokens that an EAGLE or DFlash head with the target's head drafts"
     )
@@ -204,11 +217,30 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
         options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
+    if arguments.draft_device is not None:
+        options["device"] = _draft_device(arguments)
     return tree, options
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _draft_device(arguments: argparse.Namespace) -> jax.Device:
+    """Return the device that --draft-device names.
+
+    Raises:
+        ValueError: there is no draft model or no such device.
+    """
+    devices, index = jax.devices(), arguments.draft_device
+    if not arguments.draft_model:
+        raise ValueError("--draft-device: expected --draft-model, whose device it is, got none; leave it out")
+    if not 0 <= index < len(devices):
+        raise ValueError(
+            f"--draft-device: expected a number from 0 to {len(devices) - 1}, as there are {len(devices)} "
+            f"{devices[0].platform} devices, got {index}"
+        )
+    return devices[index]
 
 
 # -- the command

@@ -13,7 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, DFlash, Drafter, Eagle, Eagle3, Engine, Model, SamplingParams, Tree, frequent_tokens
+from jspec import (
+    Completion,
+    DFlash,
+    Drafter,
+    DSpark,
+    Eagle,
+    Eagle3,
+    Engine,
+    Model,
+    SamplingParams,
+    Tree,
+    frequent_tokens,
+)
 from jspec.core.records import PromptBatch
 from jspec.draft import dflash_head
 from jspec.draft.draft_vocab import read_draft_vocab
@@ -107,9 +119,9 @@ def draft_of(drafter: DFlash, target: Model) -> tuple[np.ndarray, np.ndarray]:
     )
     features = np.random.default_rng(7).normal(size=(1, size, 2 * target.config.hidden_size))
     cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features, jnp.float32))
-    product, _ = drafter.run_block(params, cache, view)
+    block, _ = drafter.run_block(params, cache, view)
     draft, _ = drafter.draft(params, cache, view)
-    return np.asarray(draft.tokens[0]), np.asarray(reduce_partials(product, jnp.float32)[0])
+    return np.asarray(draft.tokens[0]), np.asarray(reduce_partials(block.logits, jnp.float32)[0])
 
 
 STATIC = "static:0,1,2,0.0,0.2,1.1,1.1.0"
@@ -136,6 +148,22 @@ def test_dflash_head_with_a_reduced_vocabulary_drafts_the_likeliest_of_the_kept_
     monkeypatch.setattr(dflash_head, "reduced_head", lambda *given: (right(*given)[0], jnp.roll(right(*given)[1], 1)))
     wrong, _ = draft_of(dflash(target, STATIC, draft_vocab=IDS), target)
     assert wrong[1:].tolist() != best_kept(whole)
+
+
+def test_dspark_head_with_a_reduced_vocabulary_corrects_the_logits_of_the_kept_ids() -> None:
+    """The oracle adds the vanilla correction of all ids to the logits of all ids, then leaves out ids."""
+    target = tiny.model(small.VOCAB)
+    head = tiny.dspark_head(target, block_size=4, feature_layers=(0, 1))
+    assert head.markov is not None
+    embed, project = np.asarray(head.markov.embed), np.asarray(head.markov.project)
+    _, whole = draft_of(DSpark(head, "chain:3"), target)
+    found, _ = draft_of(DSpark(head, "chain:3", draft_vocab=IDS), target)
+    expected, uncorrected = [int(found[0])], []
+    for logits in whole:
+        corrected = logits + project @ embed[expected[-1]]
+        expected.append(KEPT[int(np.argmax(corrected[KEPT]))])
+        uncorrected.append(KEPT[int(np.argmax(logits[KEPT]))])
+    assert found.tolist() == expected and expected[1:] != uncorrected
 
 
 def test_eagle3_head_with_a_reduced_vocabulary_drafts_as_one_with_these_rows_in_its_file() -> None:

@@ -84,8 +84,8 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix", "tree", "dtype")
-    names += ("draft_quantize", "draft_vocab")
+    heads = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -150,11 +150,11 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --dspark, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
-        (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --eagle, --dflash, got none"),
+        (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --eagle, --dflash, --dspark, got none"),
         (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: draft_vocab: expected 1 to"),
         (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: draft_vocab: expected a head that uses the target's"),
     ],
