@@ -15,8 +15,10 @@ import jax
 
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import DEFAULT_TREE, Tree
+from jspec.draft.draft_vocab import DraftVocab
 from jspec.draft.eagle import EagleDrafter, EagleState, load_head, write_pending_rows
 from jspec.draft.eagle_head import EagleHead, with_mask_feature
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import Overrides
@@ -34,6 +36,7 @@ class PEagle(EagleDrafter):
     method = "peagle"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -46,6 +49,7 @@ class PEagle(EagleDrafter):
         mask_token_id: int | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load a P-EAGLE head. Options that are None are taken from the head's config.json.
 
@@ -61,11 +65,12 @@ class PEagle(EagleDrafter):
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         overrides = Overrides(rope_theta, layers, norm_before_residual, mask_token_id=mask_token_id)
         head = load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
     def bind(self, target: Model) -> EagleHead:
         return with_mask_feature(super().bind(target))

@@ -86,7 +86,7 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 def options(**given: object) -> Namespace:
     heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "draft_model")
-    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -104,6 +104,8 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], 
         options(peagle=str(golden / "peagle/speculators/draft"), draft_quantize="int8", tree="chain:6")
     )
     assert isinstance(peagle, PEagle) and peagle.tree == Tree.chain(6) and quantized_as(peagle.head) == "int8"
+    reduced: Any = make_drafter(options(eagle=small["eagle"], draft_vocab="9"))
+    assert reduced.draft_vocab.tolist() == [*range(9)]
     assert isinstance(make_drafter(options(ngram=True)), NGram)
     assert isinstance(make_drafter(options(suffix=True)), Suffix)
     assert make_drafter(options()) is None
@@ -157,6 +159,9 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --peagle, --eagle,"),
+        (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: draft_vocab: expected 1 to"),
+        (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: draft_vocab: expected a head that uses the target's"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
