@@ -20,6 +20,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,17 +184,23 @@ def decide_with_penalties(
     return jax.lax.cond(_is_used(view), with_controls, lambda: (decide(logits), no_state))
 
 
-def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
-    """Call `apply_penalties` on the root's logits if any row uses controls.
+def with_penalties_at_root(view: SlotView, logits: PartialSums, choose: Callable[[PartialSums], Any]) -> Any:
+    """Call ``choose`` with the root's logits; edit them first if a row uses controls or there is a logits processor.
 
-    The call is in a conditional, which copies its result. This takes little time, because the root's logits are small.
+    Args:
+        logits: the root's raw logits, [1, batch, 1, vocab]; scales may still be unapplied.
+        choose: function that takes logits in the form of ``logits``; its result is returned.
     """
     if view.controls is None:
-        return logits
-    no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+        return choose(logits)
+
+    def with_controls() -> Any:
+        no_path = jnp.zeros((*logits.shape[1:3], 0), jnp.int32)
+        return choose(apply_penalties(reduce_partials(logits, jnp.float32), view, no_path)[None])
+
     if view.processor is not None:
-        return apply_penalties(logits, view, no_path)
-    return jax.lax.cond(_is_used(view), lambda: apply_penalties(logits, view, no_path), lambda: logits)
+        return with_controls()
+    return jax.lax.cond(_is_used(view), with_controls, lambda: choose(logits))
 
 
 def _is_used(view: SlotView) -> Bool[Array, ""]:

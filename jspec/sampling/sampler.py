@@ -11,6 +11,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,8 +23,10 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Sampling, SlotView
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.shard import OwnColumns
+from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import sample_tokens
-from pallas_kernels.sampling.threshold import sampling_threshold
+from pallas_kernels.sampling.threshold import restricts, sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 
@@ -110,35 +113,63 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
             still be unapplied, because a separate kernel for them would read and write the logits once more.
         offset: position of the emitted token minus the root's position; 1 for the token right after the root.
     """
-    if not view.deterministic:
-        return _draw(logits, view.lengths, offset, view.sampling, None, view.implementation)
-
-    def draw(logits: Array, root: Array, offset: Array, sampling: Sampling) -> Array:
-        return _draw(logits[None], root, offset, sampling, None, view.implementation)
-
-    # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
-    rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
-    shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
-    arguments = rows, shared[0], offset.reshape(-1), shared[1]
-    return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
+    return _draw(logits, offset, None, view, in_blocks=view.deterministic)
 
 
 def _draw(
     logits: PartialSums,
-    root: Int[Array, "batch"],
-    offset: Int[Array, "*rows"],
-    sampling: Sampling,
+    offset: Int[Array, "batch nodes"],
     ids: Array | None,
-    implementation: str,
-) -> Int[Array, "*rows"]:
-    """Sample one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
+    view: SlotView,
+    *,
+    in_blocks: bool = False,
+) -> Int[Array, "batch nodes"]:
+    """Sample one token for each row with the target's noise.
+
+    Devices that share the columns of the logits gather them only if a row has top-k, top-p or min-p.
 
     Args:
+        offset: position of the token minus the root's position.
         ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
             index.
+        in_blocks: whether the bits of a row's scores must not depend on the number of rows.
     """
-    place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
-    return sample_tokens(logits, *place, *_filters(sampling), ids, **options)
+    sample = partial(_sample_in_blocks if in_blocks else _sample, view=view)
+    if not isinstance(logits, OwnColumns):
+        return sample(logits, offset, ids)[0]
+
+    def from_all() -> Array:
+        return sample(reduce_partials(logits, jnp.float32)[None], offset, ids)[0]
+
+    def from_own() -> Array:
+        best = sample(divided.own_logits(logits), offset, divided.own_ids(logits, ids))
+        return divided.best_of_devices(*best, logits.width)
+
+    if view.all_greedy:
+        return from_own()
+    return jax.lax.cond(jnp.any(restricts(*_filters(view.sampling))), from_all, from_own)
+
+
+def _sample(
+    logits: PartialSums, offset: Int[Array, "batch nodes"], ids: Array | None, view: SlotView
+) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch nodes"]]:
+    """Sample a token for each row; return the tokens and their scores. The arguments are those of `_draw`."""
+    place, options = (view.sampling.seed, view.lengths, offset), {"implementation": view.implementation}
+    return sample_tokens(logits, *place, *_filters(view.sampling), ids, purpose=int(Purpose.TOKEN), **options)
+
+
+def _sample_in_blocks(
+    logits: PartialSums, offset: Int[Array, "batch nodes"], ids: Array | None, view: SlotView
+) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch nodes"]]:
+    """Compute each row of `_sample` as a separate batch, so that a row's bits do not depend on the number of rows."""
+
+    def sample(logits: Array, offset: Array, root: Array, sampling: Sampling) -> tuple[Array, Array]:
+        return _sample(logits[None, :, None], offset[:, None], ids, replace(view, lengths=root, sampling=sampling))
+
+    rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
+    shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
+    found = in_row_blocks_off_gpu(sample, rows, offset.reshape(-1), *shared, implementation=view.implementation)
+    return jax.tree.map(lambda field: field.reshape(offset.shape), found)
 
 
 def processed_probs(
@@ -188,15 +219,25 @@ def child_chooser(
     def choose(partial_logits: PartialSums, level: int | np.ndarray, count: int) -> tuple[Array, Array | None]:
         if draft_sampling is DraftSampling.TARGET_NOISE and count == 1:
             offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
-            drawn = _draw(partial_logits, view.lengths, offset, view.sampling, vocab_map, view.implementation)
-            return drawn[..., None], None
-        logits = reduce_partials(partial_logits, jnp.float32)
+            return _draw(partial_logits, offset, vocab_map, view)[..., None], None
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
-            return by_temperature(view, lambda branch: _draw_children(logits, branch, level, count))
-        if draft_sampling is DraftSampling.TARGET_NOISE:
-            noisy = process(logits, view.sampling, view.implementation) + noise()[:, np.atleast_1d(level) - 1]
-            logits = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
-        return _largest(logits, count, view), None
+            return by_temperature(view, lambda branch: _draw_children(partial_logits, branch, level, count))
+        if draft_sampling is DraftSampling.MOST_LIKELY:
+            return _largest(partial_logits, count, view), None
+
+        own_noise = noise()[:, np.atleast_1d(level) - 1]
+
+        def with_noise(branch: SlotView) -> Array:
+            if branch.all_greedy:
+                return _largest(partial_logits, count, branch)
+            logits = reduce_partials(partial_logits, jnp.float32)
+            noisy = process(logits, view.sampling, view.implementation) + own_noise
+            scores = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
+            return _largest(scores[None], count, branch)
+
+        # Without a gather to save, a conditional takes more time than it saves.
+        is_divided = isinstance(partial_logits, OwnColumns)
+        return by_temperature(view, with_noise) if is_divided else with_noise(view), None
 
     return choose
 
@@ -218,29 +259,43 @@ def _target_noise(
 
 
 def _draw_children(
-    logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int | np.ndarray, count: int
+    partial_logits: PartialSums, view: SlotView, depth: int | np.ndarray, count: int
 ) -> tuple[Array, Array]:
     """Draw children without replacement, and return their ids and the probabilities from which they were drawn.
 
     Greedy rows take the tokens with the largest logits, and have one-hot probabilities.
     """
     if view.all_greedy:
-        one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-        return _largest(logits, count, view), one_hot
+        ids = _largest(partial_logits, count, view)
+        return ids, jax.nn.one_hot(ids[..., 0], partial_logits.shape[-1], dtype=jnp.float32)
+    logits = reduce_partials(partial_logits, jnp.float32)
     probs = processed_probs(logits, view.sampling, view.implementation)
     place = (view.lengths[:, None], jnp.atleast_1d(jnp.asarray(depth))[None], jnp.arange(logits.shape[1])[None])
     noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
     is_sampled = view.sampling.temperature[:, None, None] > 0
-    return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits), count, view), probs
+    return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits)[None], count, view), probs
 
 
-def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView) -> Int[Array, "batch fed count"]:
+def _largest(scores: PartialSums, count: int, view: SlotView) -> Int[Array, "batch fed count"]:
     """Return the token ids of the ``count`` largest scores, largest first; among equal scores, the smaller id first."""
-    if count == 1:
-        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
-    rows, fed, vocab = scores.shape
-    _, ids = top_log_probs(scores.reshape(rows * fed, vocab), count, implementation=view.implementation)
-    return ids.reshape(rows, fed, count)
+    if count == 1 and not isinstance(scores, OwnColumns):
+        return jnp.argmax(reduce_partials(scores, jnp.float32), axis=-1, keepdims=True).astype(jnp.int32)
+    _, ids = most_likely(scores, count, implementation=view.implementation)
+    return ids.reshape(*scores.shape[1:-1], count)
+
+
+def most_likely(
+    logits: PartialSums, k: int, *, base: Float[Array, "rows"] | None = None, implementation: Any
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Return the k largest natural log-probabilities of each row of logits [1, *rows, vocab], and their token ids.
+
+    Args:
+        k, base, implementation: as in `pallas_kernels.sampling.top_log_probs.top_log_probs`.
+    """
+    if isinstance(logits, OwnColumns):
+        return divided.top_log_probs_of_devices(logits, k, base=base, implementation=implementation)
+    rows = reduce_partials(logits, jnp.float32).reshape(-1, logits.shape[-1])
+    return top_log_probs(rows, k, base=base, implementation=implementation)
 
 
 def log_prob(

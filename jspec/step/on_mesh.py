@@ -54,9 +54,13 @@ def log_devices(mesh: Mesh | None) -> None:
     if mesh is None:
         return
     (first, *_), late = mesh.devices.flat, ""
-    if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
+    if _has_late_exchanges(mesh):
         late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
     logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)
+
+
+def _has_late_exchanges(mesh: Mesh) -> bool:
+    return is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS
 
 
 def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True) -> Step:
@@ -70,10 +74,12 @@ def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool =
     """
     if mesh is None:
         return step
-    specs, devices = layout(params), mesh.size
+    specs = layout(params)
+    # Where exchanges are not part of a CUDA graph, neither is a conditional that may gather.
+    own = partial(local, specs=specs, devices=mesh.size, gathers_at_once=_has_late_exchanges(mesh))
 
     def on_device(params: Params, *arguments: Any) -> Any:
-        return step(local(params, specs, devices), *arguments)
+        return step(own(params), *arguments)
 
     def on_all(params: Params, state: SlotState, *inputs: Any) -> Any:
         pools = state_layout(state)

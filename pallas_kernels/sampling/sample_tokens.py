@@ -89,7 +89,8 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
 
     def best(scores):
         token = jnp.argmax(scores, axis=-1)  # the first NaN if there is one
-        return jnp.where(jnp.isnan(jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]), NO_TOKEN, token)
+        score = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
+        return jnp.where(jnp.isnan(score), NO_TOKEN, token), score
 
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
@@ -100,8 +101,8 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
         scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + noise)  # keeps NaN
         return best(jnp.where(temperature[:, None] > 0, scores, logits))
 
-    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
-    return token.astype(jnp.int32).reshape(scaled_logits.shape[1:-1])
+    token, score = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
+    return token.astype(jnp.int32).reshape(offsets.shape), score.reshape(offsets.shape)
 
 
 class _Inputs(NamedTuple):
@@ -202,8 +203,9 @@ def _survey_kernel(
 
 
 def _choose_kernel(
-    *refs,  # inputs, in the order of `_Inputs`, then the survey kernel's outputs; outputs: chosen_ref [rows] int32, and
-    # scratch memory: groups_ref [rows, token groups, padded] int32, kept_ref [rows, MOST * GROUP] int32
+    *refs,  # inputs, in the order of `_Inputs`, then the survey kernel's outputs; outputs: chosen_ref [rows] int32,
+    # score_ref [rows] float32, and scratch memory: groups_ref [rows, token groups, padded] int32, kept_ref
+    # [rows, MOST * GROUP] int32
     # static parameters
     inputs,  # function that selects `_Inputs` from `refs`
     purpose,
@@ -211,7 +213,7 @@ def _choose_kernel(
 ):
     """Chooses the token of one row, in one Pallas program."""
     row = _Row(inputs(refs), pl.program_id(0), purpose)
-    survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
+    survey, (token_ref, chosen_ref, score_ref, groups_ref, kept_ref) = Survey(*refs[-8:-5]), refs[-5:]
 
     @pl.when(row.is_restricted)  # find the threshold, then sample among the tokens that it keeps
     def _():
@@ -223,7 +225,7 @@ def _choose_kernel(
             listed = pltriton.load(kept_ref.at[row.row, place], mask=is_token & held.has_all, other=0)
             return jnp.where(held.has_all, listed, place)
 
-        drawn = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, threshold)[1]
+        score_ref[row.row], drawn = row.draw(jnp.where(held.has_all, count, row.vocab), column_of, threshold)
         chosen_ref[row.row] = jnp.where(held.top == jnp.inf, NO_TOKEN, drawn)
 
     @pl.when(jnp.logical_not(row.is_restricted))  # choose the best of the slices' tokens
@@ -232,7 +234,7 @@ def _choose_kernel(
         index = jnp.arange(pl.next_power_of_2(slices))
         tops = pltriton.load(survey.top.at[row.row, index], mask=index < slices, other=-jnp.inf)
         tokens = pltriton.load(token_ref.at[row.row, index], mask=index < slices, other=row.vocab - 1)
-        chosen_ref[row.row] = row.best(tops, tokens)[1]
+        score_ref[row.row], chosen_ref[row.row] = row.best(tops, tokens)
 
 
 def _pallas(scaled_logits, seed, first, offsets, ids, *controls, purpose, interpret):
@@ -259,11 +261,16 @@ def _pallas(scaled_logits, seed, first, offsets, ids, *controls, purpose, interp
     chosen = call(
         functools.partial(_choose_kernel, inputs=inputs, purpose=purpose, interpret=interpret),
         grid=(rows,),
-        out_shape=[array((rows,), jnp.int32), group_numbers, array((rows, MOST * GROUP), jnp.int32)],
+        out_shape=[
+            array((rows,), jnp.int32),
+            array((rows,), jnp.float32),
+            group_numbers,
+            array((rows, MOST * GROUP), jnp.int32),
+        ],
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         name="sample_tokens",
     )(*arrays, *survey)
-    return chosen[0].reshape(scaled_logits.shape[1:-1])
+    return tuple(field.reshape(offsets.shape) for field in chosen[:2])
 
 
 @functools.partial(jax.jit, static_argnames=("purpose", "implementation"))
@@ -280,10 +287,8 @@ def sample_tokens(
     *,
     purpose: int = 0,
     implementation: Implementation = "auto",
-) -> Int32[Array, "*rows"]:
-    """Samples a token for each row, and returns the tokens' columns [*rows]; among equal scores, the first column.
-
-    The result is NO_TOKEN for a row with a logit that is NaN.
+) -> tuple[Int32[Array, "*rows"], Float[Array, "*rows"]]:
+    """Samples a token for each row; among equal scores, the first column is chosen.
 
     Neighbouring rows form groups of equal size. The rows of a group share seed, first position and sampling controls.
 
@@ -298,6 +303,10 @@ def sample_tokens(
         ids: token id of each column, which selects the column's noise [vocab]; None: the column's index.
         purpose: number that is folded into the seed before the position.
         implementation: as in `paged_attention`.
+
+    Returns:
+        The tokens' columns [*rows], NO_TOKEN for a row with a logit that is NaN; and their scores [*rows], which are
+        the largest of their rows. The score of NO_TOKEN is undefined.
 
     Raises:
         ValueError: the arrays differ in their number of groups, or the rows do not divide equally into groups.
