@@ -96,7 +96,10 @@ class Engine(EngineLoop):
         keep_compiled(config.compile_cache)
         tokenizer = load_tokenizer(tokenizer)
         check_size(tokenizer, target.config.vocab_size)
-        self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
+        own_eos_ids, vocab_size = read_ids("eos_ids", eos_ids), target.config.vocab_size
+        self.input_processor = InputProcessor(
+            tokenizer, vocab_size, own_eos_ids, config, gathers_logits=lambda params: self.core.runner.gathers(params)
+        )
         proposes = make_drafter(drafter, mesh=mesh_for(config, target))
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         super().__init__(config, core)

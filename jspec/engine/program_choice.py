@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import reduce
 from itertools import product
 
@@ -22,18 +22,21 @@ class Features:
         traced: whether to return the draft tree of every round.
         logprobs: whether to return log-probabilities of the emitted tokens.
         masked: whether the host computes token masks for a grammar.
+        gathers_logits: whether, on several devices, rounds gather the logits of the whole vocabulary.
     """
 
     traced: bool = False
     logprobs: bool = False
     masked: bool = False
+    gathers_logits: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Features:
-        return cls(request.trace, request.params.logprobs is not None, request.matcher is not None)
+        own = request.trace, request.params.logprobs is not None, request.matcher is not None
+        return cls(*own, request.gathers_logits)
 
     def __or__(self, other: Features) -> Features:
-        return Features(self.traced or other.traced, self.logprobs or other.logprobs, self.masked or other.masked)
+        return Features(*(one or two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
 
 class LiveRequests:
@@ -76,17 +79,24 @@ class ProgramChoice:
         depths: draft depths to which a round may cut the drafter's tree, ascending.
         helpers: kinds of the small programs that change parts of this engine's state.
         edits_all: whether a logits processor edits the logits of every request.
+        is_divided: whether the engine runs on several devices.
     """
 
     def __init__(
-        self, config: EngineConfig, depths: Sequence[int], helpers: Collection[Kind], *, edits_all: bool
+        self,
+        config: EngineConfig,
+        depths: Sequence[int],
+        helpers: Collection[Kind],
+        *,
+        edits_all: bool,
+        is_divided: bool = False,
     ) -> None:
         assert config.buckets is not None and config.prefill_buckets is not None
         self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
         self._compile_ahead = config.compile_ahead
         self._depths = depths
         self._helpers = helpers
-        self._edits_all = edits_all
+        self._edits_all, self._is_divided = edits_all, is_divided
 
     def all_keys(self, features: Features = Features(), *, prompt_logprobs: bool = False) -> list[ExecutableKey]:
         """Return the keys of all programs for requests with any of the given features.
@@ -97,7 +107,9 @@ class ProgramChoice:
         """
         keys: list[ExecutableKey] = []
         for traced, logprobs, masked in product(*map(_modes, (features.traced, features.logprobs, features.masked))):
-            keys += self._round_keys(self._buckets, Features(traced, logprobs, masked))
+            needs_all = self._is_divided and (logprobs or masked or self._edits_all)
+            for gathers in [True] if needs_all else _modes(self._is_divided):
+                keys += self._round_keys(self._buckets, Features(traced, logprobs, masked, gathers))
             for prompt in _modes(prompt_logprobs):
                 keys += self._prefill_keys(self._prefill_buckets, logprobs or prompt, prompt, masked)
         return list(dict.fromkeys([*keys, *map(ExecutableKey, self._helpers)]))
@@ -130,7 +142,8 @@ class ProgramChoice:
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
         sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
-        keys = [ExecutableKey.round(*size, logprobs=features.logprobs, traced=features.traced) for size in sizes]
+        options = dict(logprobs=features.logprobs, traced=features.traced, gathers_logits=features.gathers_logits)
+        keys = [ExecutableKey.round(*size, **options) for size in sizes]
         if features.masked:
             keys += [key for size in sizes for key in ExecutableKey.split(*size, logprobs=features.logprobs)]
         return keys
@@ -158,7 +171,8 @@ def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
     features = union(map(Features.of, plan.requests))
     if wants_newest(plan.requests):
         return ExecutableKey.split(plan.bucket, depth, logprobs=features.logprobs)
-    return (ExecutableKey.round(plan.bucket, depth, logprobs=features.logprobs, traced=features.traced),)
+    options = dict(logprobs=features.logprobs, traced=features.traced, gathers_logits=features.gathers_logits)
+    return (ExecutableKey.round(plan.bucket, depth, **options),)
 
 
 def wants_newest(requests: Sequence[Request]) -> bool:

@@ -7,7 +7,6 @@ checkpoints. The query, key and value projections are fused into one weight, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +120,6 @@ class TargetOut:
         """The logits of the requested tokens in float32."""
         assert self.product is not None, "the forward pass was taken with_logits=False"
         return reduce_partials(self.product, jnp.float32)
-
-    def with_whole_logits(self) -> TargetOut:
-        """Return an output whose `product` is `logits`, which are then gathered once for all readers."""
-        return replace(self, product=self.logits[None])
 
 
 def forward(

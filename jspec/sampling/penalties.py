@@ -20,7 +20,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 MAX_BAD_WORDS = 128  # largest number of bad words of several tokens per request
 MAX_BAD_WORD_TOKENS = 16
@@ -169,6 +169,8 @@ def decide_with_penalties(
     if view.controls is None:
         return decide(logits), None
     no_state = None if view.grammars is None else jnp.full(view.lengths.shape, grammar_mask.NO_STATE, jnp.int32)
+    if isinstance(logits, OwnColumns):  # then no row uses controls
+        return decide(logits), no_state
 
     def with_controls() -> tuple[Decision, Array | None]:
         paths = get_paths()
@@ -184,23 +186,17 @@ def decide_with_penalties(
     return jax.lax.cond(_is_used(view), with_controls, lambda: (decide(logits), no_state))
 
 
-def with_penalties_at_root(view: SlotView, logits: PartialSums, choose: Callable[[PartialSums], Any]) -> Any:
-    """Call ``choose`` with the root's logits; edit them first if a row uses controls or there is a logits processor.
+def apply_penalties_at_root(logits: Float[Array, "batch 1 vocab"], view: SlotView) -> Float[Array, "batch 1 vocab"]:
+    """Call `apply_penalties` on the root's logits if any row uses controls.
 
-    Args:
-        logits: the root's raw logits, [1, batch, 1, vocab]; scales may still be unapplied.
-        choose: function that takes logits in the form of ``logits``; its result is returned.
+    The call is in a conditional, which copies its result. This takes little time, because the root's logits are small.
     """
     if view.controls is None:
-        return choose(logits)
-
-    def with_controls() -> Any:
-        no_path = jnp.zeros((*logits.shape[1:3], 0), jnp.int32)
-        return choose(apply_penalties(reduce_partials(logits, jnp.float32), view, no_path)[None])
-
+        return logits
+    no_path = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
     if view.processor is not None:
-        return with_controls()
-    return jax.lax.cond(_is_used(view), with_controls, lambda: choose(logits))
+        return apply_penalties(logits, view, no_path)
+    return jax.lax.cond(_is_used(view), lambda: apply_penalties(logits, view, no_path), lambda: logits)
 
 
 def _is_used(view: SlotView) -> Bool[Array, ""]:

@@ -26,7 +26,7 @@ from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import sample_tokens
-from pallas_kernels.sampling.threshold import restricts, sampling_threshold
+from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 
@@ -126,9 +126,8 @@ def _draw(
 ) -> Int[Array, "batch nodes"]:
     """Sample one token for each row with the target's noise.
 
-    Devices that share the columns of the logits gather them only if a row has top-k, top-p or min-p.
-
     Args:
+        logits: [1, batch, nodes, vocab]; if they are `OwnColumns`, no row has top-k, top-p or min-p.
         offset: position of the token minus the root's position.
         ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
             index.
@@ -137,17 +136,8 @@ def _draw(
     sample = partial(_sample_in_blocks if in_blocks else _sample, view=view)
     if not isinstance(logits, OwnColumns):
         return sample(logits, offset, ids)[0]
-
-    def from_all() -> Array:
-        return sample(reduce_partials(logits, jnp.float32)[None], offset, ids)[0]
-
-    def from_own() -> Array:
-        best = sample(divided.own_logits(logits), offset, divided.own_ids(logits, ids))
-        return divided.best_of_devices(*best, logits.width)
-
-    if view.all_greedy:
-        return from_own()
-    return jax.lax.cond(jnp.any(restricts(*_filters(view.sampling))), from_all, from_own)
+    best = sample(divided.own_logits(logits), offset, divided.own_ids(logits, ids))
+    return divided.best_of_devices(*best, logits.width)
 
 
 def _sample(
@@ -221,23 +211,20 @@ def child_chooser(
             offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
             return _draw(partial_logits, offset, vocab_map, view)[..., None], None
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
+            if isinstance(partial_logits, OwnColumns):  # then every row is greedy (`AcceptRule.reads_probabilities`)
+                return _draw_children(partial_logits, replace(view, all_greedy=True), level, count)
             return by_temperature(view, lambda branch: _draw_children(partial_logits, branch, level, count))
         if draft_sampling is DraftSampling.MOST_LIKELY:
             return _largest(partial_logits, count, view), None
-
-        own_noise = noise()[:, np.atleast_1d(level) - 1]
-
-        def with_noise(branch: SlotView) -> Array:
-            if branch.all_greedy:
-                return _largest(partial_logits, count, branch)
+        is_sampled, own_noise = view.sampling.temperature[:, None, None] > 0, noise()[:, np.atleast_1d(level) - 1]
+        if not isinstance(partial_logits, OwnColumns):
             logits = reduce_partials(partial_logits, jnp.float32)
             noisy = process(logits, view.sampling, view.implementation) + own_noise
-            scores = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
-            return _largest(scores[None], count, branch)
-
-        # Without a gather to save, a conditional takes more time than it saves.
-        is_divided = isinstance(partial_logits, OwnColumns)
-        return by_temperature(view, with_noise) if is_divided else with_noise(view), None
+            return _largest(jnp.where(is_sampled, noisy, logits)[None], count, view), None
+        logits = reduce_partials(divided.own_logits(partial_logits), jnp.float32)
+        noisy = process(logits, view.sampling, view.implementation) + divided.own_part(partial_logits, own_noise)
+        own = jnp.where(is_sampled, noisy, logits)[None]
+        return _largest(replace(partial_logits, own=own), count, view), None
 
     return choose
 

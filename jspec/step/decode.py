@@ -140,8 +140,7 @@ def verify_stage(
             deterministic=fixed,
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
         )
-        out, target = forward(params.target, state.target, batch, feature_layers=program.feature_layers)
-        return out if program.logprobs is None else out.with_whole_logits(), target
+        return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 
 
 def accept_stage(program: Program, out: TargetOut, view: SlotView, draft: Draft) -> Verdict:

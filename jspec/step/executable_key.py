@@ -21,6 +21,8 @@ class ExecutableKey:
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
         traced: whether a decode step returns its drafts.
         masked: whether the program takes token masks from the host.
+        gathers_logits: whether, on several devices, a round gathers the logits of the whole vocabulary on each device,
+            for rows that need more than `Program.divides_logits` allows. Log-probabilities need it too.
     """
 
     kind: Kind
@@ -30,11 +32,14 @@ class ExecutableKey:
     prompt_logprobs: bool = False
     traced: bool = False
     masked: bool = False
+    gathers_logits: bool = False
 
     @classmethod
-    def round(cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False) -> ExecutableKey:
+    def round(
+        cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False, gathers_logits: bool = False
+    ) -> ExecutableKey:
         """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
-        return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs)
+        return cls("round", rows, depth, logprobs, traced=traced or logprobs, gathers_logits=gathers_logits)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
@@ -44,7 +49,7 @@ class ExecutableKey:
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
         same = ("kind", "depth", "prompt_logprobs", "masked")
-        more = ("size", "logprobs", "traced")
+        more = ("size", "logprobs", "traced", "gathers_logits")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(
             getattr(self, name) >= getattr(other, name) for name in more
         )
@@ -59,7 +64,8 @@ class ExecutableKey:
         match self.kind:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
-                return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced)
+                gathers = " of gathered logits" * self.gathers_logits
+                return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced) + gathers
             case "draft" | "verify":
                 return f"{self.kind}[{self.size}, depth {self.depth}]" + scored
             case "prefill" if self.masked:

@@ -130,6 +130,7 @@ class Executables:
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
+            divides_logits=self._program.mesh is not None and key.kind == "round" and not key.gathers_logits,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -177,7 +178,8 @@ class Executables:
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
         has_output = key.kind != "write_pending_rows"
-        step = step_on(mesh, partial(step, program), self._params, has_output=has_output)
+        options = dict(has_output=has_output, divides_logits=program.divides_logits)
+        step = step_on(mesh, partial(step, program), self._params, **options)
         return step, 1, (self._params, state, *inputs)
 
     def _compile_one(self, name: str, lowered: Any) -> Any:

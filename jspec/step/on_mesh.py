@@ -54,16 +54,14 @@ def log_devices(mesh: Mesh | None) -> None:
     if mesh is None:
         return
     (first, *_), late = mesh.devices.flat, ""
-    if _has_late_exchanges(mesh):
+    if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
         late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
     logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)
 
 
-def _has_late_exchanges(mesh: Mesh) -> bool:
-    return is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS
-
-
-def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True) -> Step:
+def step_on(
+    mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True, divides_logits: bool = False
+) -> Step:
     """Return a step (params, state, *inputs) -> (state, output) that runs on all devices of a mesh.
 
     Args:
@@ -71,15 +69,14 @@ def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool =
         step: the step on one device. Its inputs and its output are equal on all devices.
         params: the parameters, on the mesh; only their shardings are used.
         has_output: whether the step returns an output; False: it returns the state alone.
+        divides_logits: as in `Program`.
     """
     if mesh is None:
         return step
-    specs = layout(params)
-    # Where exchanges are not part of a CUDA graph, neither is a conditional that may gather.
-    own = partial(local, specs=specs, devices=mesh.size, gathers_at_once=_has_late_exchanges(mesh))
+    specs, devices = layout(params), mesh.size
 
     def on_device(params: Params, *arguments: Any) -> Any:
-        return step(own(params), *arguments)
+        return step(local(params, specs, devices, gathers=not divides_logits), *arguments)
 
     def on_all(params: Params, state: SlotState, *inputs: Any) -> Any:
         pools = state_layout(state)

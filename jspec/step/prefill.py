@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
 from jspec.core.records import (
-    LogProbs,
     PrefillInput,
     PromptBatch,
     PromptPiece,
@@ -27,7 +26,6 @@ from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
 from jspec.step.program import Params, Program, token_history, view_of
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 
 @jax.named_scope("prefill")
@@ -138,17 +136,12 @@ def _first_tokens(
     length = batch.ends
     newest = batch.newest_of(batch.tokens[..., None])[:, 0]
     of_newest = replace(view, root=newest, lengths=length - 1)
-    out = out if program.logprobs is None else out.with_whole_logits()
-    assert out.product is not None
-
-    def choose(edited: PartialSums) -> tuple[Int[Array, "pieces 1"], LogProbs | None]:
-        token = sampler.target_tokens(edited, of_newest, jnp.ones((len(newest), 1), jnp.int32))
-        token = jnp.where(pieces.root[:, None] >= 0, pieces.root[:, None], token)
-        if program.logprobs is None:
-            return token, None
-        return token, logprobs.of_first(program.logprobs, out.logits, reduce_partials(edited, jnp.float32), token, view)
-
-    token, scores = penalties.with_penalties_at_root(of_newest, out.product, choose)
+    logits = penalties.apply_penalties_at_root(out.logits, of_newest)
+    token = sampler.target_tokens(logits[None], of_newest, jnp.ones((len(newest), 1), jnp.int32))
+    token = jnp.where(pieces.root[:, None] >= 0, pieces.root[:, None], token)
+    scores = None
+    if program.logprobs is not None:
+        scores = logprobs.of_first(program.logprobs, out.logits, logits, token, view)
     ones = jnp.ones_like(pieces.slot)
     verdict = verify.cut(
         Verdict(accept_len=0 * ones, path=0 * ones[:, None], tokens=token, counts=ones, ended=~view.active), view

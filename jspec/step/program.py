@@ -83,6 +83,8 @@ class Program:
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
+        divides_logits: whether each device chooses tokens among its own part of the vocabulary, so that no logits are
+            gathered. The rows of such a program need no `SamplingParams` that cut or edit logits, and no probabilities.
     """
 
     drafter: Drafter
@@ -99,6 +101,7 @@ class Program:
     prompt_logprobs: bool = False
     deterministic: bool = False
     mesh: Mesh | None = None
+    divides_logits: bool = False
 
     @property
     def compiler_options(self) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def join(own: PartialSums, weight: Shard, dtype: jnp.dtype, *, deterministic: bo
     if weight.by == "columns":
         return weight.join(with_scales(own), dtype, deterministic=deterministic)
     columns = OwnColumns(own, weight.size)
-    return reduce_partials(columns, dtype)[None] if weight.is_gathered else columns
+    return reduce_partials(columns, dtype)[None] if weight.gathers else columns
 
 
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
@@ -289,7 +289,7 @@ def sum_f32(parts: Iterable[Array]) -> Array:
 def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
     """Adds up partial sums [parts, *rows, out], applies their scales, and rounds the result once to `dtype`.
 
-    Columns that are divided over devices are then gathered, so that each device has all of them.
+    `OwnColumns` are gathered then, so that each device has the columns of all.
     """
     if isinstance(parts, OwnColumns):
         return gather_columns(reduce_partials(parts.own, dtype))[..., : parts.size]

@@ -3,8 +3,8 @@
     "rows"      y = [x @ w_0.T, x @ w_1.T, ...]         a device holds rows; the outputs are put side by side
     "columns"   y = x_0 @ w_0.T + x_1 @ w_1.T + ...     a device holds columns, and the same columns of x
 
-The exchanges give every device the same bits: sums over devices are added up in one order everywhere. A product by rows
-stays divided (`OwnColumns`) until its reader gathers it, because the reader may need only a few of its numbers.
+The exchanges give every device the same bits: sums over devices are added up in one order everywhere. If a reader needs
+only a few numbers of a product by rows, the product may stay divided (`OwnColumns`).
 """
 
 import math
@@ -29,7 +29,7 @@ class Shard:
     weight: Any  # the device's part, an array or a `Quantized`
     by: Literal["rows", "columns"] = field(metadata=STATIC)
     size: int = field(metadata=STATIC)  # number of rows of the whole weight, without padding
-    is_gathered: bool = field(default=False, metadata=STATIC)  # by rows: gather outputs at once, not in their reader
+    gathers: bool = field(default=True, metadata=STATIC)  # by rows: whether products are gathered, or `OwnColumns`
 
     @property
     def shape(self) -> tuple[int, ...]:

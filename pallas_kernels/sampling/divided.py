@@ -40,8 +40,12 @@ def own_ids(logits: OwnColumns, ids: Int[Array, " columns"] | None) -> Int32[Arr
         logits: the logits.
         ids: token id of each column of all devices; None: the column's index.
     """
-    columns = _columns(logits)
-    return columns if ids is None else ids[jnp.minimum(columns, logits.size - 1)]
+    return _columns(logits) if ids is None else own_part(logits, ids)
+
+
+def own_part(logits: OwnColumns, values: Array) -> Array:
+    """Returns the values [..., width] of this device's columns among those of all [..., columns]."""
+    return values[..., jnp.minimum(_columns(logits), logits.size - 1)]
 
 
 def _columns(logits: OwnColumns) -> Int32[Array, " width"]:

@@ -45,7 +45,9 @@ def head() -> EagleHead:
 def build(drafter: Drafter, mesh: Mesh | None) -> tuple[Program, Params, Any]:
     """Return a program, and the shapes of its parameters and of its state on a mesh."""
     whole = target()
-    program = Program(drafter, drafter.feature_layers(whole), "coupled", "auto", mesh=mesh)
+    program = Program(
+        drafter, drafter.feature_layers(whole), "coupled", "auto", mesh=mesh, divides_logits=mesh is not None
+    )
     if mesh is None:
         params = Params(whole, drafter.bind(whole))
         return program, params, jax.eval_shape(lambda p: init_state(program, p, POOL), params)
@@ -69,7 +71,8 @@ def build(drafter: Drafter, mesh: Mesh | None) -> tuple[Program, Params, Any]:
 def compile_round(drafter: Drafter, mesh: Mesh | None) -> tuple[H200Program, Any]:
     program, params, state = build(drafter, mesh)
     slots = jax.ShapeDtypeStruct((1,), "int32")
-    step, options = step_on(mesh, partial(spec_step, program), params), program.compiler_options
+    step = step_on(mesh, partial(spec_step, program), params, divides_logits=program.divides_logits)
+    options = program.compiler_options
     compiled = compile_for_h200(step, params, state, slots, donate_argnums=1, options=options, mesh=mesh)
     return compiled, state
 
