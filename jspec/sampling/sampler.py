@@ -11,7 +11,6 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -113,53 +112,40 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
             still be unapplied, because a separate kernel for them would read and write the logits once more.
         offset: position of the emitted token minus the root's position; 1 for the token right after the root.
     """
-    return _draw(logits, offset, None, view, in_blocks=view.deterministic)
+    if not view.deterministic:
+        return _draw(logits, view.lengths, offset, view.sampling, None, view.implementation)
+
+    def draw(logits: PartialSums, root: Array, offset: Array, sampling: Sampling) -> Array:
+        one_part = jax.tree.map(lambda rows: rows[None], logits)
+        return _draw(one_part, root, offset, sampling, None, view.implementation)
+
+    # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
+    own = logits.own if isinstance(logits, OwnColumns) else logits
+    sums = reduce_partials(own, jnp.float32).reshape(offset.size, -1)
+    rows = replace(logits, own=sums) if isinstance(logits, OwnColumns) else sums
+    shared = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), (view.lengths, view.sampling))
+    arguments = rows, shared[0], offset.reshape(-1), shared[1]
+    return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
 
 
 def _draw(
     logits: PartialSums,
-    offset: Int[Array, "batch nodes"],
+    root: Int[Array, "batch"],
+    offset: Int[Array, "*rows"],
+    sampling: Sampling,
     ids: Array | None,
-    view: SlotView,
-    *,
-    in_blocks: bool = False,
-) -> Int[Array, "batch nodes"]:
-    """Sample one token for each row with the target's noise.
+    implementation: str,
+) -> Int[Array, "*rows"]:
+    """Sample one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
 
     Args:
-        logits: [1, batch, nodes, vocab]; if they are `OwnColumns`, no row has top-k, top-p or min-p.
-        offset: position of the token minus the root's position.
+        logits: [1, *rows, vocab]; if they are `OwnColumns`, no row has top-k, top-p or min-p.
         ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
             index.
-        in_blocks: whether the bits of a row's scores must not depend on the number of rows.
     """
-    sample = partial(_sample_in_blocks if in_blocks else _sample, view=view)
-    if not isinstance(logits, OwnColumns):
-        return sample(logits, offset, ids)[0]
-    best = sample(divided.own_logits(logits), offset, divided.own_ids(logits, ids))
-    return divided.best_of_devices(*best, logits.width)
-
-
-def _sample(
-    logits: PartialSums, offset: Int[Array, "batch nodes"], ids: Array | None, view: SlotView
-) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch nodes"]]:
-    """Sample a token for each row; return the tokens and their scores. The arguments are those of `_draw`."""
-    place, options = (view.sampling.seed, view.lengths, offset), {"implementation": view.implementation}
-    return sample_tokens(logits, *place, *_filters(view.sampling), ids, purpose=int(Purpose.TOKEN), **options)
-
-
-def _sample_in_blocks(
-    logits: PartialSums, offset: Int[Array, "batch nodes"], ids: Array | None, view: SlotView
-) -> tuple[Int[Array, "batch nodes"], Float[Array, "batch nodes"]]:
-    """Compute each row of `_sample` as a separate batch, so that a row's bits do not depend on the number of rows."""
-
-    def sample(logits: Array, offset: Array, root: Array, sampling: Sampling) -> tuple[Array, Array]:
-        return _sample(logits[None, :, None], offset[:, None], ids, replace(view, lengths=root, sampling=sampling))
-
-    rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
-    shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
-    found = in_row_blocks_off_gpu(sample, rows, offset.reshape(-1), *shared, implementation=view.implementation)
-    return jax.tree.map(lambda field: field.reshape(offset.shape), found)
+    place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
+    sample = divided.sample_tokens_of_devices if isinstance(logits, OwnColumns) else sample_tokens
+    return sample(logits, *place, *_filters(sampling), ids=ids, **options)
 
 
 def processed_probs(
@@ -209,7 +195,8 @@ def child_chooser(
     def choose(partial_logits: PartialSums, level: int | np.ndarray, count: int) -> tuple[Array, Array | None]:
         if draft_sampling is DraftSampling.TARGET_NOISE and count == 1:
             offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
-            return _draw(partial_logits, offset, vocab_map, view)[..., None], None
+            drawn = _draw(partial_logits, view.lengths, offset, view.sampling, vocab_map, view.implementation)
+            return drawn[..., None], None
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
             if isinstance(partial_logits, OwnColumns):  # then every row is greedy (`AcceptRule.reads_probabilities`)
                 return _draw_children(partial_logits, replace(view, all_greedy=True), level, count)
