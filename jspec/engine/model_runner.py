@@ -66,8 +66,9 @@ class ModelRunner:
         check_device(params, pool.dtype, pool.draft_dtype)
         self._send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = () if program.mesh is None else program.mesh.devices.flat
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
+        devices = () if program.mesh is None else tuple(program.mesh.devices.flat)
+        free = memory.device_memory(*devices)
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, max(len(devices), 1))
         self.pool, _ = memory.fit(self.planner, pool)
         with memory.explain_oom(self.planner, self.pool):
             self.state = make_state(program, params, self.pool)
