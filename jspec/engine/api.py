@@ -33,6 +33,7 @@ from jspec.engine.chat_input import (
 from jspec.engine.input_processor import InputProcessor
 from jspec.engine.loop import EngineLoop
 from jspec.engine.output_processor import make_completion
+from jspec.engine.program_choice import gathering
 from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.sampling_fields import SamplingFields
 from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
@@ -96,11 +97,11 @@ class Engine(EngineLoop):
         keep_compiled(config.compile_cache)
         tokenizer = load_tokenizer(tokenizer)
         check_size(tokenizer, target.config.vocab_size)
-        own_eos_ids, vocab_size = read_ids("eos_ids", eos_ids), target.config.vocab_size
-        self.input_processor = InputProcessor(
-            tokenizer, vocab_size, own_eos_ids, config, gathers_logits=lambda params: self.core.runner.gathers(params)
-        )
-        proposes = make_drafter(drafter, mesh=mesh_for(config, target))
+        self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
+        mesh = mesh_for(config, target)
+        if mesh is not None:
+            self.input_processor.gathers_logits = gathering(config, edits_all=logits_processor is not None)
+        proposes = make_drafter(drafter, mesh=mesh)
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         super().__init__(config, core)
         self._async_steps = streams.AsyncSteps()

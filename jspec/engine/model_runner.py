@@ -14,7 +14,6 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, StepOutput
 from jspec.engine.grammar.token_table import TablePool
@@ -22,7 +21,6 @@ from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key, round_keys
 from jspec.engine.request import Request
-from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -154,15 +152,6 @@ class ModelRunner:
     def edits(self, request: Request) -> bool:
         """Return whether penalties, a grammar or a logits processor edit a request's logits."""
         return bool(request.params.controls_used) or self.program.processor is not None
-
-    def gathers(self, params: SamplingParams) -> bool:
-        """Return whether rounds of such a request gather the logits of the whole vocabulary from several devices."""
-        program, is_sampled = self.program, params.temperature > 0
-        if program.mesh is None:
-            return False
-        cuts = is_sampled and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        reads = params.logprobs is not None or verify.resolve(program.accept).reads_probabilities(is_sampled=is_sampled)
-        return cuts or reads or program.processor is not None or bool(params.controls_used)
 
     def _admit_controls(self, request: Request, running: Collection[Request]) -> None:
         """Load a request's logit edits into its slot, and its grammar into a device table if no table has it."""

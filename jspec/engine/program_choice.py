@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
 from itertools import product
 
+from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.engine.request import Request
+from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
 from jspec.step.executable_key import ExecutableKey, Kind
 
@@ -37,6 +39,23 @@ class Features:
 
     def __or__(self, other: Features) -> Features:
         return Features(*(one or two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+def gathering(config: EngineConfig, *, edits_all: bool) -> Callable[[SamplingParams], bool]:
+    """Return the function that says whether rounds of a request on several devices gather all logits.
+
+    Args:
+        edits_all: whether a logits processor edits the logits of every request.
+    """
+    rule = verify.resolve(config.accept, **config.accept_options)
+
+    def gathers(params: SamplingParams) -> bool:
+        is_sampled = params.temperature > 0
+        cuts = is_sampled and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        reads = params.logprobs is not None or rule.reads_probabilities(is_sampled=is_sampled)
+        return cuts or reads or edits_all or bool(params.controls_used)
+
+    return gathers
 
 
 class LiveRequests:

@@ -33,6 +33,7 @@ from jspec import (
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.records import KVCache, SlotState
 from jspec.draft.eagle_head import EagleHead
+from jspec.engine.program_choice import gathering
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import lettered, small, tiny
@@ -283,8 +284,13 @@ GATHERS: tuple[tuple[dict[str, Any], bool], ...] = (
 def test_rounds_gather_logits_for_requests_that_cut_edit_or_report_them(
     eagle: Engine, fields: dict[str, Any], gathers: bool
 ) -> None:
-    assert eagle.core.runner.gathers(SamplingParams(**fields)) is gathers
-    assert not one_device().core.runner.gathers(SamplingParams(**fields))
+    params = SamplingParams(**fields)
+    assert eagle.input_processor.gathers_logits(params) is gathers
+    assert not one_device().input_processor.gathers_logits(params)
+    assert gathering(eagle.config, edits_all=True)(params)
+    assert gathering(replace(eagle.config, accept="rejection"), edits_all=False)(params) is (
+        gathers or params.temperature > 0
+    )
 
 
 RULES = [rule for rule in ACCEPT_RULES if rule not in ("coupled", "rejection")]
