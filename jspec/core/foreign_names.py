@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from jspec.core.shorten import short
 
-ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; there is no other parallelism"
+ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; layers are not divided"
+REPLICAS = "jspec.Replicas(lambda mesh: Engine(..., mesh=mesh), devices), which runs an engine on each device"
 NO_BEAMS = "no such option, because jspec has no beam search"
 NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
@@ -43,8 +44,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "tensor_parallel_size": "tensor_parallel=",
     "tp_size": "tensor_parallel=",
     "pipeline_parallel_size": ONE_MESH,
-    "data_parallel_size": ONE_MESH,
-    "dp_size": ONE_MESH,
+    "data_parallel_size": REPLICAS,
+    "dp_size": REPLICAS,
     "device_map": "mesh=, a jax.sharding.Mesh, or tensor_parallel=",
     # engines: weights and computation
     "torch_dtype": "dtype= of Engine.from_pretrained",

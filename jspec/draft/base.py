@@ -137,7 +137,8 @@ class Drafter(abc.ABC):
         """
         name = type(self).__name__
         raise ValueError(
-            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DraftModel), got {name}; leave it out"
+            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DSpark, DraftModel), got {name}; "
+            "leave it out"
         )
 
     def on_mesh(self, mesh: Mesh) -> Drafter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
 
 from jspec.core.config import EngineConfig
 from jspec.engine.core import EngineCore
@@ -138,12 +137,6 @@ class EngineLoop:
             self.core.close()
             self._closed = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def warmup(
         self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
     ) -> None:
@@ -206,10 +199,25 @@ class EngineLoop:
     def pages_in_use(self) -> int:
         return self.scheduler.pages.num_used
 
-    def prometheus(self, model_name: str = "jspec") -> str:
-        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
+    @property
+    def num_slots(self) -> int:
+        """The number of requests that may run at once."""
+        return self.config.slots
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages that requests can hold, which is all but the null page."""
+        return self.scheduler.pages.pages - 1
+
+    def prometheus(self, model_name: str = "jspec", *, number: int = 0) -> str:
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names.
+
+        Args:
+            model_name: value of the label "model_name".
+            number: value of the label "engine".
+        """
         with self._lock:
-            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
+            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name, number=number)
 
 
 def needs_rounds(request: Request) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, StepOutput
+from jspec.engine.draft_length import RoundSize
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
@@ -42,7 +43,7 @@ class ModelRunner:
     """Plans the device memory, compiles programs, and dispatches the scheduler's plans.
 
     Args:
-        depths: draft depths for which rounds are compiled, ascending.
+        sizes: sizes for which rounds are compiled, the depths ascending.
 
     Attributes:
         memory_plan: device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary.
@@ -56,28 +57,28 @@ class ModelRunner:
         ValueError: the engine does not fit into memory; the message names settings to lower.
     """
 
-    def __init__(self, program: Program, params: Params, config: EngineConfig, depths: Sequence[int]) -> None:
+    def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
         self.program, self.params, self._config = program, params, config
         target = params.target
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
-        check_device(params, pool.dtype, pool.draft_dtype)
+        devices = () if program.mesh is None else program.mesh.devices.flat
+        check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
         self._send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = () if program.mesh is None else tuple(program.mesh.devices.flat)
-        free = memory.device_memory(*devices)
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, max(len(devices), 1))
+        free, count = memory.device_memory(*devices), 1 if program.mesh is None else program.mesh.size
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
         self.pool, _ = memory.fit(self.planner, pool)
         with memory.explain_oom(self.planner, self.pool):
             self.state = make_state(program, params, self.pool)
             jax.block_until_ready(self.state)
-            self.programs = Executables(program, params, self.state, config, depths)
+            self.programs = Executables(program, params, self.state, config)
             self.choice = ProgramChoice(
                 config,
-                depths,
+                sizes,
                 self.programs.helpers,
                 edits_all=program.processor is not None,
-                is_divided=program.mesh is not None,
+                is_divided=program.mesh is not None and program.mesh.size > 1,
             )
             self._update_memory_plan([])
             if config.compile_ahead:
@@ -105,23 +106,23 @@ class ModelRunner:
         """Return those of the keys whose programs are not compiled yet."""
         return [key for key in keys if key not in self.programs.compiled]
 
-    def dispatch(self, plan: Plan, depth: int, running: Collection[Request]) -> StepOutput:
+    def dispatch(self, plan: Plan, size: RoundSize, running: Collection[Request]) -> StepOutput:
         """Start a plan's step and the copy of its result to the host; return the result without waiting for it.
 
         Args:
-            depth: draft depth of the round.
+            size: draft depth and number of verified nodes of a plan's rounds.
             running: requests whose grammars must keep their device tables.
         """
         if isinstance(plan, PrefillPlan):
             for piece in plan.pieces:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
-            step, size = self._prefill_of(plan)
-            packed = self._send(self._pack(plan, size))
+            step, rows = self._prefill_of(plan)
+            packed = self._send(self._pack(plan, rows))
         else:
             self._enter_pages(plan.new_pages)
-            step, size = self._round_of(plan, depth)
-            packed = self._slots_of(plan, size)
+            step, rows = self._round_of(plan, size)
+            packed = self._slots_of(plan, rows)
         self.state, output = step(self.params, self.state, packed)
         jax.copy_to_host_async(output)
         return output
@@ -135,9 +136,9 @@ class ModelRunner:
             prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers], self._send)
         return prefill, key.size
 
-    def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
+    def _round_of(self, plan: RoundPlan, size: RoundSize) -> tuple[Step, int]:
         """Return the compiled program for a round, and its number of batch rows."""
-        *drafts, key = round_keys(plan, depth)
+        *drafts, key = round_keys(plan, size)
         key = self.programs.cover(key)
         if not drafts:
             return self.programs.compiled[key], key.size

@@ -10,6 +10,7 @@ from itertools import product
 
 from jspec import verify
 from jspec.core.config import EngineConfig
+from jspec.engine.draft_length import RoundSize, sizes_of
 from jspec.engine.request import Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
@@ -95,7 +96,7 @@ class ProgramChoice:
     """Chooses the programs to compile, for all batch sizes and prompt lengths or for those of given requests.
 
     Args:
-        depths: draft depths to which a round may cut the drafter's tree, ascending.
+        sizes: draft depths to which a round may cut the drafter's tree, and numbers of nodes that it may verify.
         helpers: kinds of the small programs that change parts of this engine's state.
         edits_all: whether a logits processor edits the logits of every request.
         is_divided: whether the engine runs on several devices.
@@ -104,7 +105,7 @@ class ProgramChoice:
     def __init__(
         self,
         config: EngineConfig,
-        depths: Sequence[int],
+        sizes: Sequence[RoundSize],
         helpers: Collection[Kind],
         *,
         edits_all: bool,
@@ -113,7 +114,7 @@ class ProgramChoice:
         assert config.buckets is not None and config.prefill_buckets is not None
         self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
         self._compile_ahead = config.compile_ahead
-        self._depths = depths
+        self._sizes = sizes
         self._helpers = helpers
         self._edits_all, self._is_divided = edits_all, is_divided
 
@@ -160,11 +161,13 @@ class ProgramChoice:
         return (_smallest(self._prefill_buckets, len(request.prompt_token_ids)),)
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
-        sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
-        options = dict(logprobs=features.logprobs, traced=features.traced, gathers_logits=features.gathers_logits)
-        keys = [ExecutableKey.round(*size, **options) for size in sizes]
-        if features.masked:
-            keys += [key for size in sizes for key in ExecutableKey.split(*size, logprobs=features.logprobs)]
+        keys = []
+        for rows in buckets:
+            sizes = dict.fromkeys(allowed(size, features) for size in reversed(sizes_of(rows, self._sizes)))
+            for size in sizes:
+                keys.append(_round_key(rows, size, features))
+                if features.masked and size.nodes is None:
+                    keys += ExecutableKey.split(rows, size.depth, logprobs=features.logprobs)
         return keys
 
     def _prefill_keys(
@@ -181,17 +184,33 @@ def prefill_key(plan: PrefillPlan) -> ExecutableKey:
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
-def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
+def allowed(size: RoundSize, features: Features) -> RoundSize:
+    """Return a size that rounds with the given features may have: rounds that return more verify all their nodes."""
+    return RoundSize(size.depth) if features.traced or features.logprobs else size
+
+
+def round_size(plan: RoundPlan, size: RoundSize) -> RoundSize:
+    """Return the size of a plan's rounds if a policy chose the given one."""
+    if size.nodes is None or wants_newest(plan.requests):
+        return RoundSize(size.depth)
+    return allowed(size, union(map(Features.of, plan.requests)))
+
+
+def round_keys(plan: RoundPlan, size: RoundSize) -> tuple[ExecutableKey, ...]:
     """Return the keys of a round's programs: two if the host computes token masks for any request, else one.
 
     Args:
-        depth: draft depth to which the round cuts the drafter's tree.
+        size: draft depth to which the round cuts the drafter's tree, and number of nodes that it verifies.
     """
     features = union(map(Features.of, plan.requests))
     if wants_newest(plan.requests):
-        return ExecutableKey.split(plan.bucket, depth, logprobs=features.logprobs)
-    options = dict(logprobs=features.logprobs, traced=features.traced, gathers_logits=features.gathers_logits)
-    return (ExecutableKey.round(plan.bucket, depth, **options),)
+        return ExecutableKey.split(plan.bucket, size.depth, logprobs=features.logprobs)
+    return (_round_key(plan.bucket, size, features),)
+
+
+def _round_key(rows: int, size: RoundSize, features: Features) -> ExecutableKey:
+    outputs = dict(logprobs=features.logprobs, traced=features.traced, gathers_logits=features.gathers_logits)
+    return ExecutableKey.round(rows, size.depth, nodes=size.nodes, **outputs)
 
 
 def wants_newest(requests: Sequence[Request]) -> bool:

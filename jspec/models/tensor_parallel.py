@@ -78,6 +78,8 @@ def sharding_of(param: ParamSpec, mesh: Mesh) -> NamedSharding:
 
 def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
     """Return the indices of the rows of all devices, device after device; None: they are in this order already."""
+    if devices == 1:
+        return None
     own, first = [], 0
     for rows in param.parts:
         units = rows // param.unit
@@ -220,7 +222,7 @@ def state_layout(state: Any) -> Any:
 
 
 def local(tree: Any, specs: Any, devices: int, *, gathers: bool = True) -> Any:
-    """Return the weights of one device as `Shard`, with configs of its heads and channels.
+    """Return the weights of one of several devices as `Shard`, with configs of its heads and channels.
 
     Args:
         tree: tree of weights, whose arrays are the parts of one device.
@@ -234,6 +236,8 @@ def local(tree: Any, specs: Any, devices: int, *, gathers: bool = True) -> Any:
 def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
     if not isinstance(node, Weights):
         return node
+    if devices == 1:
+        return node.replace(mesh=None)
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)

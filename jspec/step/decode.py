@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 
 from jspec import verify
 from jspec.core.ancestors import ancestors, by_depth, depths
+from jspec.core.packing import Packing
 from jspec.core.records import (
     Draft,
     LogProbs,
@@ -31,6 +32,7 @@ from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import logprobs, penalties
+from jspec.step.budget import apply_budget
 from jspec.step.program import Params, Program, view_of
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
 from pallas_kernels.state.scatter_rows import scatter_rows
@@ -97,7 +99,11 @@ def verify_and_commit(
     Returns:
         The results of `spec_round`.
     """
-    out, target = verify_stage(program, params, state, view, draft)
+    packing = None
+    if program.nodes is not None:
+        count, is_chain = draft.tokens.shape[0] * (1 + program.nodes), program.drafter.tree.is_chain
+        draft, packing = apply_budget(draft, view.active, count, is_chain=is_chain)
+    out, target = verify_stage(program, params, state, view, draft, packing)
     verdict = accept_stage(program, out, view, draft)
     scores = logprobs_stage(program, out, view, draft, verdict)
     state = commit_stage(program, params, replace(state, target=target), view, draft, verdict, out)
@@ -105,7 +111,8 @@ def verify_and_commit(
     if program.trace:
         with jax.named_scope("trace"):
             parents = jnp.where(draft.valid, draft.parents, -1)
-            trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
+            fields = {name: getattr(draft, name) for name in ("tokens", "scores", "confidence")}
+            trace = Trace(**fields, parents=parents, path=verdict.path)
     return state, report_stage(view, draft, verdict), trace, scores
 
 
@@ -124,9 +131,18 @@ def draft_stage(program: Program, params: Params, state: SlotState, view: SlotVi
 
 
 def verify_stage(
-    program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
+    program: Program,
+    params: Params,
+    state: SlotState,
+    view: SlotView,
+    draft: Draft,
+    packing: Packing | None = None,
 ) -> tuple[TargetOut, kv_cache.KVCache]:
-    """Run the target on the root and all draft nodes; each node attends to committed rows and its own ancestors."""
+    """Run the target on the root and the draft nodes; each node attends to committed rows and its own ancestors.
+
+    Args:
+        packing: nodes to run the target on; None: all.
+    """
     with jax.named_scope("verify"):
         tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
@@ -139,6 +155,7 @@ def verify_stage(
             implementation=view.implementation,
             deterministic=fixed,
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
+            packing=packing,
         )
         return forward(params.target, state.target, batch, feature_layers=program.feature_layers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["round", "draft", "verify", "prefill", "update_page_table", "controls", "grammar", "write_pending_rows"]
@@ -17,6 +17,7 @@ class ExecutableKey:
             "prefill" is pieces of prompts. The other kinds are helpers with one executable each.
         size: number of batch rows of a decode step, or number of tokens of a prefill.
         depth: depth to which a decode step drafts; the drafter's tree is cut there.
+        nodes: number of draft nodes that a decode step verifies per batch row, on average; None: all.
         logprobs: whether the program returns log-probabilities of the emitted tokens.
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
         traced: whether a decode step returns its drafts.
@@ -32,14 +33,18 @@ class ExecutableKey:
     prompt_logprobs: bool = False
     traced: bool = False
     masked: bool = False
+    nodes: int | None = None
     gathers_logits: bool = False
 
     @classmethod
-    def round(
-        cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False, gathers_logits: bool = False
-    ) -> ExecutableKey:
-        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
-        return cls("round", rows, depth, logprobs, traced=traced or logprobs, gathers_logits=gathers_logits)
+    def round(cls, rows: int, depth: int, *, nodes: int | None = None, **outputs: bool) -> ExecutableKey:
+        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts.
+
+        Args:
+            outputs: the fields ``logprobs``, ``traced`` and ``gathers_logits``.
+        """
+        key = cls("round", rows, depth, nodes=nodes, **outputs)
+        return replace(key, traced=key.traced or key.logprobs)
 
     @classmethod
     def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
@@ -48,7 +53,7 @@ class ExecutableKey:
 
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
-        same = ("kind", "depth", "prompt_logprobs", "masked")
+        same = ("kind", "depth", "nodes", "prompt_logprobs", "masked")
         more = ("size", "logprobs", "traced", "gathers_logits")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(
             getattr(self, name) >= getattr(other, name) for name in more
@@ -64,6 +69,7 @@ class ExecutableKey:
         match self.kind:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
+                cut += "" if self.nodes is None else f", {self.nodes} nodes"
                 gathers = " of gathered logits" * self.gathers_logits
                 return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced) + gathers
             case "draft" | "verify":

@@ -46,7 +46,6 @@ class Executables:
         params: the weights; only their shapes and shardings are used.
         state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
-        depths: draft depths for which decode steps are compiled, ascending.
 
     Attributes:
         compiled: the executables by key.
@@ -55,17 +54,15 @@ class Executables:
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
     """
 
-    def __init__(
-        self, program: Program, params: Params, state: SlotState, config: EngineConfig, depths: Sequence[int]
-    ) -> None:
+    def __init__(self, program: Program, params: Params, state: SlotState, config: EngineConfig) -> None:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
-        self._depths = depths
         self._params = params
         self._config = config
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
+        self._divides = program.mesh is not None and program.mesh.size > 1
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
@@ -127,10 +124,11 @@ class Executables:
             self._program,
             drafter=drafter.cut(key.depth) if key.kind in ("round", "draft", "verify") else drafter,
             rounds=self._config.rounds_per_dispatch if key.kind == "round" else 1,
+            nodes=key.nodes,
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
-            divides_logits=self._program.mesh is not None and key.kind == "round" and not key.gathers_logits,
+            divides_logits=self._divides and key.kind == "round" and not key.gathers_logits,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -190,7 +188,7 @@ class Executables:
         return executable
 
     def _name(self, key: ExecutableKey) -> str:
-        return key.name(self._depths[-1])
+        return key.name(self._program.drafter.tree.depth)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

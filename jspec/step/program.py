@@ -60,8 +60,8 @@ COLLECTIVE_KERNELS = {
 
 
 def is_on_gpus(mesh: Mesh | None) -> bool:
-    """Return whether a mesh is one of GPUs."""
-    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+    """Return whether a mesh has several GPUs."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
+        nodes: number of draft nodes that a round verifies per batch row, on average (`jspec.step.budget`); None: all.
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
         divides_logits: whether each device chooses tokens among its own part of the vocabulary, so that no logits are
             gathered. The rows of such a program need no `SamplingParams` that cut or edit logits, and no probabilities.
@@ -100,6 +101,7 @@ class Program:
     logprobs: str | None = None
     prompt_logprobs: bool = False
     deterministic: bool = False
+    nodes: int | None = None
     mesh: Mesh | None = None
     divides_logits: bool = False
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
+from jspec.engine.draft_length import RoundSize
 from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.request import Request
 from jspec.step.executable_key import ExecutableKey
@@ -165,7 +166,7 @@ def test_engine_on_several_devices_compiles_rounds_with_and_without_gathered_log
 
     def rounds(*, edits_all: bool = False, is_divided: bool = True, **wanted: bool) -> list[str]:
         features = Features(**wanted)
-        choice = ProgramChoice(config, (0,), (), edits_all=edits_all, is_divided=is_divided)
+        choice = ProgramChoice(config, (RoundSize(0),), (), edits_all=edits_all, is_divided=is_divided)
         keys = choice.all_keys(features)
         assert sum(key.kind == "prefill" for key in keys) == (2 + 2 * features.logprobs)
         return [key.name(0) for key in keys if key.kind == "round" and key.size == 4]

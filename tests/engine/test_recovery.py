@@ -163,11 +163,11 @@ def test_preempted_request_is_served_again_after_a_read_error(
     requests = [engine.submit(prompt, params) for prompt in prompts]
     read, failed = engine.core._read, []
 
-    def fails(plan: Any, output: Any) -> Any:
+    def fails(plan: Any, size: Any, output: Any) -> Any:
         if not failed and requests[1].state.slot is None and requests[1].state.steps_in_flight:
             failed.append(plan)
             raise RuntimeError("lost on its way")
-        return read(plan, output)
+        return read(plan, size, output)
 
     monkeypatch.setattr(engine.core, "_read", fails)
     for _ in range(300):
@@ -210,12 +210,12 @@ def test_interrupt_while_waiting_for_a_result_loses_no_token(
 
     stream = engine.stream(PROMPTS[3], PARAMS[3])
     got = list(next(stream).token_ids)
-    plan, output = engine.core.in_flight[0]
-    engine.core.in_flight[0] = plan, replace(output, report=InterruptedReport())  # type: ignore[type-var]
+    plan, size, output = engine.core.in_flight[0]
+    engine.core.in_flight[0] = plan, size, replace(output, report=InterruptedReport())  # type: ignore[type-var]
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    engine.core.in_flight[0] = plan, output
+    engine.core.in_flight[0] = plan, size, output
     got += [token for chunk in stream for token in chunk.token_ids]
     assert got == expected[3] and engine.result(request).token_ids == expected[0]
 

@@ -151,5 +151,14 @@ def test_exchanges_keep_two_buffers_for_four_parts_of_each_sum_and_for_the_best_
     assert exchange_bytes(program.compiled.as_text() or "", 2) == 2 * 4 * (2 * LAYERS * 4 * 4096 + words)
 
 
+@pytest.mark.long
+def test_round_on_a_mesh_of_one_gpu_has_the_launches_of_the_default_device() -> None:
+    default, _ = compile_round(NoDraft(), None)
+    given, _ = compile_round(NoDraft(), Mesh(h200_mesh(1).devices, (AXIS,)))
+    assert len(given.graphs) == 1 and not given.outside_graphs
+    assert [launch.kind for launch in given.launches] == [launch.kind for launch in default.launches]
+    assert given.alias_bytes == default.alias_bytes and not given.copies(1 << 20)
+
+
 def _size(shape: tuple[int, ...]) -> int:
     return jax.ShapeDtypeStruct(shape, "int8").size

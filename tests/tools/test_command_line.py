@@ -84,7 +84,8 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    heads = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -147,7 +148,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --dspark, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
