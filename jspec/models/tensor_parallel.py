@@ -162,7 +162,8 @@ def place(tree: Tree, mesh: Mesh) -> Tree:
     without a divided axis stay as they are, because another record shares them.
 
     Raises:
-        ValueError: a number of heads or channels cannot be divided; the message names it.
+        ValueError: a number of heads or channels cannot be divided; the message names it. Or weights are divided over
+            other devices.
     """
     return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
 
@@ -175,6 +176,10 @@ def _place(node: Any, mesh: Mesh) -> Any:
     if not isinstance(node, Weights):
         return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
     local_config(node.config, mesh.size)  # raises an error that names what cannot be divided
+    if node.mesh not in (None, mesh):
+        raise ValueError(
+            f"mesh: expected weights that are on one device or over {mesh}, got some over {node.mesh}; load them again"
+        )
     is_ordered = node.mesh == mesh
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:

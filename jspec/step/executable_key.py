@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["round", "draft", "verify", "prefill", "update_page_table", "controls", "grammar", "write_pending_rows"]
+Kind = Literal[
+    "round",
+    "draft",
+    "verify",
+    "commit",
+    "prefill",
+    "draft_prefill",
+    "update_page_table",
+    "controls",
+    "grammar",
+    "write_pending_rows",
+]
+CUT = ("round", "draft", "verify", "commit")  # kinds of programs whose drafter's tree is cut at a depth
 
 
 @dataclass(frozen=True)
@@ -14,7 +26,8 @@ class ExecutableKey:
 
     Attributes:
         kind: "round" is a decode step in one program, "draft" and "verify" are a decode step in two programs, and
-            "prefill" is pieces of prompts. The other kinds are helpers with one executable each.
+            "prefill" is pieces of prompts. If the draft model is on other devices, "commit" and "draft_prefill" do its
+            part of "verify" and "prefill" there. The other kinds are helpers with one executable each.
         size: number of batch rows of a decode step, or number of tokens of a prefill.
         depth: depth to which a decode step drafts; the drafter's tree is cut there.
         nodes: number of draft nodes that a decode step verifies per batch row, on average; None: all.
@@ -47,9 +60,19 @@ class ExecutableKey:
         return replace(key, traced=key.traced or key.logprobs)
 
     @classmethod
-    def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """Make the keys of a decode step in two programs, draft and verify; "verify" always returns the drafts."""
-        return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
+    def split(
+        cls,
+        rows: int,
+        depth: int,
+        *,
+        logprobs: bool = False,
+        traced: bool = True,
+        masked: bool = True,
+        nodes: int | None = None,
+    ) -> tuple[ExecutableKey, ExecutableKey]:
+        """Make the keys of a decode step in two programs, draft and verify; with masks it also returns its drafts."""
+        outputs = dict(logprobs=logprobs, traced=traced or logprobs or masked, masked=masked)
+        return cls("draft", rows, depth), cls("verify", rows, depth, nodes=nodes, **outputs)
 
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
@@ -65,15 +88,19 @@ class ExecutableKey:
         Args:
             full_depth: depth of the drafter's whole tree.
         """
-        scored = " with logprobs" * self.logprobs
+        scored, traced = " with logprobs" * self.logprobs, " traced" * (self.traced and not self.masked)
         match self.kind:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
                 cut += "" if self.nodes is None else f", {self.nodes} nodes"
                 gathers = " of gathered logits" * self.gathers_logits
-                return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced) + gathers
-            case "draft" | "verify":
-                return f"{self.kind}[{self.size}, depth {self.depth}]" + scored
+                return f"round[{self.size}{cut}]" + (scored or traced) + gathers
+            case "draft" | "verify" | "commit":
+                masked = "masked " * self.masked
+                nodes = "" if self.nodes is None else f", {self.nodes} nodes"
+                return f"{masked}{self.kind}[{self.size}, depth {self.depth}{nodes}]" + (scored or traced)
+            case "draft_prefill":
+                return f"draft prefill[{self.size}]"
             case "prefill" if self.masked:
                 return f"masked prefill[{self.size}]" + scored + " of prompts" * self.prompt_logprobs
             case "prefill":

@@ -125,8 +125,13 @@ class Program:
 class Params:
     """The weights of target and drafter, whose buffers are never donated."""
 
-    target: Model
-    draft: Any
+    target: Model | None  # None: the devices have only the draft model
+    draft: Any  # (): the devices have only the target
+
+    @property
+    def main(self) -> Model:
+        """The target, or the draft model on devices that have only this."""
+        return self.draft.model if self.target is None else self.target
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
@@ -161,7 +166,8 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # a new array per field, because each is donated
 
-    config, cells = params.target.config, program.grammar_cells
+    vocab_size, cells = params.main.config.vocab_size, program.grammar_cells
+    layers = [] if params.target is None else params.target.config.layers
     return SlotState(
         root=fill(0),
         lengths=fill(0),
@@ -169,13 +175,13 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         remaining=fill(0),
         page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
         sampling=Sampling.greedy(pool.slots),
-        target=kv_cache.create(config.layers, pool, pool.dtype),
+        target=kv_cache.create(layers, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         token_history=jnp.zeros((pool.pages, pool.page_size), jnp.int32)
         if _needs_token_history(program, pool)
         else None,
-        controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
-        grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
+        controls=penalties.unused(pool.slots, vocab_size, program.processor_args) if program.controls else None,
+        grammars=grammar_mask.unused(pool.slots, cells, vocab_size) if cells else None,
     )
 
 

@@ -178,6 +178,19 @@ def test_engine_on_several_devices_compiles_rounds_with_and_without_gathered_log
     assert rounds(is_divided=False) == [plain]
 
 
+def test_engine_with_a_draft_model_apart_compiles_the_same_programs_on_several_target_devices() -> None:
+    """Rounds in several programs always gather logits, so no second kind is compiled."""
+    config, wanted = engine(compile_ahead=True).config, Features(logprobs=True, masked=True)
+
+    def keys(*, is_divided: bool, is_split: bool) -> list[ExecutableKey]:
+        options = dict(edits_all=False, is_divided=is_divided, is_split=is_split)
+        return ProgramChoice(config, (RoundSize(0),), (), **options).all_keys(wanted)
+
+    apart = keys(is_divided=True, is_split=True)
+    assert apart == keys(is_divided=False, is_split=True) and not any(key.gathers_logits for key in apart)
+    assert keys(is_divided=True, is_split=False) != keys(is_divided=False, is_split=False), "control"
+
+
 def test_round_that_gathers_logits_replaces_one_that_does_not() -> None:
     programs, gathers = engine().core.runner.programs, ExecutableKey.round(2, 0, gathers_logits=True)
     programs.compiled[gathers] = None
