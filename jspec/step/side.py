@@ -65,8 +65,9 @@ class Side:
         self.program, self.params, self._config = program, params, config
         self.send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = () if program.mesh is None else program.mesh.devices.flat
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
+        devices = [] if program.mesh is None else list(program.mesh.devices.flat)
+        free, count = memory.device_memory(*devices), max(len(devices), 1)
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
         self._rows: tuple[int | None, ...] = ()
         self._slots = self.send(np.zeros(0, np.int32))
 

@@ -22,7 +22,6 @@ from jspec import (
     Eagle3,
     Engine,
     Model,
-    PEagle,
     SamplingParams,
     Tree,
     frequent_tokens,

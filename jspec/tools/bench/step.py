@@ -123,6 +123,7 @@ def build(
         deterministic=case.deterministic,
         nodes=case.nodes,
         mesh=mesh,
+        divides_logits=mesh is not None,  # no row cuts or edits logits
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
     dtypes = (case.kv_dtype or case.dtype,) * 2
@@ -137,7 +138,7 @@ def compile_step(
 ) -> Any:
     """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
     arguments = shapes_of((params, state, *[jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs), program.mesh)
-    on_devices = step_on(program.mesh, partial(step, program), params)
+    on_devices = step_on(program.mesh, partial(step, program), params, divides_logits=program.divides_logits)
     lowered = jax.jit(on_devices, donate_argnums=(1,)).lower(*arguments)
     return lowered.compile(compiler_options=program.compiler_options)
 
