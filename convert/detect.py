@@ -21,8 +21,11 @@ OTHER_TENSORS = {
     r"parallel_draft_heads\..*": "parallel draft heads",
     r"midlayer\.\d+\..*": "an EAGLE-3 head of several midlayers",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
-    r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
+    r"mtp(_layers)?\..*": "multi-token prediction (MTP) layers",
 }
+# The tensors of a layer of a model that predicts further tokens; a model is loaded without the layers that its config
+# counts as `num_nextn_predict_layers`.
+LATER_TENSORS = {r".*\.eh_proj\..*": OTHER_TENSORS[r"mtp(_layers)?\..*"]}
 OTHER_ARCHITECTURES = ("PEagle", "DFlash2", "DSpark", "DSpine", "Domino")
 
 
@@ -47,7 +50,9 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     architectures = " ".join(config.texts("architectures"))
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
-    others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
+    has_later = any(part.get("num_nextn_predict_layers") for part in (config, config.object("text_config")))
+    patterns = OTHER_TENSORS if has_later else OTHER_TENSORS | LATER_TENSORS
+    others += [method for pattern, method in patterns.items() if any(re.fullmatch(pattern, n) for n in bare)]
     if speculators not in ("", "eagle3", "dflash"):
         others.append(f"speculators_model_type {short(speculators)}")
     if others:

@@ -15,7 +15,8 @@ import jax
 from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
-NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last parts of the names of weights to quantise
+EXPERTS = ("experts_gate_up", "experts_down")
+NAMES = ("qkv", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of the names of weights to quantise
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
@@ -97,7 +98,7 @@ def scale_shape(weight: tuple[int, ...], found: jax.ShapeDtypeStruct | None) -> 
         found: shape of the stored scales; None: there are none.
     """
     if found is None or len(weight) != 2 or len(found.shape) != 2:
-        return weight[:1]
+        return weight[:-1]
     groups = found.shape[1]
     return (weight[0], groups) if groups > 0 and weight[1] % groups == 0 else weight[:1]
 
@@ -115,6 +116,8 @@ def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
     if _is_quantized(leaf):
         return _of_kind(leaf, kind)
     name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
+    if name in EXPERTS and kind == "fp8_dynamic":
+        raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}")
     return _quantize(leaf, kind=kind) if name in NAMES else leaf
 
 
