@@ -132,11 +132,10 @@ def _kernel(
     else:
         expert = pl.program_id(1)
         choices = _own_choices(lists[0], expert, experts, pl.program_id(2), size)
-    is_choice = choices >= 0
-    named = jnp.maximum(choices, 0)  # padding names the first choice, whose product is not stored
+    last = jnp.max(choices)
+    has_choices, named = last >= 0, jnp.where(choices < 0, last, choices)  # padding computes the last choice again
     columns = pl.program_id(0) * tile + jnp.arange(tile)
     out = out_ref.at[named[None, :], columns[:, None]]
-    has_choices = jnp.max(choices) >= 0
 
     @pl.when(has_choices & (expert < experts))
     def multiply():
@@ -158,11 +157,11 @@ def _kernel(
         total = gate.join(*totals) if gate else totals[0]
         if "factors" in optional:
             total = total * pltriton.load(optional["factors"].at[named])[None, :]
-        pltriton.store(out, total.astype(out_ref.dtype), mask=is_choice[None, :])
+        pltriton.store(out, total.astype(out_ref.dtype))
 
     @pl.when(has_choices & (expert == experts))
     def clear():
-        pltriton.store(out, jnp.zeros((tile, size), out_ref.dtype), mask=is_choice[None, :])
+        pltriton.store(out, jnp.zeros((tile, size), out_ref.dtype))
 
 
 def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, deterministic, interpret):
