@@ -25,6 +25,14 @@ class Dense:
     width: int
     activation: Activation = "silu"
 
+    def row_size(self, hidden: int) -> int:
+        """Return how many values the products compute for a row, without its output: gate and up, and their product.
+
+        Args:
+            hidden: number of channels of the residual stream.
+        """
+        return 3 * self.width
+
     def check(self) -> None:
         """Check the width and the activation.
 
@@ -124,6 +132,14 @@ class Experts:
     limit: float | None = None
     alpha: float = 1.0
     scales_input: bool = False
+
+    def row_size(self, hidden: int) -> int:
+        """Return how many values the products compute for a row: those of `Dense`, and each expert's output.
+
+        Args:
+            hidden: number of channels of the residual stream.
+        """
+        return 3 * self.shared + self.router.chosen * (self.width + (1 + self.scales_input) * hidden)
 
     def check(self) -> None:
         """Check the sizes and options.

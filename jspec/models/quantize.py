@@ -113,11 +113,11 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
-    if _is_quantized(leaf):
-        return _of_kind(leaf, kind)
     name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
     if name in EXPERTS and kind == "fp8_dynamic":
-        raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}")
+        raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}; pass fp8")
+    if _is_quantized(leaf):
+        return _of_kind(leaf, kind)
     return _quantize(leaf, kind=kind) if name in NAMES else leaf
 
 

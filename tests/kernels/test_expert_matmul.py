@@ -72,7 +72,9 @@ def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inn
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize(("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)])
+@pytest.mark.parametrize(
+    ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
+)
 def test_product_of_few_rows_equals_a_loop_over_rows(
     kind: str, rows: int, implementation: Any, deterministic: bool
 ) -> None:
