@@ -7,6 +7,8 @@ may have, so no row is dropped.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -35,19 +37,19 @@ def route(
     keys = scores if correction is None else scores + correction
     if router.groups > 1:
         keys = jnp.where(_of_best_groups(keys, router), keys, -jnp.inf)
-    places, index = _places(keys), jnp.arange(router.count)
-    is_chosen = [places == place for place in range(router.chosen)]
-    experts = jnp.stack([jnp.max(jnp.where(one, index, -1), axis=-1) for one in is_chosen])
-    weights = [jnp.max(jnp.where(one, scores, -jnp.inf), axis=-1) for one in is_chosen]
+    is_chosen = _places(keys)[:, None] == jnp.arange(router.chosen)[:, None]  # [rows, chosen, experts]
+    experts = jnp.max(jnp.where(is_chosen, jnp.arange(router.count), -1), axis=-1)
+    weights = jnp.max(jnp.where(is_chosen, scores[:, None], -jnp.inf), axis=-1)
     if router.scores == "softmax":
-        top = jnp.max(logits, axis=-1)
-        weights = [jnp.exp(weight - top) for weight in weights]
-        total = sum_f32(weights) if router.is_normalised else _sum(jnp.exp(logits - top[:, None]))
-        weights = [weight / total for weight in weights]
-    elif router.is_normalised:
-        total = sum_f32(weights) + LEAST_SUM
-        weights = [weight / total for weight in weights]
-    return experts, jnp.stack(weights) * router.factor
+        columns = [weights[:, place] for place in range(router.chosen)]
+        top = functools.reduce(jnp.maximum, columns) if router.is_normalised else jnp.max(logits, axis=-1)
+        weights = jnp.exp(weights - top[:, None])
+        if not router.is_normalised:
+            weights = weights / _sum(jnp.exp(logits - top[:, None]))[:, None]
+    if router.is_normalised:
+        total = sum_f32([weights[:, place] for place in range(router.chosen)])
+        weights = weights / (total[:, None] + (LEAST_SUM if router.scores == "sigmoid" else 0))
+    return experts.T, weights.T * router.factor
 
 
 def _places(keys: Float[Array, "*rows count"]) -> Int[Array, "*rows count"]:

@@ -33,14 +33,18 @@ def compile_round(
     depth: int | None = None,
     nodes: int | None = None,
     method: str = "eagle3",
+    shape: str = SHAPE,
+    layers: int | None = None,
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
-    target = jax.eval_shape(partial(shapes.random_target, SHAPE, "bfloat16"))
-    head = jax.eval_shape(partial(HEADS[method], SHAPE, "bfloat16"))
+    target = jax.eval_shape(partial(shapes.random_target, shape, "bfloat16"))
+    head = jax.eval_shape(partial(HEADS[method], shape, "bfloat16"))
+    config = replace(target.config, layers=target.config.layers[:layers])
+    target = target.replace(layers=target.layers[:layers], config=config)
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(
-        SHAPE,
+        shape,
         batch=batch,
         context=1024,
         tree=tree,
@@ -192,3 +196,27 @@ def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> Non
     assert logits and not [name for name in logits if "multiply" in name or "convert" in name], logits
     assert program.count("rotate_append") >= 32
     assert len(program.launches) <= 418
+
+
+# ---- mixtures of experts: eight layers of Qwen3-30B-A3B
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch", "launches", "temp_mib"),
+    [
+        (None, 1, 120, 12),
+        pytest.param(Tree.chain(4), 1, 190, 12, marks=pytest.mark.long),
+        pytest.param(Tree.chain(4), 32, 280, 160, marks=pytest.mark.long),
+        pytest.param(Tree.topk(60, 8, 10), 1, 300, 100, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_h200_round_of_a_mixture_of_experts_is_one_cuda_graph_that_copies_no_weights(
+    tree: Tree | None, batch: int, launches: int, temp_mib: int
+) -> None:
+    """With few rows a layer has two kernels for its experts; an expert's weights are 9 MB, those of a layer 1.2 GB."""
+    program = check(
+        *compile_round(tree, batch=batch, shape="qwen3-30b-a3b", layers=8), launches=launches, temp_mib=temp_mib
+    )
+    assert program.count("expert_matmul") == 2 * 8
+    assert not [launch for launch in program.launches if launch.kind in ("kConditional", "kWhile", "kSort")]
