@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.attention import project, project_and_attend
@@ -152,20 +152,22 @@ def norm_all_heads(
     return jnp.concatenate([own_columns(queries, sizes[0]), own_columns(keys, sizes[1], copies), v], axis=-1)
 
 
-def feed_forward(x: Inputs, layer: LayerWeights, config: Dense | Experts, **fixed: Any) -> PartialSums:
+def feed_forward(
+    x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, **fixed: Any
+) -> PartialSums:
     """Apply a layer's feed-forward, dense or a mixture of experts.
 
     Args:
         x: normed input [batch, tokens, hidden].
         layer: weights of the layer.
         config: config of the feed-forward.
-        fixed: the options `implementation` and `deterministic` of `mlp_part`.
+        used, fixed: as for `mlp_part`.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden].
     """
     if isinstance(config, Experts):
-        return mix_experts(x, layer, config, **fixed)
+        return mix_experts(x, layer, config, used, **fixed)
     assert layer.gate_up is not None and layer.down is not None
     return mlp(x, layer.gate_up, layer.down, activation=config.activation, **fixed)
 
@@ -178,8 +180,8 @@ def mlp_part(
     norms: Sequence[Norm],
     *,
     eps: float,
-    implementation: str,
-    deterministic: bool = False,
+    used: Bool[Array, "batch tokens"] | None = None,
+    **fixed: Any,
 ) -> tuple[Any, ...]:
     """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
@@ -190,17 +192,17 @@ def mlp_part(
         residual: residual stream before the layer's attention [batch, tokens, hidden].
         norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
-        deterministic: use products whose result does not depend on the batch size.
+        used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
+        fixed: `implementation`: kernel implementation (`pallas_kernels.dispatch`); `deterministic`: use products whose
+            result does not depend on the batch size.
 
     Returns:
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
         stream twice.
     """
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-    multiply = deterministic_matmul if deterministic else split_matmul
+    multiply = deterministic_matmul if fixed.get("deterministic") else split_matmul
     add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **fixed)
-    delta = multiply(attended, layer.o, implementation=implementation)
+    delta = multiply(attended, layer.o, implementation=fixed["implementation"])
     if layer.o_bias is not None:
         delta = (reduce_partials(delta, jnp.float32) + layer.o_bias).astype(residual.dtype)[None]
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
@@ -208,7 +210,7 @@ def mlp_part(
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, **options)
     x = normed[0] if normed else residual
-    delta = feed_forward(x, layer, config.mlp, **fixed)
+    delta = feed_forward(x, layer, config.mlp, used, **fixed)
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
     options = {"post_norm": layer.mlp_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)

@@ -153,7 +153,7 @@ def forward(
         gate_up, mlp = model.layers[0].gate_up, model.config.layers[0].mlp
         if isinstance(mlp, Dense) and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
-    eps = model.config.norm_eps
+    eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
@@ -171,7 +171,7 @@ def forward(
         with jax.named_scope(f"layer{index}"):
             qkv = product(batch)(normed, layer.qkv)
             attended, k_pool, v_pool = attention_part(layer, config, qkv, (pools[0], pools[1]), batch, x.dtype, eps=eps)
-            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, **fixed)
+            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, used=used, **fixed)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts
@@ -21,11 +21,14 @@ from pallas_kernels.layers.shard import AXIS, Shard
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
 
+NONE = -1  # index of no expert
+
 
 def mix_experts(
     x: Inputs,
     layer: LayerWeights,
     config: Experts,
+    used: Bool[Array, "batch tokens"] | None = None,
     *,
     implementation: str,
     deterministic: bool = False,
@@ -39,6 +42,7 @@ def mix_experts(
         x: normed input [batch, tokens, hidden], which is not quantised.
         layer: weights of the layer.
         config: config of the mixture.
+        used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
         implementation: kernel implementation (`pallas_kernels.dispatch`).
         deterministic: use products whose result does not depend on the batch size.
 
@@ -50,6 +54,8 @@ def mix_experts(
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
     chosen, weights = choose_experts(flat, layer, config, **fixed)
+    if used is not None:
+        chosen = jnp.where(used.ravel(), chosen, NONE)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     inputs = (flat * weights[..., None]).astype(x.dtype) if config.scales_input else flat

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.mlp_config import Router
+from jspec.core.records import KVCache, PromptBatch, TokenBatch
+from jspec.models import experts as mixtures
+from jspec.models.decoder import Model, forward
+from jspec.models.mlp_config import Experts, Router
 from jspec.models.routing import route
+from tests.support import tiny
 
 ROUTERS = {
     "softmax, normalised": Router(8, 3),
@@ -111,3 +115,75 @@ def test_a_row_has_the_same_bits_among_other_rows(name: str) -> None:
     for rows in ([3], [39, 5, 17]):
         for own, of_all in zip(choose(logits[rows], ROUTERS[name], correction), whole, strict=True):
             np.testing.assert_array_equal(own, of_all[:, rows])
+
+
+# ---- the mixture of experts of a layer
+
+
+def mixture(**options: Any) -> Model:
+    """Return a random decoder of one layer with six experts, of which a token chooses two."""
+    own = tiny.config(40, layers=1)
+    layer = replace(own.layers[0], mlp=Experts(8, Router(6, 2), **options))
+    return tiny.random_model(replace(own, layers=(layer,)))
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) -> None:
+    model = mixture(shared=12)
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, rows, 16)).astype(np.float32)
+    names = ("router", "experts_gate_up", "experts_down", "gate_up", "down")
+    router, gate_up, down, *shared = (np.asarray(getattr(layer, name), np.float64) for name in names)
+
+    def mlp(x: np.ndarray, both: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gate, up = np.split(both @ x, 2)
+        return down @ (gate / (1 + np.exp(-gate)) * up)
+
+    experts, weights = loop(x[0] @ router.T, config.router, None)
+    wanted = np.stack([mlp(row, *shared) for row in x[0]])
+    for j, t in np.ndindex(*experts.shape):
+        wanted[t] += weights[j, t] * mlp(x[0, t].astype(np.float64), gate_up[experts[j, t]], down[experts[j, t]])
+    fixed: dict[str, Any] = {"implementation": "reference"}
+    got = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, **fixed)))[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    used = jnp.asarray(rng.integers(2, size=(1, rows)), bool)
+    some = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, used, **fixed)))[0]
+    np.testing.assert_array_equal(some[used[0]], got[used[0]])
+    alone = np.stack([mlp(row, *shared) for row in x[0]])
+    np.testing.assert_allclose(some[~used[0]], alone[~used[0]], atol=1e-5)  # no expert
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("nodes", [True, True, True, False, False, False]), ("prompts", [True, True, True, True, False, False])],
+)
+def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
+    kind: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second row of nodes is inactive; the second prompt has one token, whose keys are not written again."""
+    seen: list[np.ndarray] = []
+    multiply = mixtures.expert_matmul
+
+    def watched(x: Any, weight: Any, chosen: Any, **options: Any) -> Any:
+        seen.append(np.asarray(chosen))
+        return multiply(x, weight, chosen, **options)
+
+    monkeypatch.setattr(mixtures, "expert_matmul", watched)
+    fields: dict[str, Any] = dict(
+        tokens=jnp.asarray([[3, 4, 5], [6, 0, 0]]),
+        positions=jnp.asarray([[0, 1, 2], [0, 1, 2]]),
+        valid=jnp.asarray([[True] * 3, [False] * 3]),
+        first_row=jnp.zeros(2, jnp.int32),
+        page_table=jnp.asarray([[1], [2]], jnp.int32),
+        bits=None,
+        implementation="reference",
+    )
+    batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
+    pool = jnp.zeros((3, 2, 4, 4))
+    forward(mixture(), KVCache(k=[pool], v=[pool]), batch)
+    assert len(seen) == 2
+    for chosen in seen:
+        assert chosen.shape == (2, 6)
+        assert [(row >= 0).tolist() for row in chosen] == [expected] * 2
