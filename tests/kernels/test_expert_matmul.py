@@ -179,6 +179,15 @@ def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     assert not program.copies(1 << 20)
 
 
+def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() -> None:
+    """The reason not to use it: its inputs are as large as the rows repeated for each expert."""
+    experts, chosen, hidden, width = SHAPES["qwen3-30b-a3b"]
+    shapes = ((320 * chosen, hidden), (experts, hidden, 2 * width))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = compile_for_h200(jax.lax.ragged_dot, *arrays, jax.ShapeDtypeStruct((experts,), jnp.int32))
+    assert program.temp_bytes >= 2 * 320 * chosen * experts * hidden
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", [None, "int8"])
