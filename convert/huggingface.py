@@ -67,8 +67,8 @@ def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = No
 
 
 def is_stacked(row: Row) -> bool:
-    """Return whether a row is one that `stacked` makes."""
-    return row.fill is _stack and all(len(shape) == len(row.shape) for shape in row.sources.values())
+    """Return whether a row is one that `stacked` or `side_by_side` makes."""
+    return row.fill is _stack
 
 
 def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -> Row:
