@@ -33,6 +33,7 @@ from pallas_kernels.layers.shard import AXIS, Shard
 INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused", "experts")
+EXPERTS_DOWN = ("experts", "hidden", "channels")  # axes of the weight whose products the devices add up
 Tree = TypeVar("Tree")
 
 
@@ -237,10 +238,10 @@ def _local(node: Any, specs: Any, devices: int) -> Any:
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)
-        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
-            return Shard(leaf, "rows", param.shape[0])
-        if param.axes[:2] == ("experts", "hidden") and len(param.axes) == 3:
+        if param.axes == EXPERTS_DOWN:
             return Shard(leaf, "columns", param.shape[1])  # of all experts' down projections side by side
+        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in (*INNER, "experts"):
+            return Shard(leaf, "rows", param.shape[0])
         is_inner = own[1:] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 

@@ -194,7 +194,7 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2))
+DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
 
 
 @pytest.mark.parametrize(
