@@ -9,8 +9,12 @@ import jax
 import pytest
 
 from jspec import Tree
+from jspec.core.config import EngineConfig
+from jspec.core.records import PrefillInput
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
+from jspec.step.memory import DeviceMemory, MemoryPlanner
+from jspec.step.prefill import prefill_step
 from jspec.step.program import init_state
 from jspec.tools.bench import random_models as shapes
 from jspec.tools.bench import step as rounds
@@ -219,3 +223,24 @@ def test_h200_round_of_a_mixture_of_experts_is_one_cuda_graph_that_copies_no_wei
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
     assert program.count("expert_matmul") == 2 * layers
     assert not [launch for launch in program.launches if launch.kind in ("kConditional", "kWhile", "kSort")]
+
+
+@pytest.mark.long
+def test_h200_prefill_of_a_mixture_of_experts_sorts_nothing_and_fits_into_the_planned_memory() -> None:
+    """The rows of 2048 tokens are counted, not sorted; the plan's estimate of temporary memory holds."""
+    target = jax.eval_shape(partial(shapes.random_target, "qwen3-30b-a3b", "bfloat16"))
+    config = replace(target.config, layers=target.config.layers[:2])
+    target = target.replace(layers=target.layers[:2], config=config)
+    case = rounds.Case("qwen3-30b-a3b", batch=8, context=1024, tree=None)
+    program, params, pool = rounds.build(case, target, None)
+    program = replace(program, controls=False)
+    state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    packed = PrefillInput.shapes(2048, slots=8, pages=state.page_table.shape[1])
+    run, options = partial(prefill_step, program), program.compiler_options
+    compiled = compile_for_h200(run, params, state, packed, donate_argnums=1, options=options)
+    assert compiled.count("expert_matmul") == 2 * 2
+    assert not [launch for launch in compiled.launches if "sort" in (launch.kind + launch.name).lower()]
+    assert not compiled.copies(1 << 20)
+    engine = EngineConfig(slots=8, max_len=1200, buckets=(8,), prefill_buckets=(2048,))
+    planned = MemoryPlanner(program, params, engine, DeviceMemory(2**40, 0, True)).plan(pool).workspace
+    assert compiled.temp_bytes < planned < 5 * compiled.temp_bytes
