@@ -121,7 +121,6 @@ class Experts:
         limit: limit c of gate g and up u (gpt-oss): an expert computes g * sigmoid(alpha * g) * (u + 1), after g is
             limited to at most c, and u to between -c and c. None: an expert computes activation(g) * u.
         alpha: factor of the gate in the sigmoid, with a limit.
-        scales_input: whether an expert's weight multiplies its input (Llama 4), instead of its output.
     """
 
     width: int
@@ -131,7 +130,6 @@ class Experts:
     bias: bool = False
     limit: float | None = None
     alpha: float = 1.0
-    scales_input: bool = False
 
     def row_size(self, hidden: int) -> int:
         """Return how many values the products compute for a row: those of `Dense`, and each expert's output.
@@ -139,7 +137,7 @@ class Experts:
         Args:
             hidden: number of channels of the residual stream.
         """
-        return 3 * self.shared + self.router.chosen * (self.width + (1 + self.scales_input) * hidden)
+        return 3 * self.shared + self.router.chosen * (self.width + hidden)
 
     def check(self) -> None:
         """Check the sizes and options.

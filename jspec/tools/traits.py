@@ -73,8 +73,6 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("biases")
     if config.limit is not None:
         parts.append(f"limited to {config.limit:g}, alpha {config.alpha:g}")
-    if config.scales_input:
-        parts.append("weights times inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels")
     return ", ".join(parts)
