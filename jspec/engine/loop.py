@@ -131,6 +131,17 @@ class EngineLoop:
             raise RuntimeError("this engine is closed; make a new one")
         if not self.healthy:
             raise RuntimeError(RESTART)
+        self.core.runner.check_leads()
+
+    def follow(self) -> None:
+        """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
+
+        Raises:
+            RuntimeError: the engine has no devices of other processes, or this is process 0.
+            jspec.distributed.ProcessLost: a process was lost.
+        """
+        self.core.runner.follow()
+        self._closed = True
 
     def close(self) -> None:
         """Abort all requests and free the device memory."""
@@ -178,8 +189,11 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the engine can serve; False if it could not recreate the device's state after an error."""
-        return self._recovery.healthy
+        """Return whether the engine can serve.
+
+        It cannot if it could not recreate the device's state after an error, or if a process with devices is lost.
+        """
+        return self._recovery.healthy and self.core.runner.is_whole
 
     @property
     def memory_plan(self) -> MemoryPlan:

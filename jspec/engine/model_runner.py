@@ -9,30 +9,35 @@ import logging
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, StepOutput
+from jspec.core.records import PrefillInput, StepOutput
 from jspec.engine.grammar.token_table import TablePool
-from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key, round_keys
+from jspec.engine.prompt_input import pack_pending_rows, pack_piece
 from jspec.engine.request import Request
-from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan
+from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device, quantized_as
 from jspec.sampling import grammar_mask
 from jspec.step import memory
+from jspec.step.across_processes import calls_on
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
 from jspec.step.on_mesh import log_devices, make_state, on_one, sender
 from jspec.step.program import Params, Program
-from jspec.step.split_decode import Step, masked_prefill, split_step
+from jspec.step.split_decode import draft_masks, prompt_masks
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
+
+# The part of the state that each small program changes.
+HELPERS = {"update_page_table": "page_table", "controls": "controls", "grammar": "grammars"}
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +69,11 @@ class ModelRunner:
         check_device(params, pool.dtype, pool.draft_dtype)
         self._send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = () if program.mesh is None else program.mesh.devices.flat
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
+        self._calls = calls_on(program.mesh)
+        self._calls.check_same(program, params, config)
+        devices = () if program.mesh is None else program.mesh.local_devices
+        available = self._calls.least(memory.device_memory(*devices))
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, available)
         self.pool, _ = memory.fit(self.planner, pool)
         with memory.explain_oom(self.planner, self.pool):
             self.state = make_state(program, params, self.pool)
@@ -76,8 +84,7 @@ class ModelRunner:
             if config.compile_ahead:
                 self.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
-        self._rows: tuple[int | None, ...] = ()
-        self._slots = self._send(np.zeros(0, np.int32))
+        self._rows, self._slots, self._draft = np.zeros(0, np.int32), None, None
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
         """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
@@ -92,7 +99,8 @@ class ModelRunner:
         Raises:
             ValueError: the programs do not fit into the device's memory; none is stored then.
         """
-        self.programs.compile(keys, self._update_memory_plan)
+        if self.missing(keys):
+            self._calls.compile(keys, self.programs, self._update_memory_plan)
 
     def missing(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
         """Return those of the keys whose programs are not compiled yet."""
@@ -105,38 +113,76 @@ class ModelRunner:
             depth: draft depth of the round.
             running: requests whose grammars must keep their device tables.
         """
-        if isinstance(plan, PrefillPlan):
-            for piece in plan.pieces:
-                if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
-                    self._admit_controls(piece.request, running)
-            step, size = self._prefill_of(plan)
-            packed = self._send(self._pack(plan, size))
-        else:
+        if isinstance(plan, RoundPlan):
             self._enter_pages(plan.new_pages)
-            step, size = self._round_of(plan, depth)
-            packed = self._slots_of(plan, size)
-        self.state, output = step(self.params, self.state, packed)
-        jax.copy_to_host_async(output)
-        return output
-
-    def _prefill_of(self, plan: PrefillPlan) -> tuple[Step, int]:
-        """Return the compiled program for pieces of prompts, and its number of tokens."""
+            return self._run_round(plan, depth)
+        for piece in plan.pieces:
+            if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
+                self._admit_controls(piece.request, running)
         key = self.programs.cover(prefill_key(plan))
-        prefill = self.programs.compiled[key]
-        if key.masked:
-            matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
-            prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers], self._send)
-        return prefill, key.size
+        packed = self._pack(plan, key.size)
+        return self.run(key, *packed, *([self._prompt_masks(plan, len(packed.pieces))] if key.masked else []))
 
-    def _round_of(self, plan: RoundPlan, depth: int) -> tuple[Step, int]:
-        """Return the compiled program for a round, and its number of batch rows."""
+    def _prompt_masks(self, plan: PrefillPlan, pieces: int) -> np.ndarray:
+        matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
+        return prompt_masks(pieces, [None if one is None else one.first for one in matchers], self._vocab_size)
+
+    def _run_round(self, plan: RoundPlan, depth: int) -> StepOutput:
+        """Run a round; a round with token masks of the host runs as two programs."""
         *drafts, key = round_keys(plan, depth)
         key = self.programs.cover(key)
+        slots = self._slots_of(plan, key.size)
         if not drafts:
-            return self.programs.compiled[key], key.size
-        draft = self.programs.compiled[replace(drafts[0], size=key.size)]
+            return self.run(key, slots)
+        draft = self.run(replace(drafts[0], size=key.size), slots)
+        nodes = self._calls.wait(partial(jax.device_get, (draft.tokens, draft.parents, draft.valid)))
         mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
-        return split_step(draft, self.programs.compiled[key], mask_functions, self._send), key.size
+        return self.run(key, draft_masks(nodes, mask_functions, self._vocab_size))
+
+    def run(self, key: ExecutableKey, *inputs: np.ndarray) -> Any:
+        """Run a compiled program on the state, in all processes; return its output without waiting for it.
+
+        This is the only way in which the loop changes the state, except `reset_state`.
+
+        Args:
+            inputs: the program's inputs beside weights and state, as arrays of the host. "verify" takes the slots and
+                the draft of the last "draft".
+        """
+        return self._calls.run(self.run_here, key, inputs)
+
+    def run_here(self, key: ExecutableKey, *inputs: np.ndarray) -> Any:
+        """Run a compiled program on the devices of this process alone; the other processes must run it too."""
+        program = self.programs.compiled[key]
+        if key.kind in HELPERS:
+            part = HELPERS[key.kind]
+            changed = program(getattr(self.state, part), self._send(*inputs))
+            self.state = replace(self.state, **{part: changed})
+            return None
+        if key.kind == "write_pending_rows":
+            self.state = program(self.params, self.state, self._send(*inputs))
+            return None
+        self.state, output = program(self.params, self.state, *self._sent(key, inputs))
+        if key.kind == "draft":
+            self._draft = output
+        else:
+            jax.copy_to_host_async(output)
+        return output
+
+    def _sent(self, key: ExecutableKey, inputs: Sequence[np.ndarray]) -> list[Any]:
+        """Send the inputs of a step to the devices. Slots stay there until they change, because a copy takes 20 us."""
+        if key.kind == "prefill":
+            pieces, tokens, *masks = inputs
+            return [self._send(PrefillInput(pieces, tokens)), *map(self._send, masks)]
+        if key.kind == "verify":
+            return [self._slots, self._draft, self._send(*inputs)]
+        (slots,) = inputs
+        if not np.array_equal(slots, self._rows):
+            self._rows, self._slots = slots, self._send(slots)
+        return [self._slots]
+
+    def wait(self, output: StepOutput) -> None:
+        """Wait for a step; an interrupt loses nothing."""
+        self._calls.wait(output.report.block_until_ready)
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -155,8 +201,7 @@ class ModelRunner:
             if is_new:
                 self._load_table(table, request.grammar.class_of, request.grammar.next)
         packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
-        admit = self.programs.compiled[ExecutableKey("controls")]
-        self.state = replace(self.state, controls=admit(self.state.controls, self._send(packed)))
+        self.run(ExecutableKey("controls"), packed)
 
     def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
         """Replace one of the device's grammar tables.
@@ -168,8 +213,7 @@ class ModelRunner:
         """
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
-        load = self.programs.compiled[ExecutableKey("grammar")]
-        self.state = replace(self.state, grammars=load(self.state.grammars, self._send(packed)))
+        self.run(ExecutableKey("grammar"), packed)
 
     def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
         """Write pages into the device's page table.
@@ -177,11 +221,11 @@ class ModelRunner:
         Args:
             new: (slot, column, page) of each entry to write; the page table has one row per slot.
         """
-        update, size = self.programs.compiled[ExecutableKey("update_page_table")], self.programs.page_updates
+        size = self.programs.page_updates
         for start in range(0, len(new), size):
             packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
             packed[: len(new) - start] = new[start : start + size]
-            self.state = replace(self.state, page_table=update(self.state.page_table, self._send(packed)))
+            self.run(ExecutableKey("update_page_table"), packed)
 
     def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
         tree = self.program.drafter.tree
@@ -190,13 +234,11 @@ class ModelRunner:
         tokens = [piece.request.tokens_between(piece.start, piece.start + piece.count) for piece in plan.pieces]
         return PrefillInput.pack(pieces, tokens, size, slots=self._config.slots)
 
-    def _slots_of(self, plan: RoundPlan, size: int) -> jax.Array:
-        """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
-        slots = self._config.slots
-        rows = (*(request.state.slot for request in plan.requests), *[slots] * (size - len(plan.requests)))
-        if rows != self._rows:
-            self._rows, self._slots = rows, self._send(np.array(rows, np.int32))
-        return self._slots
+    def _slots_of(self, plan: RoundPlan, size: int) -> np.ndarray:
+        """Return the slot of each batch row; a padding row has the number of slots."""
+        slots = np.full(size, self._config.slots, np.int32)
+        slots[: len(plan.requests)] = [request.state.slot for request in plan.requests]
+        return slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
         """Write the missing draft cache rows of a request that has ended, if they complete one of its pages.
@@ -207,10 +249,9 @@ class ModelRunner:
             pages: pages of the request, in the order of their rows.
         """
         lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
-        write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
-        if write is not None and lengths[0] // page_size < lengths[1] // page_size:
-            packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
-            self.state = write(self.params, self.state, self._send(packed))
+        key = ExecutableKey("write_pending_rows")
+        if key in self.programs.compiled and lengths[0] // page_size < lengths[1] // page_size:
+            self.run(key, pack_pending_rows(request, pages, width=self.state.page_table.shape[1]))
 
     def clear(self) -> None:
         """Mark all grammar tables as empty, because the device's state was lost."""
@@ -218,17 +259,38 @@ class ModelRunner:
 
     def reset_state(self, error: BaseException) -> None:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
+        self._calls.reset(partial(self.reset_here, error))
+
+    def reset_here(self, error: BaseException | None) -> None:
+        """Replace the state on the devices of this process alone; the other processes must do it too."""
         delete_buffers(self.state, error)
         self.state = None  # type: ignore[assignment]
         self.state = make_state(self.program, self.params, self.pool)
         jax.block_until_ready(self.state)
 
     def close(self) -> None:
-        """Free the device memory of the state."""
+        """Free the device memory of the state, in all processes."""
+        self._calls.close()
+        self.state = None  # type: ignore[assignment]
+
+    # -- several processes
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all processes are there."""
+        return self._calls.is_whole
+
+    def check_leads(self) -> None:
+        """Raise RuntimeError if another process decides what this one runs."""
+        self._calls.check_leads()
+
+    def follow(self) -> None:
+        """Run what process 0 runs, until its engine is closed."""
+        self._calls.follow(self)
         self.state = None  # type: ignore[assignment]
 
 
-def delete_buffers(state: Any, error: BaseException) -> None:
+def delete_buffers(state: Any, error: BaseException | None) -> None:
     """Free the device buffers of a state at once, although the traceback of an error still refers to them.
 
     Requests keep the error, so without this the old state would stay in memory beside the new one.
@@ -236,7 +298,8 @@ def delete_buffers(state: Any, error: BaseException) -> None:
     for leaf in jax.tree.leaves(state):
         if not leaf.is_deleted():
             leaf.delete()
-    traceback.clear_frames(error.__traceback__)
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
 
 
 def check_deterministic(target: Model, implementation: str) -> None:
@@ -252,48 +315,3 @@ def check_deterministic(target: Model, implementation: str) -> None:
     weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
     for reason in filter(None, map(unsupported_weight, weights)):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
-
-
-def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> PromptPiece:
-    """Return a piece of a prompt as the record that `jspec.step.prefill.prefill_step` reads.
-
-    Args:
-        width: number of columns of the page table.
-        depth: depth of the drafter's tree.
-    """
-    request, params = piece.request, piece.request.params
-    assert request.state.slot is not None
-    end = piece.start + piece.count
-    page_row = np.zeros(width, np.int32)
-    page_row[: len(piece.pages)] = piece.pages
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    return PromptPiece(
-        slot=np.int32(request.state.slot),
-        start=np.int32(piece.start),
-        count=np.int32(piece.count),
-        last=np.int32(piece.is_last),
-        write=np.int32(piece.is_written),
-        root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
-        remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
-        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(draft_cap(params, depth)),
-        controlled=np.int32(bool(params.controls_used)),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=stop_ids,
-        page_row=page_row,
-    )
-
-
-def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """Pack a request that has ended into the array that `jspec.step.prefill.write_pending_rows_step` takes.
-
-    Args:
-        pages: pages of the request, in the order of their rows.
-        width: number of columns of the page table.
-    """
-    padding = [0] * (width - len(pages))
-    return np.array([request.state.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

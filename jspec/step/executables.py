@@ -5,6 +5,7 @@ The engine says which programs to compile and when (`jspec.engine.program_choice
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -25,7 +26,7 @@ from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey, Kind
-from jspec.step.on_mesh import helper_on, shapes_of, step_on
+from jspec.step.on_mesh import helper_on, shapes_of, spans_processes, step_on
 from jspec.step.prefill import prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
 from jspec.step.split_decode import draft_step, mask_shape, verify_step
@@ -53,6 +54,7 @@ class Executables:
         page_updates: number of page table entries that one call of "update_page_table" writes.
         seconds: compilation time of each executable in seconds, by name.
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
+        digests: digest of each executable's text before compilation, by name, if several processes run it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Executables:
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
+        self.digests: dict[str, str] = {}
         logger.info("kernels: %s", describe(program.implementation, device))
 
     @property
@@ -140,6 +143,8 @@ class Executables:
         arguments = arguments if mesh is None else shapes_of(arguments, mesh)
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         self.lower_seconds[self._name(key)] = time.perf_counter() - start
+        if spans_processes(mesh):
+            self.digests[self._name(key)] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         return lowered
 
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.records import SlotState
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout
+from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout, to_devices
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
             "leave it out"
         )
     return mesh
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether a mesh has devices of several processes."""
+    return mesh is not None and mesh.is_multi_process
 
 
 def log_devices(mesh: Mesh | None) -> None:
@@ -132,4 +137,9 @@ def shapes_of(tree: Any, mesh: Mesh | None) -> Any:
 
 def sender(mesh: Mesh | None) -> Callable[[Any], Any]:
     """Return the function that sends arrays of the host to the devices, to every device of a mesh the same."""
-    return jax.device_put if mesh is None else partial(jax.device_put, device=NamedSharding(mesh, EVERYWHERE))
+    if mesh is None:
+        return jax.device_put
+    everywhere = NamedSharding(mesh, EVERYWHERE)
+    if everywhere.is_fully_addressable:
+        return partial(jax.device_put, device=everywhere)
+    return partial(jax.tree.map, partial(to_devices, sharding=everywhere))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,12 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, words_of
-from jspec.core.records import Draft, PrefillInput, SlotState, StepOutput
+from jspec.core.records import Draft, SlotState, StepOutput
 from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
-Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
-Send = Callable[[Any], Any]
-# Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
 FirstMask = Callable[[], np.ndarray]
+# Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -62,51 +59,34 @@ def verify_step(
     return state, output_of_one(results)
 
 
-def split_step(
-    draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None], send: Send = jax.device_put
-) -> Step:
-    """Combine a compiled draft step and verify step into one function that is called like `spec_step`.
+def draft_masks(draft: Sequence[np.ndarray], mask_functions: Sequence[DraftMasks | None], vocab_size: int) -> np.ndarray:
+    """Compute the masks that `verify_step` takes.
 
     Args:
-        draft: the compiled `draft_step`.
-        verify: the compiled `verify_step`.
+        draft: the fields tokens, parents and valid of the draft that `draft_step` returned, [batch, nodes] each.
         mask_functions: for each of the first batch rows, the function that computes its masks. The masks of later rows,
             and of rows with None, allow every token.
-        send: function that sends arrays of the host to the devices.
     """
-
-    def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
-        state, drafted = draft(params, state, slots)
-        nodes = jax.device_get((drafted.tokens, drafted.parents, drafted.valid))
-        words = words_of(params.target.config.vocab_size)
-        masks = np.full((*nodes[0].shape, words), EVERYTHING, np.uint32)
-        for row, mask_function in enumerate(mask_functions):
-            if mask_function is not None:
-                masks[row] = mask_function(*(field[row] for field in nodes))
-        return verify(params, state, slots, drafted, send(masks))
-
-    return step
+    masks = np.full((*draft[0].shape, words_of(vocab_size)), EVERYTHING, np.uint32)
+    for row, mask_function in enumerate(mask_functions):
+        if mask_function is not None:
+            masks[row] = mask_function(*(field[row] for field in draft))
+    return masks
 
 
-def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None], send: Send = jax.device_put) -> Step:
-    """Make a function that passes masks to a compiled prefill, and is called like a prefill without masks.
+def prompt_masks(pieces: int, mask_functions: Sequence[FirstMask | None], vocab_size: int) -> np.ndarray:
+    """Compute the masks that a masked prefill takes.
 
     Args:
-        prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
-        first_masks: for each of the first pieces, a function that returns the mask of the output's first token,
+        pieces: number of pieces of the program.
+        mask_functions: for each of the first pieces, a function that returns the mask of the output's first token,
             [1, words] uint32. The masks of later pieces, and of pieces with None, allow every token.
-        send: function that sends arrays of the host to the devices.
     """
-
-    def step(params: Params, state: SlotState, packed: PrefillInput) -> tuple[SlotState, StepOutput]:
-        shape = (packed.pieces.shape[0], 1, words_of(params.target.config.vocab_size))
-        masks = np.full(shape, EVERYTHING, np.uint32)
-        for row, first_mask in enumerate(first_masks):
-            if first_mask is not None:
-                masks[row] = first_mask()
-        return prefill(params, state, packed, send(masks))
-
-    return step
+    masks = np.full((pieces, 1, words_of(vocab_size)), EVERYTHING, np.uint32)
+    for row, mask_function in enumerate(mask_functions):
+        if mask_function is not None:
+            masks[row] = mask_function()
+    return masks
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:
