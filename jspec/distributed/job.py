@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import socket
@@ -44,14 +45,17 @@ class Job:
     Attributes:
         is_busy: whether an engine runs on all processes, so that none may end.
         at_end: functions that are called when the script of this process ends, unless it ends by an error.
+        weights: digest of samples of all weights that this process has divided over the devices.
     """
 
     def __init__(self, process_id: int, names: Sequence[str], connections: dict[int, socket.socket]) -> None:
         self.process_id, self.names = process_id, names
         self.is_busy = False
         self.at_end: list[Callable[[], None]] = []
+        self.weights = hashlib.sha256()
         self._lost: str | None = None
         self._losing = threading.Lock()
+        self._is_lost = threading.Event()
         self._ended: dict[int, str] = {}  # processes that have said that they end, with the reason
         self._inbox: dict[tuple[int, str], SimpleQueue[Message]] = defaultdict(SimpleQueue)
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
@@ -64,7 +68,8 @@ class Job:
         """Start the threads, and tell the others when this process ends."""
         for link in self.links.values():
             link.start()
-        threading.Thread(target=self._do_all, name="jspec-devices", daemon=True).start()
+        for run, name in ((self._do_all, "jspec-devices"), (self._end_late, "jspec-end")):
+            threading.Thread(target=run, name=name, daemon=True).start()
         atexit.register(self._end)
 
     @property
@@ -186,18 +191,17 @@ class Job:
 
     def fail(self, text: str) -> None:
         """Note why the job cannot go on, and tell the others; this process then ends."""
-        if self._note(text):
-            logger.critical("%s; %s ends within %g s", text, self.names[self.process_id], END_SECONDS)
-            threading.Thread(target=self._end_late, name="jspec-end", daemon=True).start()
-
-    def _note(self, text: str) -> bool:
-        """Note why the job cannot go on, and tell the others; return False if it could not go on before."""
         with self._losing:
             if self._lost is not None:
-                return False
+                return
             self._lost = text
+        logger.critical("%s; %s ends within %g s", text, self.names[self.process_id], END_SECONDS)
         self._tell(Message("failed", {"text": text}))
-        return True
+        self._is_lost.set()
+
+    def fail_by(self, error: BaseException) -> None:
+        """Note that this process cannot go on because of an error, and tell the others."""
+        self.fail(f"{self.names[self.process_id]} ended with {type(error).__name__}: {error!s:.500}")
 
     def _tell(self, message: Message) -> None:
         """Send a message to the processes that can still be reached."""
@@ -209,6 +213,7 @@ class Job:
                     logger.debug("%s was not told: %s", self.names[other], error)
 
     def _end_late(self) -> None:
+        self._is_lost.wait()
         time.sleep(END_SECONDS)
         self._exit("it has not ended by itself")
 
@@ -238,15 +243,21 @@ class Job:
         return lose
 
     def _end(self) -> None:
-        """Tell the others that this process ends; if it ends by an error or a loss, end without waiting for them."""
+        """End with the other processes when the script ends; if it ends by an error or a loss, do not wait for them.
+
+        jax would wait for lost processes, and would abort this process if process 0 ends before it.
+        """
         error = getattr(sys, "last_value", None)  # the error that ends the script
         if isinstance(error, Exception):
-            self._note(f"{self.names[self.process_id]} ended with {type(error).__name__}: {error!s:.500}")
+            self.fail_by(error)
+        if self.is_whole:
+            for function in self.at_end:
+                function()
+            self._tell(Message("bye"))
+        while self.is_whole and len(self._ended) < len(self.links):
+            time.sleep(POLL_SECONDS / 10)
         if not self.is_whole:
             self._exit("the script has ended")
-        for function in self.at_end:
-            function()
-        self._tell(Message("bye"))
 
 
 def _cut(value: Any) -> str:

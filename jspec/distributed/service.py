@@ -23,8 +23,8 @@ def start(address: str, num_processes: int) -> subprocess.Popen[bytes]:
         OSError: it cannot serve at this address.
     """
     command = [sys.executable, "-P", __file__, address, str(num_processes)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
     assert process.stdout is not None
     if not process.stdout.readline():
         raise OSError(f"{address}: expected to start jax's coordination service, it ended ({process.wait()})")

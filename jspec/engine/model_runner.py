@@ -236,9 +236,8 @@ class ModelRunner:
 
     def _slots_of(self, plan: RoundPlan, size: int) -> np.ndarray:
         """Return the slot of each batch row; a padding row has the number of slots."""
-        slots = np.full(size, self._config.slots, np.int32)
-        slots[: len(plan.requests)] = [request.state.slot for request in plan.requests]
-        return slots
+        padding = [self._config.slots] * (size - len(plan.requests))
+        return np.array([*(request.state.slot for request in plan.requests), *padding], np.int32)
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
         """Write the missing draft cache rows of a request that has ended, if they complete one of its pages.

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert.orbax import QUANTIZED, Placement
+from jspec import distributed
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
@@ -31,6 +32,7 @@ from pallas_kernels.layers.shard import AXIS, Shard
 INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused")
+SAMPLED = 256  # number of values at either end of a weight that processes compare
 Tree = TypeVar("Tree")
 
 
@@ -117,7 +119,19 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
-    return to_devices(array if order is None else array[order], sharding)
+    own = array if order is None else array[order]
+    if not sharding.is_fully_addressable:
+        _sample(own)
+    return to_devices(own, sharding)
+
+
+def _sample(array: Any) -> None:
+    """Add the first and the last values of a weight to what all processes compare."""
+    job = distributed.current()
+    assert job is not None
+    flat = array.reshape(-1)
+    for part in (flat[:SAMPLED], flat[-SAMPLED:]):
+        job.weights.update(np.asarray(part).tobytes())
 
 
 def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:

@@ -8,13 +8,14 @@ need. A `Runner` knows nothing of this, except that all of its calls of devices 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
@@ -126,7 +127,10 @@ class Shared(Calls):
         if program.processor is not None:  # its representation has an address of this process
             settings["processor"] = getattr(program.processor, "__qualname__", type(program.processor).__qualname__)
         weights = [(name, leaf.shape, str(leaf.dtype), str(leaf.sharding.spec)) for name, leaf in _named(params)]
-        about = {"weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16], "model": repr(params.target.config)}
+        about = {
+            "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+            "model": repr(params.target.config),
+        }
         self.job.check_same("Engine", {**options, **settings, **about, "values of weights": _sample(params)})
 
     def least(self, memory: DeviceMemory) -> DeviceMemory:
@@ -170,7 +174,7 @@ class Lead(Shared):
         try:
             return call()
         except Exception as error:
-            self.job.fail(f"{self.job.names[0]} failed: {error!s:.500}")
+            self.job.fail_by(error)
             raise
 
     def compile(self, keys: Sequence[ExecutableKey], programs: Executables, check: Check) -> None:
@@ -237,7 +241,7 @@ class Follow(Shared):
         except ProcessLost:
             raise
         except Exception as error:
-            self.job.fail(f"{self.job.names[self.job.process_id]} failed: {type(error).__name__}: {error!s:.500}")
+            self.job.fail_by(error)
             raise
         finally:
             self.job.is_busy = False
@@ -245,23 +249,21 @@ class Follow(Shared):
     def _follow(self, runner: Runner) -> None:
         threading.Thread(target=self._compile_all, args=[runner], name="jspec-compile", daemon=True).start()
         outputs: deque[Any] = deque()
-        count = 0
-        while True:
+        for count in itertools.count():
             message = self.job.take("call")
-            call = message.fields
-            if call["number"] != count:
-                raise RuntimeError(f"expected call {count} of process 0, got call {call['number']}")
-            count += 1
-            if call["call"] == "close":
+            call, number = message.fields["call"], message.fields["number"]
+            if number != count:
+                raise RuntimeError(f"expected call {count} of {self.job.names[0]}, got call {number}")
+            if call == "close":
                 return
-            if call["call"] == "reset":
+            if call == "reset":
                 outputs.clear()
-                self.job.do(lambda: runner.reset_here(None))
-                continue
-            key = ExecutableKey(**call["key"])
-            outputs.append(self.job.do(lambda key=key, message=message: runner.run_here(key, *message.arrays)))
+                self.job.do(partial(runner.reset_here, None))
+            else:
+                key = ExecutableKey(**message.fields["key"])
+                outputs.append(self.job.do(partial(runner.run_here, key, *message.arrays)))
             if len(outputs) > UNREAD:
-                self.job.do(lambda: jax.block_until_ready(outputs.popleft()))
+                self.job.do(partial(jax.block_until_ready, outputs.popleft()))
 
     def _compile_all(self, runner: Runner) -> None:
         """Compile what process 0 compiles, while calls go on."""

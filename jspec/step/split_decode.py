@@ -59,7 +59,9 @@ def verify_step(
     return state, output_of_one(results)
 
 
-def draft_masks(draft: Sequence[np.ndarray], mask_functions: Sequence[DraftMasks | None], vocab_size: int) -> np.ndarray:
+def draft_masks(
+    draft: Sequence[np.ndarray], mask_functions: Sequence[DraftMasks | None], vocab_size: int
+) -> np.ndarray:
     """Compute the masks that `verify_step` takes.
 
     Args:
