@@ -5,7 +5,7 @@ from __future__ import annotations
 from jspec.distributed.job import Job, ProcessLost
 from jspec.distributed.start import start
 
-__all__ = ["ProcessLost", "current", "initialize", "num_processes", "process_id"]
+__all__ = ["ProcessLost", "current", "fail", "initialize", "num_processes", "process_id"]
 
 _job: Job | None = None
 
@@ -55,3 +55,9 @@ def process_id() -> int:
 def num_processes() -> int:
     """Return the number of processes of the job; 1 if this process is alone."""
     return 1 if _job is None else _job.num_processes
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other processes, if there are any, that this one ends because of an error that it has caught."""
+    if _job is not None:
+        _job.fail_by(error)

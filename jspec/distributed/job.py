@@ -206,11 +206,10 @@ class Job:
     def _tell(self, message: Message) -> None:
         """Send a message to the processes that can still be reached."""
         for other, link in self.links.items():
-            if other not in self._ended:
-                try:
-                    link.send(message)
-                except OSError as error:
-                    logger.debug("%s was not told: %s", self.names[other], error)
+            try:
+                link.send(message)
+            except OSError as error:
+                logger.debug("%s was not told: %s", self.names[other], error)
 
     def _end_late(self) -> None:
         self._is_lost.wait()

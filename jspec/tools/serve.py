@@ -129,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
         address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
         tokenizer = generate.prepare(arguments)
         with generate.make_engine(arguments, tokenizer, **engine_options(arguments)) as engine:
+            if generate.follows(engine):
+                return 0
             return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 
 
