@@ -97,7 +97,7 @@ class Job:
             try:
                 link.send(message)
             except OSError as error:
-                self.lose(other, f"could not be reached ({error})")
+                self.lose(other, f"is lost: nothing could be sent to it ({error})")
             self.check_whole()
 
     def take(self, kind: str, other: int = 0) -> Message:

@@ -83,11 +83,11 @@ class Link:
                 if message.kind != BEAT.kind:
                     self._receive(message)
         except TimeoutError:
-            self._fail(f"was silent for {SILENT_SECONDS:g} s")
+            self._fail(f"is lost: it was silent for {SILENT_SECONDS:g} s")
         except BadFrame as error:
-            self._fail(f"sent something else than a message ({error})")
+            self._fail(f"is lost: it sent something else than a message ({error})")
         except OSError:
-            self._fail("ended")
+            self._fail("is lost: its connection ended")
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):

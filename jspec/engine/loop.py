@@ -129,9 +129,9 @@ class EngineLoop:
         self._lock.check_process()
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+        self.core.runner.check_serves()
         if not self.healthy:
             raise RuntimeError(RESTART)
-        self.core.runner.check_leads()
 
     def follow(self) -> None:
         """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).

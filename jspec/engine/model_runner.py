@@ -279,9 +279,9 @@ class ModelRunner:
         """Return whether all processes are there."""
         return self._calls.is_whole
 
-    def check_leads(self) -> None:
-        """Raise RuntimeError if another process decides what this one runs."""
-        self._calls.check_leads()
+    def check_serves(self) -> None:
+        """Raise RuntimeError if another process decides what this one runs, or a process is lost."""
+        self._calls.check_serves()
 
     def follow(self) -> None:
         """Run what process 0 runs, until its engine is closed."""

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -99,8 +100,8 @@ class Calls:
     def close(self) -> None:
         """Let the other processes return from `follow`."""
 
-    def check_leads(self) -> None:
-        """Raise RuntimeError if another process decides what this one runs."""
+    def check_serves(self) -> None:
+        """Raise RuntimeError if another process decides what this one runs, or a process is lost."""
 
     def follow(self, runner: Runner) -> None:
         raise RuntimeError(
@@ -156,6 +157,9 @@ class Lead(Shared):
     def reset(self, call: Callable[[], None]) -> None:
         self._everywhere("reset", call)
 
+    def check_serves(self) -> None:
+        self.job.check_whole()
+
     def wait(self, call: Callable[[], T]) -> T:
         return self.job.do(lambda: self._unless_failed(call))
 
@@ -184,7 +188,7 @@ class Lead(Shared):
             ValueError: another process cannot compile or hold a program, or has another one.
         """
         with self._compiling:  # answers come in the order of the calls
-            self.job.send(Message("compile", {"keys": [asdict(key) for key in keys]}))
+            self._everywhere("compile", lambda: None, keys=[asdict(key) for key in keys])
             answers: list[dict[str, Any]] = []
 
             def check_all(executables: Sequence[Any]) -> None:
@@ -224,7 +228,7 @@ class Lead(Shared):
 class Follow(Shared):
     """Makes the calls of process 0 in another process."""
 
-    def check_leads(self) -> NoReturn:
+    def check_serves(self) -> NoReturn:
         raise RuntimeError(
             f"expected a call in {self.job.names[0]}, got one in {self.job.names[self.job.process_id]}, whose engine "
             "follows it; call engine.follow()"
@@ -247,35 +251,35 @@ class Follow(Shared):
             self.job.is_busy = False
 
     def _follow(self, runner: Runner) -> None:
-        threading.Thread(target=self._compile_all, args=[runner], name="jspec-compile", daemon=True).start()
-        outputs: deque[Any] = deque()
-        for count in itertools.count():
-            message = self.job.take("call")
-            call, number = message.fields["call"], message.fields["number"]
-            if number != count:
-                raise RuntimeError(f"expected call {count} of {self.job.names[0]}, got call {number}")
-            if call == "close":
-                return
-            if call == "reset":
-                outputs.clear()
-                self.job.do(partial(runner.reset_here, None))
-            else:
-                key = ExecutableKey(**message.fields["key"])
-                outputs.append(self.job.do(partial(runner.run_here, key, *message.arrays)))
-            if len(outputs) > UNREAD:
-                self.job.do(partial(jax.block_until_ready, outputs.popleft()))
+        compiler, outputs = ThreadPoolExecutor(1, "jspec-compile"), deque[Any]()
+        with compiler:
+            for count in itertools.count():
+                message = self.job.take("call")
+                fields = message.fields
+                if fields["number"] != count:
+                    raise RuntimeError(f"expected call {count} of {self.job.names[0]}, got call {fields['number']}")
+                match fields["call"]:
+                    case "close":
+                        return
+                    case "compile":
+                        compiler.submit(self._compile, runner, [ExecutableKey(**key) for key in fields["keys"]])
+                    case "reset":
+                        outputs.clear()
+                        self.job.do(partial(runner.reset_here, None))
+                    case "run":
+                        key = ExecutableKey(**fields["key"])
+                        outputs.append(self.job.do(partial(runner.run_here, key, *message.arrays)))
+                if len(outputs) > UNREAD:
+                    self.job.do(partial(jax.block_until_ready, outputs.popleft()))
 
-    def _compile_all(self, runner: Runner) -> None:
-        """Compile what process 0 compiles, while calls go on."""
-        while True:
-            try:
-                keys = [ExecutableKey(**fields) for fields in self.job.take("compile").fields["keys"]]
-                runner.programs.compile(keys, runner._update_memory_plan)
-                answer: dict[str, Any] = {"digests": runner.programs.digests}
-            except ProcessLost:
-                return
-            except Exception as error:
-                answer = {"error": f"{error!s:.1000}"}
+    def _compile(self, runner: Runner, keys: Sequence[ExecutableKey]) -> None:
+        """Compile programs while other calls go on, and tell process 0 which ones they are."""
+        try:
+            runner.programs.compile(keys, runner._update_memory_plan)
+            answer: dict[str, Any] = {"digests": runner.programs.digests}
+        except Exception as error:
+            answer = {"error": f"{error!s:.1000}"}
+        with suppress(ProcessLost):  # then nobody waits for the answer
             self.job.send(Message("compiled", answer))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jspec import Completion, Eagle3, Engine, SamplingParams, distributed
 from tests.support import lettered, small, tiny
-from tests.support.fault import Fault
+from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
 
 DEVICES = 4
