@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from jspec.step.program import Params, Program
 
 UNREAD = 4  # number of calls after which a following process checks that a call has succeeded
 OWN = ("mesh", "compile_cache", "log_interval")  # options that may differ between processes
+
+ADDRESS = r" at 0x[0-9a-f]+"  # in representations of functions and of drafters of the user's own
 
 T = TypeVar("T")
 
@@ -123,16 +126,12 @@ class Shared(Calls):
 
     def check_same(self, program: Program, params: Params, config: EngineConfig) -> None:
         """Raise ValueError, in all processes, if they have other options, models or drafters."""
-        options = {one.name: repr(getattr(config, one.name)) for one in fields(config) if one.name not in OWN}
-        settings = {one.name: repr(getattr(program, one.name)) for one in fields(program) if one.name != "mesh"}
-        if program.processor is not None:  # its representation has an address of this process
-            settings["processor"] = getattr(program.processor, "__qualname__", type(program.processor).__qualname__)
-        weights = [(name, leaf.shape, str(leaf.dtype), str(leaf.sharding.spec)) for name, leaf in _named(params)]
-        about = {
-            "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
-            "model": repr(params.target.config),
-        }
-        self.job.check_same("Engine", {**options, **settings, **about, "values of weights": _sample(params)})
+        about = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in OWN}
+        about |= {one.name: getattr(program, one.name) for one in fields(program) if one.name != "mesh"}
+        about |= {"model": params.target.config} | {name: _shape(leaf) for name, leaf in _named(params)}
+        values = f"{self.job.weights.hexdigest()[:16]} {_sample(params)}"
+        texts = {name: re.sub(ADDRESS, "", repr(value)) for name, value in about.items()}
+        self.job.check_same("Engine", {**texts, "values of the weights": values})
 
     def least(self, memory: DeviceMemory) -> DeviceMemory:
         found = [DeviceMemory(**values) for values in self.job.exchange("memory", asdict(memory))]
@@ -285,6 +284,10 @@ class Follow(Shared):
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _shape(leaf: jax.Array) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"  # type: ignore[attr-defined]
 
 
 def _sample(params: Params) -> str:

@@ -19,10 +19,15 @@ from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
 
 DEVICES = 4
+TEXT: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
+FEW_PAGES = dict(pages=15)  # of four rows: not enough for two long requests
 OPTIONS: dict[str, Any] = dict(
     slots=2, max_len=small.MAX_LEN, page_size=4, buckets=(2,), prefill_buckets=(16,), compile_cache=False
 )
-PARAMS = [replace(params, logprobs=None) for params in MASKS.params]
+LONG = [list(range(1, 12)) + [3] * 5] * 2
+LONG_PARAMS = [SamplingParams(max_tokens=20, min_tokens=20, temperature=seed, seed=seed) for seed in range(2)]
+ASKED = PROMPTS + LONG
+PARAMS = [replace(params, logprobs=None) for params in MASKS.params] + LONG_PARAMS
 PLAIN = SamplingParams(max_tokens=12, temperature=0.0)
 
 
@@ -37,8 +42,7 @@ def engine(**options: Any) -> Engine:
 def drafting_engine() -> Engine:
     """Return an engine with a drafter, grammars, and too few pages for two long requests."""
     head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
-    text: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
-    return engine(drafter=Eagle3(head, "chain:2"), pages=14, **text)
+    return engine(drafter=Eagle3(head, "chain:2"), **FEW_PAGES, **TEXT)
 
 
 def tokens(done: list[Completion]) -> list[list[int]]:
@@ -54,7 +58,7 @@ def everything() -> None:
         say("followed")
         return
     for _ in range(2):
-        say(tokens(own.generate(PROMPTS, PARAMS)))
+        say(tokens(own.generate(ASKED, PARAMS)))
     say({"preempted": own.metrics.num_preemptions, "cached": own.metrics.num_cached_tokens})
     for name, error in (("_read", OSError("a read failed")), ("_dispatch", KeyboardInterrupt())):
         original = getattr(own.core, name)
@@ -64,7 +68,7 @@ def everything() -> None:
         except KeyboardInterrupt:
             say("interrupted")
         setattr(own.core, name, original)
-        say(tokens(own.generate(PROMPTS, PARAMS)))
+        say(tokens(own.generate(ASKED, PARAMS)))
     own.close()
 
 

@@ -27,12 +27,14 @@ class Ended:
     Attributes:
         status: exit status; negative: the number of the signal that ended it.
         said: objects that the script passed to `say`, in order.
+        text: the rest of the standard output, without what gloo prints of its connections.
         errors: text of the standard error.
         end: time at which it had ended, as of `time.time`.
     """
 
     status: int
     said: list[Any]
+    text: str
     errors: str
     end: float
 
@@ -68,8 +70,10 @@ def run(commands: Sequence[Sequence[str]], *, devices: int = 2) -> list[Ended]:
 
 def _ended(process: subprocess.Popen[str]) -> Ended:
     out, errors = process.communicate(timeout=SECONDS)
-    said = [json.loads(line.removeprefix("said ")) for line in out.splitlines() if line.startswith("said ")]
-    return Ended(process.returncode, said, errors, time.time())
+    lines = re.sub(r"\[Gloo\] [^\n]*?: \d+", "", out).splitlines()
+    said = [json.loads(line.removeprefix("said ")) for line in lines if line.startswith("said ")]
+    text = "\n".join(line for line in lines if line and not line.startswith("said "))
+    return Ended(process.returncode, said, text, errors, time.time())
 
 
 def run_script(name: str, *, devices: int = 2) -> list[Ended]:
