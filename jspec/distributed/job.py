@@ -86,6 +86,10 @@ class Job:
         if self._lost is not None:
             raise ProcessLost(self._lost)
 
+    def is_lost_within(self, seconds: float) -> bool:
+        """Wait until a process is lost, at most for a time; return whether one is."""
+        return self._is_lost.wait(seconds)
+
     # -- messages
 
     def send(self, message: Message) -> None:

@@ -34,6 +34,8 @@ from jspec.step.memory import DeviceMemory
 from jspec.step.on_mesh import spans_processes
 from jspec.step.program import Params, Program
 
+# Time after an error of the devices to notice that another process was lost, in process 0 and in others.
+NOTICE_SECONDS = 3.0, 1.0
 UNREAD = 4  # number of calls after which a following process checks that a call has succeeded
 OWN = ("mesh", "compile_cache", "log_interval")  # options that may differ between processes
 
@@ -124,6 +126,16 @@ class Shared(Calls):
     def is_whole(self) -> bool:  # type: ignore[override]
         return self.job.is_whole
 
+    def _fail(self, error: Exception, *, wait: float) -> NoReturn:
+        """Raise an error of the devices, which ends all processes; if a lost process is its cause, name that."""
+        if self.job.is_lost_within(wait):
+            try:
+                self.job.check_whole()
+            except ProcessLost as lost:
+                raise lost from error
+        self.job.fail_by(error)
+        raise error
+
     def check_same(self, program: Program, params: Params, config: EngineConfig) -> None:
         """Raise ValueError, in all processes, if they have other options, models or drafters."""
         about = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in OWN}
@@ -177,8 +189,7 @@ class Lead(Shared):
         try:
             return call()
         except Exception as error:
-            self.job.fail_by(error)
-            raise
+            self._fail(error, wait=NOTICE_SECONDS[0])
 
     def compile(self, keys: Sequence[ExecutableKey], programs: Executables, check: Check) -> None:
         """Compile programs in all processes; store them if all have compiled the same ones, and they fit everywhere.
@@ -244,8 +255,7 @@ class Follow(Shared):
         except ProcessLost:
             raise
         except Exception as error:
-            self.job.fail_by(error)
-            raise
+            self._fail(error, wait=NOTICE_SECONDS[1])
         finally:
             self.job.is_busy = False
 

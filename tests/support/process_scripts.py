@@ -25,7 +25,9 @@ OPTIONS: dict[str, Any] = dict(
     slots=2, max_len=small.MAX_LEN, page_size=4, buckets=(2,), prefill_buckets=(16,), compile_cache=False
 )
 LONG = [list(range(1, 12)) + [3] * 5] * 2
-LONG_PARAMS = [SamplingParams(max_tokens=20, min_tokens=20, temperature=seed, seed=seed) for seed in range(2)]
+LONG_PARAMS = [
+    SamplingParams(max_tokens=20, logit_bias={lettered.END: -100.0}, temperature=seed, seed=seed) for seed in range(2)
+]
 ASKED = PROMPTS + LONG
 PARAMS = [replace(params, logprobs=None) for params in MASKS.params] + LONG_PARAMS
 PLAIN = SamplingParams(max_tokens=12, temperature=0.0)
