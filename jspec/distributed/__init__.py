@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jspec.distributed.job import Job, ProcessLost
-from jspec.distributed.start import start
+from jspec.distributed.meeting import start
 
 __all__ = ["ProcessLost", "current", "fail", "initialize", "num_processes", "process_id"]
 

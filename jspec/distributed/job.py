@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from jspec.distributed.frames import Message
 from jspec.distributed.link import Link
 
-END_SECONDS = 15.0  # time for a process to end by itself after another one was lost
+END_SECONDS = 10.0  # time for a process to end by itself after another one was lost
 POLL_SECONDS = 0.2  # how soon a waiting thread notices a loss
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -69,6 +70,16 @@ class Meeting:
             TimeoutError: a process has not come; the message names it.
             ValueError: a process has other settings or versions; the message names them.
         """
+        try:
+            self._gather()
+        except (ValueError, TimeoutError) as error:
+            for connection in self.connections.values():
+                with suppress(OSError):  # that process has ended
+                    send_message(connection, Message("refused", {"error": str(error)}))
+            self.close()
+            raise
+
+    def _gather(self) -> None:
         host, port = self.address
         names = {0: self.names[0]}
         with socket.create_server(_bind(host, port), family=_family(host)) as listener:
