@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from jspec import Engine
 from jspec.distributed.job import END_SECONDS
 from jspec.distributed.link import SILENT_SECONDS
+from jspec.tools import convert, demo
 from tests.support import processes, small
 from tests.support.grammar_cases import PROMPTS, masked
 from tests.support.process_scripts import ASKED, OPTIONS, PARAMS, PLAIN
@@ -92,6 +94,18 @@ def test_two_processes_without_drafter_emit_the_tokens_of_one() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("form", ["Hugging Face", "converted"])
+def test_two_processes_that_load_a_folder_emit_the_tokens_of_one(form: str, tmp_path: Path) -> None:
+    folder = demo.TARGET if form == "Hugging Face" else tmp_path / "converted"
+    if form == "converted":
+        assert convert.main([str(demo.TARGET), str(folder)]) == 0
+    first, second = run_script("loaded", str(folder), devices=1)
+    assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
+    with Engine.from_pretrained(demo.TARGET, tokenizer="bytes", slots=2, compile_cache=False) as engine:
+        assert first.said == [engine.generate("def main(", PLAIN)[0].token_ids]
+
+
+@pytest.mark.long
 def test_process_with_altered_prompts_changes_the_tokens() -> None:
     """Negative control of the comparison with one device."""
     first, _ = run_script("altered")
@@ -136,7 +150,7 @@ def test_error_of_one_process_is_shown_by_the_other() -> None:
 @pytest.mark.long
 def test_process_that_ends_without_following_ends_process_0() -> None:
     first, _ = run_script("no_follower")
-    assert first.status == 1 and all("process 1 (" in error for _, error in first.said[0])
+    assert first.status == 1 and "ProcessLost: process 1 (" in first.errors and "has ended" in first.errors
 
 
 @pytest.mark.long

@@ -172,6 +172,16 @@ def _generate_until_lost(own: Engine) -> None:
         say(str(error))
 
 
+def loaded(folder: str) -> None:
+    """Load the embedded target from a folder in each process."""
+    own = Engine.from_pretrained(folder, tokenizer="bytes", tensor_parallel=2, slots=2, compile_cache=False)
+    if distributed.process_id():
+        own.follow()
+        return
+    say(own.generate("def main(", PLAIN)[0].token_ids)
+    own.close()
+
+
 def other_options() -> None:
     engine(slots=2 + distributed.process_id(), buckets=None)
 
@@ -243,8 +253,8 @@ def ended(how: str) -> None:
         raise ValueError("the script is wrong")
 
 
-SCRIPTS: dict[str, Callable[[], None]] = {
-    **{run.__name__: run for run in (everything, plain, altered, skipping, other_options, other_weights)},
+SCRIPTS: dict[str, Callable[..., None]] = {
+    **{run.__name__: run for run in (everything, plain, loaded, altered, skipping, other_options, other_weights)},
     **{run.__name__: run for run in (other_program, no_follower, failing, frozen, hanging)},
     **{f"killed {i}": lambda i=i: killed(i) for i in range(2)},  # type: ignore[misc]
     **{f"ended by {how}": lambda how=how: ended(how) for how in ("itself", "interrupt", "sigterm", "error")},  # type: ignore[misc]
@@ -252,6 +262,6 @@ SCRIPTS: dict[str, Callable[[], None]] = {
 
 
 if __name__ == "__main__":
-    name, port, processes, own_id = sys.argv[1:]
+    name, port, processes, own_id, *rest = sys.argv[1:]
     distributed.initialize(f"127.0.0.1:{port}", int(processes), int(own_id), timeout=60)
-    SCRIPTS[name]()
+    SCRIPTS[name](*rest)

@@ -51,9 +51,9 @@ def environment(devices: int) -> dict[str, str]:
     return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 
 
-def script(name: str, port: int, process_id: int, *, processes: int = 2) -> list[str]:
-    """Return the command of one process of a script."""
-    return [sys.executable, "-m", "tests.support.process_scripts", name, str(port), str(processes), str(process_id)]
+def script(name: str, port: int, process_id: int, *arguments: str) -> list[str]:
+    """Return the command of one of the two processes of a script."""
+    return [sys.executable, "-m", "tests.support.process_scripts", name, str(port), "2", str(process_id), *arguments]
 
 
 def run(commands: Sequence[Sequence[str]], *, devices: int = 2) -> list[Ended]:
@@ -76,7 +76,7 @@ def _ended(process: subprocess.Popen[str]) -> Ended:
     return Ended(process.returncode, said, text, errors, time.time())
 
 
-def run_script(name: str, *, devices: int = 2) -> list[Ended]:
+def run_script(name: str, *arguments: str, devices: int = 2) -> list[Ended]:
     """Run a script of `tests.support.process_scripts` in two processes."""
     port = free_port()
-    return run([script(name, port, process_id) for process_id in range(2)], devices=devices)
+    return run([script(name, port, process_id, *arguments) for process_id in range(2)], devices=devices)
