@@ -257,8 +257,11 @@ class Job:
             for function in self.at_end:
                 function()
             self._tell(Message("bye"))
-        while self.is_whole and len(self._ended) < len(self.links):
-            time.sleep(POLL_SECONDS / 10)
+        try:
+            while self.is_whole and len(self._ended) < len(self.links):
+                time.sleep(POLL_SECONDS / 10)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.fail_by(error)
         if not self.is_whole:
             self._exit("the script has ended")
 

@@ -270,6 +270,8 @@ def start(coordinator: str, num_processes: int, process_id: int, seconds: float)
             raise ValueError(f"{name}: expected an int of at least {least}, got {value!r:.100}")
     if process_id >= num_processes:
         raise ValueError(f"process_id: expected 0 to {num_processes - 1}, got {process_id}; count from 0")
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"timeout: expected a number of seconds above 0, got {seconds!r:.100}")
     if jax.distributed.is_initialized():
         raise RuntimeError("initialize: expected one call in a process, before any of jax.distributed's, got another")
     if xla_bridge.backends_are_initialized():

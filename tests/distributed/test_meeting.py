@@ -189,6 +189,12 @@ def test_initialize_with_a_wrong_argument_is_refused(
     assert distributed.current() is None and distributed.process_id() == 0 and distributed.num_processes() == 1
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, "9", float("nan")])
+def test_initialize_with_a_wrong_timeout_is_refused(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout: expected a number of seconds above 0"):
+        distributed.initialize("host:80", 2, 0, timeout=timeout)
+
+
 def test_initialize_after_a_use_of_a_device_is_refused() -> None:
     jax.devices()
     with pytest.raises(RuntimeError, match="before any use of a device"):

@@ -71,7 +71,24 @@ def everything() -> None:
             say("interrupted")
         setattr(own.core, name, original)
         say(tokens(own.generate(ASKED, PARAMS)))
+    say(interrupts(own))
+    say(tokens(own.generate(ASKED, PARAMS)))
     own.close()
+
+
+def interrupts(own: Engine) -> int:
+    """Interrupt calls at many moments, most of them while this thread waits for the devices; return how many."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    count = 0
+    for delay in np.geomspace(0.001, 0.1, 12):
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        try:
+            own.generate(ASKED, PARAMS)
+        except KeyboardInterrupt:
+            count += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return count
 
 
 def refusals(own: Engine) -> list[str]:
@@ -91,7 +108,7 @@ def refusals(own: Engine) -> list[str]:
 
 
 def plain() -> None:
-    own = engine()
+    own = engine(compile_ahead=True)
     if distributed.process_id():
         own.follow()
         return
