@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ class Store:
         self._values[key] = value
 
     def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        while self._token is None and key not in self._values:
+            time.sleep(0.01)
         return self._token or self._values[key]
 
 
@@ -62,7 +65,6 @@ def test_three_processes_learn_their_names_and_where_jax_will_be() -> None:
         assert [name.split(" (")[0] for name in first.names] == ["process 0", "process 1", "process 2"]
         assert first.jax_address == rest[0].jax_address and first.connections.keys() == {1, 2}
         store = Store()
-        store.key_value_set(module.TOKEN, "secret")
         with ThreadPoolExecutor() as pool:
             for future in [pool.submit(meeting.prove, store) for meeting in (first, *rest)]:
                 future.result()
