@@ -85,6 +85,7 @@ class ModelRunner:
                 self.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
         self._rows, self._slots, self._draft = np.zeros(0, np.int32), None, None
+        self._calls.open()
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
         """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""

@@ -82,6 +82,9 @@ class Calls:
 
     is_whole = True
 
+    def open(self) -> None:
+        """Note that the engine is made; until it is closed, no other may use devices of several processes."""
+
     def check_same(self, program: Program, params: Params, config: EngineConfig) -> None:
         """Check that all processes make the same engine."""
 
@@ -120,7 +123,9 @@ class Shared(Calls):
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        job.is_busy = True
+
+    def open(self) -> None:
+        self.job.is_busy = True
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
@@ -160,7 +165,10 @@ class Lead(Shared):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._count, self._compiling = 0, threading.Lock()
-        job.at_end.insert(0, self.close)
+
+    def open(self) -> None:
+        super().open()
+        self.job.at_end.insert(0, self.close)
 
     def run(self, call: Callable[..., T], key: ExecutableKey, inputs: Sequence[np.ndarray]) -> T:
         return self._everywhere("run", lambda: call(key, *inputs), inputs, key=asdict(key))

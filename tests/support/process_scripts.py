@@ -108,6 +108,16 @@ def refusals(own: Engine) -> list[str]:
 
 
 def plain() -> None:
+    """Run an engine whose programs are compiled ahead, after one that does not fit and one that is closed."""
+    try:
+        engine(memory_fraction=1e-9)
+    except ValueError as error:
+        say(str(error).partition(":")[0])
+    first = engine()
+    if distributed.process_id():
+        first.follow()
+    else:
+        first.close()
     own = engine(compile_ahead=True)
     if distributed.process_id():
         own.follow()
