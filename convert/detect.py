@@ -12,6 +12,7 @@ KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "eagle": "Eagle.from_pretrained",
     "medusa": "Medusa.from_pretrained",
     "dflash": "DFlash.from_pretrained",
+    "dspark": "DSpark.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
@@ -23,7 +24,8 @@ OTHER_TENSORS = {
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
     r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
 }
-OTHER_ARCHITECTURES = ("PEagle", "DFlash2", "DSpark", "DSpine", "Domino")
+OTHER_ARCHITECTURES = ("PEagle", "DFlash2", "DSpine", "Domino")
+DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
 
 def bare_name(name: str) -> str:
@@ -48,17 +50,20 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
     others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
-    if speculators not in ("", "eagle3", "dflash"):
+    if speculators not in ("", "eagle3", "dflash", "dspark"):
         others.append(f"speculators_model_type {short(speculators)}")
     if others:
         known = ", ".join(families)
         raise NotImplementedError(
-            f"expected a model ({known}) or an EAGLE, DFlash or Medusa head, got {others[0]}; this method is not "
-            "supported yet"
+            f"expected a model ({known}) or an EAGLE, DFlash, DSpark or Medusa head, got {others[0]}; this method is "
+            "not supported yet"
         )
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
-    if speculators == "dflash" or "DFlash" in architectures or "hidden_norm.weight" in bare:
+    if any(name.startswith(DSPARK_HEADS) for name in bare):
+        return "dspark"
+    is_block = speculators in ("dflash", "dspark") or "DFlash" in architectures or "DSpark" in architectures
+    if is_block or "hidden_norm.weight" in bare:
         return "dflash"
     eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures
     if eagle3 or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in bare):

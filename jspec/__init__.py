@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from jspec.draft.base import Drafter
     from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
+    from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
     from jspec.draft.ngram import NGram
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
+    from jspec.engine.replicas import Replicas
     from jspec.engine.request import Chunk, Completion, TokenLogprob
     from jspec.engine.round_record import Round
     from jspec.engine.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Chunk": "jspec.engine.request",
     "Completion": "jspec.engine.request",
     "DFlash": "jspec.draft.dflash",
+    "DSpark": "jspec.draft.dspark",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
     "Eagle": "jspec.draft.eagle",
@@ -43,6 +46,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
+    "Replicas": "jspec.engine.replicas",
     "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
     "Suffix": "jspec.draft.suffix",
@@ -54,6 +58,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "DFlash",
+    "DSpark",
     "DraftModel",
     "Drafter",
     "Eagle",
@@ -65,6 +70,7 @@ __all__ = [
     "Metrics",
     "Model",
     "NGram",
+    "Replicas",
     "Round",
     "SamplingParams",
     "Suffix",

@@ -65,6 +65,10 @@ class EngineConfig:
             accept="coupled", because under this rule the emitted tokens do not depend on the draft depth.
         draft_depths: draft depths that ``adaptive`` chooses from, ascending, from 0 to the tree's depth. One program is
             compiled for each depth and bucket. None: 0, the tree's depth, and its repeated halves down to 1.
+        draft_nodes: numbers of draft nodes per batch row that ``adaptive`` chooses from besides all nodes, ascending.
+            With 8 or more rows, the batch then verifies only that many nodes per row on average, those with the highest
+            draft probability among all rows. One program is compiled for each number and bucket. (): always all nodes.
+            None: a half and a quarter of the tree's nodes.
 
     Attributes, requests:
         controls: allow requests with penalties, logit_bias, bad_words, allowed_token_ids, min_tokens or a grammar. This
@@ -88,7 +92,8 @@ class EngineConfig:
             the first of each process (`jspec.distributed`), equally many. It must divide the numbers of query heads and
             of channels of the feed-forward; and the number of key-value heads, or be a multiple of it.
             `Engine.from_pretrained` reads a checkpoint part by part onto these devices.
-        mesh: mesh of one axis named "model" over the devices to use instead; None: the first ``tensor_parallel``.
+        mesh: mesh of one axis named "model" over the devices to use instead, or over one device, on which the engine
+            then runs; None: the first ``tensor_parallel``.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a
             compilation unless it is the first with log-probabilities, a trace or a host grammar; False: compile a
             program when a request first needs it. None: True on a GPU or TPU, False on a CPU.
@@ -121,6 +126,7 @@ class EngineConfig:
     draft_window: int | None = None
     adaptive: bool = False
     draft_depths: tuple[int, ...] | None = None
+    draft_nodes: tuple[int, ...] | None = None
 
     controls: bool = True
     grammar_cells: int = 2**18
@@ -172,14 +178,14 @@ class EngineConfig:
                 f'adaptive: expected accept="coupled", got {accept!r}, under which the tokens of a seed depend on '
                 "the draft's depth; set adaptive=False"
             )
-        if self.draft_depths is None:
-            return
-        if not self.adaptive:
-            raise ValueError(f"draft_depths: expected None without adaptive=True, got {short(self.draft_depths)}")
-        depths = _ascending("draft_depths", self.draft_depths, least=0)
-        if depths[0] != 0:
-            raise ValueError(f"draft_depths: expected 0 first, which is no draft, got {short(depths)}")
-        object.__setattr__(self, "draft_depths", depths)
+        for name, least in {"draft_depths": 0, "draft_nodes": 1}.items():
+            sizes = getattr(self, name)
+            if sizes is not None and not self.adaptive:
+                raise ValueError(f"{name}: expected None without adaptive=True, got {short(sizes)}")
+            if sizes is not None and (name, sizes) != ("draft_nodes", ()):
+                object.__setattr__(self, name, _ascending(name, sizes, least=least))
+        if self.draft_depths is not None and self.draft_depths[0] != 0:
+            raise ValueError(f"draft_depths: expected 0 first, which is no draft, got {short(self.draft_depths)}")
 
     def _set_buckets(self) -> None:
         rows = self.buckets

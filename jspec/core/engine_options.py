@@ -35,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     draft_window: int | None
     adaptive: bool
     draft_depths: tuple[int, ...] | None
+    draft_nodes: tuple[int, ...] | None
     controls: bool
     grammar_cells: int
     processor_args: int

@@ -10,12 +10,16 @@ from typing import Any, TypeVar
 
 from jspec.core.shorten import short
 
-ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; there is no other parallelism"
+ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; layers are not divided"
+REPLICAS = "jspec.Replicas(lambda mesh: Engine(..., mesh=mesh), devices), which runs an engine on each device"
 NO_BEAMS = "no such option, because jspec has no beam search"
 NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
 CHAIN = "the tree of the drafter, such as tree=jspec.Tree.chain(4)"
 TOPK = "the tree of the drafter, such as tree=jspec.Tree.topk(nodes=60, depth=8, k=10)"
+DRAFT_DEVICES = (
+    "device= of DraftModel, devices other than the target's; without it the drafter is divided as the target is"
+)
 TEMPLATE = 'chat_template_kwargs= of Engine.chat, such as chat_template_kwargs={"enable_thinking": False}'
 GRAMMARS = "json_schema=, regex= or grammar="
 PROMPTS = "the prompts as the first argument"
@@ -43,8 +47,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "tensor_parallel_size": "tensor_parallel=",
     "tp_size": "tensor_parallel=",
     "pipeline_parallel_size": ONE_MESH,
-    "data_parallel_size": ONE_MESH,
-    "dp_size": ONE_MESH,
+    "data_parallel_size": REPLICAS,
+    "dp_size": REPLICAS,
     "device_map": "mesh=, a jax.sharding.Mesh, or tensor_parallel=",
     # engines: weights and computation
     "torch_dtype": "dtype= of Engine.from_pretrained",
@@ -62,6 +66,8 @@ FOREIGN_NAMES: dict[str, str] = {
     # engines: drafting
     "speculative_config": DRAFTER,
     "speculative_algorithm": DRAFTER,
+    "draft_tensor_parallel_size": DRAFT_DEVICES,
+    "speculative_draft_tensor_parallel_size": DRAFT_DEVICES,
     "speculative_model": DRAFTER,
     "speculative_draft_model_path": DRAFTER,
     "assistant_model": DRAFTER,

@@ -24,6 +24,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
+from jspec.core.packing import Packing
 
 MAX_STOP_IDS = 8  # largest number of stop ids per row
 NO_TOKEN = -1  # padding before a text's first token and after a path's last token; in a bad word it matches any token
@@ -109,8 +110,8 @@ class SlotState:
     remaining: Int[Array, "slots"]  # number of tokens that may still be emitted
     page_table: Int[Array, "slots pages"]  # page number of each block of cache rows; 0 after the slot's last page
     sampling: Sampling
-    target: KVCache
-    draft: Any  # the drafter's own pytree
+    target: KVCache  # without pools on devices that have only the draft model
+    draft: Any  # the drafter's own pytree; () on devices that have only the target
     token_history: Int[Array, "pages page_size"] | None = None  # token of each cache row, for drafters that read it
     controls: Controls | None = None  # None: the engine serves no request with penalties or grammars
     grammars: Grammars | None = None  # None: the engine serves no request with a grammar
@@ -163,19 +164,33 @@ class TokenBatch:
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
     deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
     paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
+    packing: Packing | None = None  # tokens that the matrix products see, as rows of one sequence; None: all tokens
 
     def pad(self, more: int) -> TokenBatch:
-        """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to."""
+        """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to.
+
+        If the batch has a packing, the packing gets the padding.
+        """
 
         def fill(field: Array) -> Array:
             return jnp.pad(field, [(0, 0), (0, more)] + [(0, 0)] * (field.ndim - 2))
 
         if not more:
             return self
+        if self.packing is not None:
+            return replace(self, packing=self.packing.pad(more))
         bits = None if self.bits is None else fill(self.bits)
         return replace(
             self, tokens=fill(self.tokens), positions=fill(self.positions), valid=fill(self.valid), bits=bits
         )
+
+    def pack(self, values: Any) -> Any:
+        """Return of values [batch, tokens, ...] those that the matrix products see."""
+        return values if self.packing is None else self.packing.pack(values)
+
+    def unpack(self, sums: Any) -> Any:
+        """Return the partial sums of all tokens [parts, batch, tokens, out] from those that a product returned."""
+        return sums if self.packing is None else self.packing.unpack(sums)
 
 
 def of_piece(
@@ -245,6 +260,8 @@ class Draft:
     valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; all ancestors of a valid node are valid
     probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
     vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
+    # Estimated probability that a node is accepted if its parent is, the same for siblings; root: 1. None: no estimate.
+    confidence: Float[Array, "batch nodes"] | None = None
 
 
 @struct.dataclass
@@ -258,6 +275,12 @@ class Verdict:
     ended: Bool[Array, "batch"]  # whether the row emits its last token
     grammar_state: Int[Array, "batch"] | None = None  # grammar state after the bonus token; -1: no grammar
 
+    @classmethod
+    def read(cls, report: Int[Array, "batch columns"], path: Int[Array, "batch depth1"]) -> Verdict:
+        """Make the verdict of a round, without grammar states, from the round's report (`pack_result`)."""
+        result = StepResult.read(report)
+        return cls(result.accept_len, path, result.tokens, result.counts, result.ended == 1)
+
 
 @struct.dataclass
 class Trace:
@@ -267,6 +290,7 @@ class Trace:
     parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
     scores: Float[Array, "rounds batch nodes"]  # as in `Draft`
     path: Int[Array, "rounds batch depth1"]  # as in `Verdict`
+    confidence: Float[Array, "rounds batch nodes"] | None = None  # as in `Draft`
 
 
 @struct.dataclass
@@ -291,6 +315,7 @@ class StepOutput:
     trace: Trace | None
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
     prompt: LogProbs | None = None  # those of the token after each token of a prefill, [blocks * rows]
+    path: Int[Array, "rounds batch depth1"] | None = None  # as in `Verdict`, for the device that drafted; not copied
 
 
 class StepResult(NamedTuple):
@@ -312,8 +337,8 @@ class StepResult(NamedTuple):
         return self.tokens.shape[-1] - 1
 
     @classmethod
-    def read(cls, report: np.ndarray) -> StepResult:
-        """Split a report into one result with arrays over all rounds and rows."""
+    def read(cls, report: Any) -> StepResult:
+        """Split a report, an array of the host or the device, into one result with arrays over all rounds and rows."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod

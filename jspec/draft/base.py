@@ -47,6 +47,7 @@ class Drafter(abc.ABC):
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
+    mesh: Mesh | None = None  # mesh over a `DraftModel`'s own devices; None: the drafter is on the target's devices
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(getattr(self, 'tree', None))!r})"
@@ -137,7 +138,8 @@ class Drafter(abc.ABC):
         """
         name = type(self).__name__
         raise ValueError(
-            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DraftModel), got {name}; leave it out"
+            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DSpark, DraftModel), got {name}; "
+            "leave it out"
         )
 
     def on_mesh(self, mesh: Mesh) -> Drafter:

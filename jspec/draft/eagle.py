@@ -45,6 +45,7 @@ from jspec.draft.eagle_head import (
     project_inputs,
     run_layers,
 )
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import Size, check_fit, common_sizes
@@ -85,6 +86,7 @@ class EagleDrafter(Drafter):
     method: ClassVar[str]
     has_pending_rows = True
 
+    @refuses_device(READS_FEATURES)
     def __init__(self, head: EagleHead, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
         name = type(self).__name__
         check_part(name, "head", head, EagleHead, f"{name}.from_pretrained(path)")
@@ -207,6 +209,7 @@ class Eagle3(EagleDrafter):
     method = "eagle3"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -251,6 +254,7 @@ class Eagle(EagleDrafter):
     method = "eagle"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,

@@ -1,23 +1,30 @@
 """Drafts a tree from one distribution for each depth, for drafters that compute a whole block in one pass.
 
-The distributions do not depend on each other: the probability of a path is the product of its tokens' probabilities.
+The distributions of `expand_block` do not depend on each other: the probability of a path is the product of its tokens'
+probabilities. Those of `expand_corrected` depend on the token before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
-from jspec.draft.expand_tree import Candidates, Vocabulary, select_nodes
+from jspec.draft.expand_tree import Candidates, Level, Vocabulary, expand_tree, select_nodes
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.sampling.top_log_probs import top, top_log_probs
+
+# Corrections of the logits after the nodes of one level: (depth, target ids [batch, nodes], state) -> (corrections
+# [batch, nodes, draft_vocab], new state). A state of arrays has the shape [batch, nodes, ...].
+Correct = Callable[[int, Array, Any], tuple[Float[Array, "batch nodes draft_vocab"], Any]]
 
 
 def expand_block(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
@@ -31,6 +38,35 @@ def expand_block(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Par
     """
     run = _expand_dynamic if tree.paths is None else _expand_static
     return run(tree, view, vocabulary, logits)
+
+
+def expand_corrected(
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, correct: Correct, state: Any = None
+) -> Draft:
+    """Draft a tree of any kind from the logits of a block, which the token before each position corrects.
+
+    A dynamic tree has the nodes of highest score, the joint log-probability, as `expand_tree` finds them.
+
+    Args:
+        tree, view, vocabulary, logits: as for `expand_block`.
+        correct: function that computes the corrections of the logits after the nodes of one level.
+        state: state of ``correct`` before the root.
+    """
+    sums = reduce_partials(logits, jnp.float32)
+
+    def after(depth: int, tokens: Array, state: Any) -> tuple[PartialSums, Any]:
+        corrections, state = correct(depth, tokens, state)
+        return (sums[:, depth, None] + corrections)[None], state
+
+    def feed(state: Any, level: Level) -> tuple[PartialSums, Any]:
+        parents = level.parents[:, :, None]
+        return after(
+            level.depth, level.tokens, jax.tree.map(lambda own: jnp.take_along_axis(own, parents, axis=1), state)
+        )
+
+    first, state = after(0, view.root[:, None], state)
+    expanded, _ = expand_tree(tree, view, vocabulary, first, state, feed)
+    return expanded.draft
 
 
 def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:

@@ -1,4 +1,4 @@
-"""Configs of EAGLE and DFlash heads, with one class per method, and the config values that a caller may override."""
+"""Configs of EAGLE, DFlash and DSpark heads, one class per method, and the values that a caller may override."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ OVERRIDABLE = {
     "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
     "eagle": {"rope_theta", "feature_layers"},
     "dflash": {"rope_theta", "feature_layers"},
+    "dspark": {"rope_theta", "feature_layers"},
     "medusa": set(),
 }
+MARKOV_HEADS = ("vanilla", "gated", "rnn")  # kinds of Markov heads (`jspec.draft.dspark_head`)
 
 
 def default_states(num_layers: int) -> tuple[int, int, int]:
@@ -204,14 +206,17 @@ class DFlashConfig(HeadConfig):
     """The config of a DFlash head (arXiv:2602.06036).
 
     Attributes:
-        block_size: number of tokens of a block, the root included; at most ``block_size - 1`` tokens are drafted.
-        mask_token_id: target id whose embedding stands for each token to draft.
+        block_size: number of tokens of a block, the root included.
+        mask_token_id: target id whose embedding stands for each token of a block after the root.
+        sample_from_anchor: whether the output for a token of the block gives the token after it. If so, the root's
+            output drafts too. False: the output for a mask token gives the token in its place.
     """
 
     method: ClassVar[str] = "dflash"
 
     block_size: int
     mask_token_id: int
+    sample_from_anchor: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,11 +234,52 @@ class DFlashConfig(HeadConfig):
     def fuses_states(self) -> bool:
         return True
 
+    @property
+    def max_depth(self) -> int:
+        """The largest number of tokens that one block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """The config of a DSpark head (arXiv:2607.05147), a DFlash head with a Markov head and a confidence head.
+
+    Attributes:
+        markov_rank: number of channels of the Markov head; 0: there is none.
+        markov_head_type: one of `MARKOV_HEADS`.
+        confidence_head: whether there is a confidence head.
+        confidence_head_with_markov: whether the confidence head also reads the Markov embedding of the token before.
+    """
+
+    method: ClassVar[str] = "dspark"
+
+    sample_from_anchor: bool = True
+    markov_rank: int
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head_type not in MARKOV_HEADS:
+            raise unsupported("markov_head_type", self.markov_head_type, " or ".join(map(repr, MARKOV_HEADS)))
+        if self.reads_markov and self.markov_rank == 0:
+            raise CheckpointError(
+                "confidence_head_with_markov",
+                "expected false for a head without a Markov head (markov_rank 0), got true; correct config.json",
+            )
+
+    @property
+    def reads_markov(self) -> bool:
+        """Whether there is a confidence head that reads the Markov embedding."""
+        return self.confidence_head and self.confidence_head_with_markov
+
 
 METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[DFlashConfig]] = {
     "eagle3": Eagle3Config,
     "eagle": EagleConfig,
     "dflash": DFlashConfig,
+    "dspark": DSparkConfig,
 }
 
 

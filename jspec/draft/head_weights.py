@@ -1,4 +1,4 @@
-"""Weight maps of EAGLE and DFlash heads, for files of any exporter: from which tensors each parameter is made."""
+"""Weight maps of EAGLE, DFlash and DSpark heads of any exporter: from which tensors each parameter is made."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ TENSORS = {
     "hidden_norm": "hidden_norm.weight",
     "norm": "norm.weight",
     "head": "lm_head.weight",
+    "markov.embed": "markov_head.markov_w1.weight",
+    "markov.project": "markov_head.markov_w2.weight",
+    "markov.gate.weight": "markov_head.gate_proj.weight",
+    "markov.gate.bias": "markov_head.gate_proj.bias",
+    "markov.joint.weight": "markov_head.joint_proj.weight",
+    "markov.joint.bias": "markov_head.joint_proj.bias",
+    "confidence.weight": "confidence_head.proj.weight",
+    "confidence.bias": "confidence_head.proj.bias",
 }
 
 

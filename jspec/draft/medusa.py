@@ -26,6 +26,7 @@ from convert.sources import Source, Tensor
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.models import load
 from jspec.models.config import from_json
 from jspec.models.decoder import Model
@@ -117,6 +118,7 @@ class Medusa(Drafter):
             tokens.
     """
 
+    @refuses_device(READS_FEATURES)
     def __init__(self, heads: MedusaHeads, tree: Tree | str | None = None) -> None:
         check_part("Medusa", "heads", heads, MedusaHeads, "Medusa.from_pretrained(path)")
         default = Tree.chain(min(DEFAULT_TREE.depth, len(heads.heads)))
@@ -135,6 +137,7 @@ class Medusa(Drafter):
             )
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(cls, path: str | Path, *, tree: Tree | str | None = None, dtype: str | None = None) -> Self:
         """Load Medusa heads.
 

@@ -60,6 +60,7 @@ def _remedy(source: Any) -> str:
         "EagleHead": "jspec.Eagle3(head) or jspec.Eagle(head)",
         "MedusaHeads": "jspec.Medusa(heads)",
         "DFlashHead": "jspec.DFlash(head)",
+        "DSparkHead": "jspec.DSpark(head)",
     }
     call = calls.get(type(source).__name__)
     if call is not None:

@@ -14,7 +14,7 @@ from jspec.draft.base import Drafter, NoDraft, check_layer_windows
 from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.engine.core import EngineCore
-from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings, portions, round_sizes
 from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
@@ -27,6 +27,7 @@ from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Params, Program
+from jspec.step.side import check_apart
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +103,14 @@ def build_core(
         drafter = drafter.with_window(config.draft_window)
     target = _for_length(target, config.max_len)
     mesh = mesh_for(config, target)
+    check_apart(config, mesh, target, drafter)
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
     if config.quantize is not None:
         target = quantize_weights(target, config.quantize)
     rule = verify.resolve(config.accept, **config.accept_options)
     rule.check(drafter.tree)
-    depths = _draft_depths(config, drafter)
+    depths, nodes = _draft_depths(config, drafter), _draft_nodes(config, drafter)
     processors.check(logits_processor, config, drafter.tree, target.config.vocab_size)
     program = Program(
         drafter=drafter,
@@ -124,14 +126,15 @@ def build_core(
     )
     draft = _for_length(drafter.bind(target), config.max_len)
     params = Params(target=target, draft=draft)
-    params = params if mesh is None else place(params, mesh)  # quantised weights and the drafter's tables
+    if mesh is not None:  # quantised weights and the drafter's tables
+        params = place(params, mesh) if drafter.mesh is None else replace(params, target=place(target, mesh))
     if config.deterministic:
-        check_deterministic(on_one(program, params)[1].target, config.implementation)
-    runner = ModelRunner(program, params, config, depths)
+        check_deterministic(on_one(program, replace(params, draft=()))[1].main, config.implementation)
+    runner = ModelRunner(program, params, config, round_sizes(depths, nodes))
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)
-    return EngineCore(runner, scheduler, _policy(config, drafter, depths))
+    return EngineCore(runner, scheduler, _policy(config, drafter, depths, nodes))
 
 
 def _for_length(params: Any, max_len: int) -> Any:
@@ -187,10 +190,10 @@ def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits
     )
 
 
-def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...]) -> Policy:
+def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...], nodes: tuple[int, ...]) -> Policy:
     if not config.adaptive:
         return Fixed(depths[-1])
-    return Adaptive(depths, shared_acceptance=drafter.tree.paths is not None)
+    return Adaptive(depths, nodes, shared_acceptance=drafter.tree.paths is not None)
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
@@ -208,3 +211,21 @@ def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
     if depths[-1] != depth:
         raise ValueError(f"draft_depths: expected {depth} last, the depth of {drafter.tree}, got {depths}")
     return depths
+
+
+def _draft_nodes(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:
+    """Return the numbers of draft nodes per row, less than all, for which to compile rounds of many rows, ascending.
+
+    Raises:
+        ValueError: a number of ``draft_nodes`` is not less than the number of the tree's nodes.
+    """
+    every = drafter.tree.nodes - 1
+    if not config.adaptive or config.draft_nodes == ():
+        return ()
+    if config.draft_nodes is None:
+        return portions(every)
+    if config.draft_nodes[-1] >= every:
+        raise ValueError(
+            f"draft_nodes: expected numbers below {every}, the draft nodes of {drafter.tree}, got {config.draft_nodes}"
+        )
+    return config.draft_nodes

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import StepOutput, StepResult, block_rows, padded
-from jspec.engine.draft_length import DispatchResult, Policy, Stopwatch
+from jspec.engine.draft_length import DispatchResult, Policy, RoundSize, Stopwatch
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.metrics import Metrics
 from jspec.engine.model_runner import ModelRunner
 from jspec.engine.output_processor import process_step_output
-from jspec.engine.program_choice import LiveRequests, wants_newest
+from jspec.engine.program_choice import LiveRequests, round_size, wants_newest
 from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
@@ -27,8 +27,9 @@ class EngineCore:
     """Runs queued requests step by step. It has no lock: only one thread may call it at a time.
 
     Attributes:
-        policy: chooses the draft depth; may be replaced while no step is in flight.
-        in_flight: (plan, output) of each step that was dispatched and whose result was not read, oldest first.
+        policy: chooses the size of rounds; may be replaced while no step is in flight.
+        in_flight: (plan, size of its rounds, output) of each step that was dispatched and whose result was not read,
+            oldest first.
         is_mid_step: True while an interrupt would leave requests, schedule and device inconsistent.
         drafted_rows: result rows of requests with drafts; the warning about low acceptance reads them.
         ended_metrics: sum of the counters of ended requests.
@@ -41,7 +42,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.policy = policy
         self.stopwatch = Stopwatch()
-        self.in_flight: deque[tuple[Plan, StepOutput]] = deque()
+        self.in_flight: deque[tuple[Plan, RoundSize, StepOutput]] = deque()
         self.is_mid_step = False
         self.drafted_rows: list[np.ndarray] = []
         self.ended_metrics = Metrics()
@@ -76,30 +77,33 @@ class EngineCore:
         if plan is not None:
             self._record_queue_times(plan)
             self.stopwatch.start()
-            self.in_flight.append((plan, self._dispatch(plan)))
+            self.in_flight.append((plan, *self._dispatch(plan)))
         self.is_mid_step = False
         return plan
 
-    def _dispatch(self, plan: Plan) -> StepOutput:
-        depth = self.policy.choose(plan.bucket, self._caps(plan)) if isinstance(plan, RoundPlan) else 0
-        return self.runner.dispatch(plan, depth, self.scheduler.running)
+    def _dispatch(self, plan: Plan) -> tuple[RoundSize, StepOutput]:
+        """Dispatch a plan; return the size of its rounds, which is depth 0 for a prefill, and the step's output."""
+        size = RoundSize(0)
+        if isinstance(plan, RoundPlan):
+            size = round_size(plan, self.policy.choose(plan.bucket, self._caps(plan)))
+        return size, self.runner.dispatch(plan, size, self.scheduler.running)
 
     def _read_down_to(self, count: int) -> None:
         """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
         while len(self.in_flight) > count:
-            self.runner.wait(self.in_flight[0][1])  # an interrupt here loses nothing
+            self.runner.wait(self.in_flight[0][-1])  # an interrupt here loses nothing
             self.is_mid_step = True
             self._read(*self.in_flight.popleft())
             self.is_mid_step = False
 
-    def _read(self, plan: Plan, output: StepOutput) -> None:
+    def _read(self, plan: Plan, size: RoundSize, output: StepOutput) -> None:
         """Copy the result of one step to the host and process it."""
         output, seconds = self.runner.to_host(output), self.stopwatch.stop()
         self.scheduler.on_output_read(plan)
         if isinstance(plan, PrefillPlan):
             self._read_prefill(plan, output)
         else:
-            self._read_rounds(plan, output, seconds)
+            self._read_rounds(plan, size, output, seconds)
 
     def _read_prefill(self, plan: PrefillPlan, output: StepOutput) -> None:
         rows, first = block_rows(plan.bucket)[1], 0  # rows of a block; the piece's first row among all blocks
@@ -114,16 +118,16 @@ class EngineCore:
                     self._read_row(request, output, index, is_round=False)
             first += padded(piece.count, rows)
 
-    def _read_rounds(self, plan: RoundPlan, output: StepOutput, seconds: float | None) -> None:
+    def _read_rounds(self, plan: RoundPlan, size: RoundSize, output: StepOutput, seconds: float | None) -> None:
         report = np.asarray(output.report)
         fields, is_plain = StepResult.read(report), output.trace is None and output.logprobs is None
-        self._update_policy(plan, fields, seconds if is_plain else None)
+        self._update_policy(plan, size, fields, seconds if is_plain else None)
         # Other rows belong to requests that ended before this step; the host read this after the dispatch.
         live = [(row, request) for row, request in enumerate(plan.requests) if request.finish_reason is None]
         for row, request in live:
             self._read_row(request, output, row, is_round=True)
         # Rows with edited logits are left out: the drafter does not see the edits, so rejections are not its fault.
-        is_drafted = fields.depth > 0
+        is_drafted = size.depth > 0
         rows = [row for row, r in live if is_drafted and r.params.draft and not self.runner.edits(r)]
         self.drafted_rows.append(report[:, rows])
 
@@ -234,19 +238,19 @@ class EngineCore:
             self.latencies.inter_token.observe(elapsed - metrics.time_to_first_token - metrics.decode_seconds)
         metrics.decode_seconds = elapsed - metrics.time_to_first_token
 
-    # -- draft depth
+    # -- size of rounds
 
     def _caps(self, plan: RoundPlan) -> list[int]:
         """Return, for each request of a plan, the largest number of draft tokens that it accepts per round."""
         depth = self.runner.program.drafter.tree.depth
         return [draft_cap(request.params, depth) for request in plan.requests]
 
-    def _update_policy(self, plan: RoundPlan, result: StepResult, seconds: float | None) -> None:
+    def _update_policy(self, plan: RoundPlan, size: RoundSize, result: StepResult, seconds: float | None) -> None:
         """Report a dispatch to the policy, unless all its requests had ended before."""
         if all(request.finish_reason is not None for request in plan.requests):
             return
         accepted = np.where(result.counts > 0, result.accept_len, -1)[:, : len(plan.requests)]
-        self.policy.learn(DispatchResult(plan.bucket, result.depth, self._caps(plan), accepted, seconds))
+        self.policy.learn(DispatchResult(plan.bucket, size, self._caps(plan), accepted, seconds))
 
     # -- prefix cache
 

@@ -1,7 +1,7 @@
-"""Policies that choose the draft depth of every dispatch, from measured acceptance and time at each depth.
+"""Policies that choose how much every dispatch drafts and verifies, from measured acceptance and time at each size.
 
 A draft token costs more time in a larger batch, and acceptance depends on the text. Therefore an adaptive engine
-compiles its round for several depths, 0 included, and asks a `Policy` before each dispatch. Runs on the host.
+compiles its round for several sizes, depth 0 included, and asks a `Policy` before each dispatch. Runs on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from jaxtyping import Int
@@ -29,6 +29,24 @@ PRIOR = 0.5  # acceptance probability assumed for a position that was never draf
 MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
 STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
 HALF_LIFE = 256.0  # number of dispatches in which the weight above STALE_MEMORY halves
+BUDGET_ROWS = 8  # least number of batch rows among which a budget of nodes is shared
+
+
+class RoundSize(NamedTuple):
+    """How much a round drafts and verifies; one program is compiled for each size and bucket.
+
+    Attributes:
+        depth: draft depth.
+        nodes: number of draft nodes that are verified per batch row, on average (`jspec.step.budget`); None: all.
+    """
+
+    depth: int
+    nodes: int | None = None
+
+
+def sizes_of(bucket: int, sizes: Sequence[RoundSize]) -> list[RoundSize]:
+    """Return the sizes that rounds of a bucket may have; rounds of few rows always verify all nodes."""
+    return [size for size in sizes if size.nodes is None or bucket >= BUDGET_ROWS]
 
 
 @dataclass(frozen=True)
@@ -37,29 +55,29 @@ class DispatchResult:
 
     Attributes:
         bucket: number of batch rows of the program.
-        depth: draft depth of the rounds.
+        size: draft depth and number of verified nodes of the rounds.
         caps: for each request, the largest number of draft tokens that it accepts per round.
         accepted: number of accepted draft tokens, [rounds, rows]; -1 where the request had ended in an earlier round.
         seconds: device time of the dispatch in seconds; None if the host was outside `step` too long to know it.
     """
 
     bucket: int
-    depth: int
+    size: RoundSize
     caps: Sequence[int]
     accepted: Int[np.ndarray, "rounds rows"]
     seconds: float | None
 
 
 class Policy(abc.ABC):
-    """Chooses the draft depth of the next dispatch.
+    """Chooses the size of the next dispatch's rounds.
 
     A policy may use only results of earlier rounds. If the choice depended on random draws of the same round, decoding
     would not be lossless.
     """
 
     @abc.abstractmethod
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        """Choose the draft depth of the next dispatch.
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        """Choose the size of the next dispatch's rounds.
 
         Args:
             bucket: number of batch rows of the program.
@@ -73,13 +91,13 @@ class Policy(abc.ABC):
 
 @final
 class Fixed(Policy):
-    """A policy that always chooses the same draft depth."""
+    """A policy that always chooses the same draft depth, and the same number of nodes where rows share a budget."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int, nodes: int | None = None) -> None:
+        self._sizes = [RoundSize(depth)] + [RoundSize(depth, nodes)] * (nodes is not None)
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return self._depth
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return sizes_of(bucket, self._sizes)[-1]
 
     def learn(self, result: DispatchResult) -> None:
         pass
@@ -87,73 +105,79 @@ class Fixed(Policy):
 
 @final
 class Adaptive(Policy):
-    """A policy that chooses the draft depth with the highest expected number of tokens per second.
+    """A policy that chooses the size with the highest expected number of tokens per second.
 
-    Every depth runs a few times in every bucket (compiled batch size) before depths are compared. Later each depth that
-    is not the best runs now and then as a probe, the least recently run depth first. Probes are needed because time
-    changes with the context and acceptance with the text.
+    Every size runs a few times in every bucket (compiled batch size) before sizes are compared. Later each size that is
+    not the best runs now and then as a probe, the least recently run size first. Probes are needed because time changes
+    with the context and acceptance with the text.
 
     Args:
         depths: draft depths to choose from, ascending.
+        nodes: numbers of verified nodes per batch row to choose from at the largest depth, besides all nodes.
         shared_acceptance: whether all depths share one estimate of acceptance, because each level of a cut tree accepts
             like that of the whole tree. True for trees of a fixed shape.
     """
 
-    def __init__(self, depths: Sequence[int], *, shared_acceptance: bool = True) -> None:
+    def __init__(self, depths: Sequence[int], nodes: Sequence[int] = (), *, shared_acceptance: bool = True) -> None:
         whole = Acceptance(depths[-1])
-        self._depths = tuple(depths)
-        self._acceptance = {depth: whole if shared_acceptance else Acceptance(depth) for depth in depths}
-        self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._last_run: dict[tuple[int, int], int] = {}  # number of the last dispatch, by bucket and depth
-        self._tries: Counter[tuple[int, int]] = Counter()
+        self._sizes = round_sizes(depths, nodes)
+        self._acceptance = {
+            size: whole if shared_acceptance and size.nodes is None else Acceptance(size.depth) for size in self._sizes
+        }
+        self._seconds: dict[tuple[int, RoundSize], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._last_run: dict[tuple[int, RoundSize], int] = {}  # number of the last dispatch, by bucket and size
+        self._tries: Counter[tuple[int, RoundSize]] = Counter()
         self._num_dispatches = 0
         self._probe_seconds = 0.0  # time saved up for the next probe
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        useful = self._useful(max(caps, default=0))
-        untimed = [depth for depth in useful if self._is_untimed(bucket, depth)]
-        depth = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        useful = self._useful(bucket, max(caps, default=0))
+        untimed = [size for size in useful if self._is_untimed(bucket, size)]
+        size = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
         self._num_dispatches += 1
-        self._last_run[bucket, depth] = self._num_dispatches
-        self._tries[bucket, depth] += 1
-        return depth
+        self._last_run[bucket, size] = self._num_dispatches
+        self._tries[bucket, size] += 1
+        return size
 
     def learn(self, result: DispatchResult) -> None:
         if result.seconds is not None:
-            self._seconds[result.bucket, result.depth].append(result.seconds)
+            self._seconds[result.bucket, result.size].append(result.seconds)
             self._probe_seconds += PROBE_SHARE * result.seconds
-        offered = np.minimum(np.array(result.caps), result.depth)
-        self._acceptance[result.depth].learn(result.accepted, offered, now=self._num_dispatches)
+        offered = np.minimum(np.array(result.caps), result.size.depth)
+        self._acceptance[result.size].learn(result.accepted, offered, now=self._num_dispatches)
 
-    def rate(self, bucket: int, depth: int, caps: Sequence[int]) -> float:
-        """Return the expected tokens per second of a batch at a draft depth; 0 if the depth was never timed."""
-        return self._rate(bucket, depth, Counter(caps))
+    def rate(self, bucket: int, size: RoundSize, caps: Sequence[int]) -> float:
+        """Return the expected tokens per second of a batch with rounds of a size; 0 if the size was never timed."""
+        return self._rate(bucket, size, Counter(caps))
 
-    def _rate(self, bucket: int, depth: int, rows_by_cap: Counter[int]) -> float:
+    def _rate(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected tokens per second, as `rate`, from the number of batch rows with each cap."""
-        if not self._seconds[bucket, depth]:
+        if not self._seconds[bucket, size]:
             return 0.0
-        expected = self._acceptance[depth].expected
-        tokens = sum(count * (1 + expected[min(cap, depth)]) for cap, count in rows_by_cap.items())
-        return tokens / median(self._seconds[bucket, depth])
+        expected = self._acceptance[size].expected
+        tokens = sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
+        return tokens / median(self._seconds[bucket, size])
 
-    def _useful(self, cap: int) -> tuple[int, ...]:
-        """Return the draft depths that help a request in which at most ``cap`` draft tokens can be accepted.
+    def _useful(self, bucket: int, cap: int) -> list[RoundSize]:
+        """Return the sizes of a bucket that help a request in which at most ``cap`` draft tokens can be accepted.
 
         These are the depths up to the first one that is at least ``cap``.
         """
-        return self._depths[: bisect_left(self._depths, cap) + 1]
+        sizes = sizes_of(bucket, self._sizes)
+        depths = [size.depth for size in sizes if size.nodes is None]
+        deepest = depths[min(bisect_left(depths, cap), len(depths) - 1)]
+        return [size for size in sizes if size.depth <= deepest]
 
-    def _is_untimed(self, bucket: int, depth: int) -> bool:
-        return len(self._seconds[bucket, depth]) < MIN_SAMPLES and self._tries[bucket, depth] < MAX_TRIES
+    def _is_untimed(self, bucket: int, size: RoundSize) -> bool:
+        return len(self._seconds[bucket, size]) < MIN_SAMPLES and self._tries[bucket, size] < MAX_TRIES
 
-    def _best_or_stalest(self, bucket: int, depths: Sequence[int], caps: Sequence[int]) -> int:
-        """Return the depth of highest rate, or the least recently run depth if the saved time allows a probe."""
+    def _best_or_stalest(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
+        """Return the size of highest rate, or the least recently run size if the saved time allows a probe."""
         rows_by_cap = Counter(caps)
-        best = max(reversed(depths), key=lambda depth: self._rate(bucket, depth, rows_by_cap))
-        others = [depth for depth in depths if depth != best and self._seconds[bucket, depth]]
+        best = max(reversed(sizes), key=lambda size: self._rate(bucket, size, rows_by_cap))
+        others = [size for size in sizes if size != best and self._seconds[bucket, size]]
         if others:
-            stalest = min(others, key=lambda depth: self._last_run.get((bucket, depth), 0))
+            stalest = min(others, key=lambda size: self._last_run.get((bucket, size), 0))
             if self._probe_seconds >= min(self._seconds[bucket, stalest]):
                 self._probe_seconds = 0.0
                 return stalest
@@ -252,6 +276,21 @@ class Stopwatch:
         self._idle = 0.0
 
 
+def round_sizes(depths: Sequence[int], nodes: Sequence[int]) -> list[RoundSize]:
+    """Return the sizes of an engine's rounds: all nodes at each depth, then each number of nodes at the largest depth.
+
+    Args:
+        depths: draft depths, ascending.
+        nodes: numbers of verified draft nodes per batch row.
+    """
+    return [*map(RoundSize, depths), *(RoundSize(depths[-1], count) for count in nodes)]
+
+
 def halvings(depth: int) -> tuple[int, ...]:
     """Halve a depth, rounding down, until it is 0; return all values, ascending. 5 gives (0, 1, 2, 5)."""
     return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))
+
+
+def portions(nodes: int) -> tuple[int, ...]:
+    """Return a quarter and a half of a number of draft nodes, rounded down, without 0. 4 gives (1, 2)."""
+    return tuple(sorted({nodes // 4, nodes // 2} - {0}))

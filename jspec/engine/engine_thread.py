@@ -59,6 +59,7 @@ class EngineThread:
         self._submitted: list[Key] = []
         self._aborted: list[Key] = []
         self._stopped = False
+        self._error: BaseException | None = None  # the error that ended the thread
         # Only the engine's thread uses these three.
         self._keys: dict[Request, Key] = {}  # of each completion that has not ended
         self._num_sent: dict[Request, int] = {}  # number of tokens sent of each of these
@@ -82,14 +83,19 @@ class EngineThread:
         with self._wake:
             if self._stopped:
                 raise RuntimeError("submit: expected a running engine thread, got one that has ended; make a new one")
+            self.check_new(key, request)
+            self._requests[key] = request
+            self._submitted.append(key)
+            self._wake.notify()
+
+    def check_new(self, key: Key, request: Request) -> None:
+        """Raise a ValueError if a request was submitted before, or if its key is in use."""
+        with self._wake:
             if key in self._requests:
                 raise ValueError(f"submit: key: expected one that no unfinished request has, got {short(key)}")
             is_used = request.finish_reason is not None or request.output.queued_at is not None
             if is_used or request in self._requests.values():
                 raise ValueError(f"submit: expected a request that was not submitted before, got request {request.id}")
-            self._requests[key] = request
-            self._submitted.append(key)
-            self._wake.notify()
 
     def abort(self, key: Key) -> None:
         """Abort the unfinished completions of a key; their last chunks have ``finish_reason="abort"``.
@@ -121,9 +127,19 @@ class EngineThread:
         return sum(sample.state.slot is not None for sample in self._unfinished())
 
     @property
+    def num_unfinished(self) -> int:
+        """The number of completions that were submitted and have not ended."""
+        return len(self._unfinished())
+
+    @property
     def healthy(self) -> bool:
         """Return whether requests can be served: the thread runs, and the engine has its state on the device."""
         return self._engine.healthy and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the engine has lost its state for good, or an error has ended the thread."""
+        return not self._engine.healthy or self._error is not None
 
     def _unfinished(self) -> list[Request]:
         with self._wake:
@@ -151,7 +167,7 @@ class EngineThread:
                 has_work = self.turn()
         except BaseException as caught:
             logger.exception("the engine's thread ends; its requests end with this error")
-            error = caught
+            error = self._error = caught
         self._end(error)
 
     def _wait(self, has_work: bool) -> bool:

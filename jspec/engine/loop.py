@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
 
 from jspec.core.config import EngineConfig
 from jspec.engine.core import EngineCore
@@ -149,12 +148,6 @@ class EngineLoop:
             self.core.close()
             self._closed = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def warmup(
         self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
     ) -> None:
@@ -198,17 +191,23 @@ class EngineLoop:
     @property
     def memory_plan(self) -> MemoryPlan:
         """Return the bytes of device memory of weights, KV pools and programs; ``str(plan)`` is a readable summary."""
-        return self.core.runner.memory_plan
+        return self.core.runner.memory_plans[0]
+
+    @property
+    def draft_memory_plan(self) -> MemoryPlan | None:
+        """Return the memory plan of the draft model's devices; None: they are the target's."""
+        _, *others = self.core.runner.memory_plans
+        return others[0] if others else None
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Return the seconds that compiling each program took, by the program's name."""
-        return dict(self.core.runner.programs.seconds)
+        return self.core.runner.seconds("seconds")
 
     @property
     def lower_seconds(self) -> dict[str, float]:
         """Return the seconds that tracing and lowering each program took before compilation, by the program's name."""
-        return dict(self.core.runner.programs.lower_seconds)
+        return self.core.runner.seconds("lower_seconds")
 
     @property
     def metrics(self) -> Metrics:
@@ -220,10 +219,25 @@ class EngineLoop:
     def pages_in_use(self) -> int:
         return self.scheduler.pages.num_used
 
-    def prometheus(self, model_name: str = "jspec") -> str:
-        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names."""
+    @property
+    def num_slots(self) -> int:
+        """The number of requests that may run at once."""
+        return self.config.slots
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages that requests can hold, which is all but the null page."""
+        return self.scheduler.pages.pages - 1
+
+    def prometheus(self, model_name: str = "jspec", *, number: int = 0) -> str:
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names.
+
+        Args:
+            model_name: value of the label "model_name".
+            number: value of the label "engine".
+        """
         with self._lock:
-            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name)
+            return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name, number=number)
 
 
 def needs_rounds(request: Request) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
 from jspec.core.config import EngineConfig
+from jspec.engine.draft_length import RoundSize, sizes_of
 from jspec.engine.request import Request
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
 from jspec.step.executable_key import ExecutableKey, Kind
@@ -73,20 +74,27 @@ class ProgramChoice:
     """Chooses the programs to compile, for all batch sizes and prompt lengths or for those of given requests.
 
     Args:
-        depths: draft depths to which a round may cut the drafter's tree, ascending.
+        sizes: draft depths to which a round may cut the drafter's tree, and numbers of nodes that it may verify.
         helpers: kinds of the small programs that change parts of this engine's state.
         edits_all: whether a logits processor edits the logits of every request.
+        is_split: whether every round is several programs, because the draft model is on other devices.
     """
 
     def __init__(
-        self, config: EngineConfig, depths: Sequence[int], helpers: Collection[Kind], *, edits_all: bool
+        self,
+        config: EngineConfig,
+        sizes: Sequence[RoundSize],
+        helpers: Collection[Kind],
+        *,
+        edits_all: bool,
+        is_split: bool = False,
     ) -> None:
         assert config.buckets is not None and config.prefill_buckets is not None
         self._buckets, self._prefill_buckets = config.buckets, config.prefill_buckets
         self._compile_ahead = config.compile_ahead
-        self._depths = depths
+        self._sizes = sizes
         self._helpers = helpers
-        self._edits_all = edits_all
+        self._edits_all, self._is_split = edits_all, is_split
 
     def all_keys(self, features: Features = Features(), *, prompt_logprobs: bool = False) -> list[ExecutableKey]:
         """Return the keys of all programs for requests with any of the given features.
@@ -119,6 +127,16 @@ class ProgramChoice:
         keys = self._round_keys(buckets, union([live.features(), *map(Features.of, requests)]))
         return keys + self._helper_keys("update_page_table", "write_pending_rows")
 
+    def keys_of(self, plan: RoundPlan, size: RoundSize) -> tuple[ExecutableKey, ...]:
+        """Return the keys of a round's programs, the one whose output goes to the host last.
+
+        There are several if the host computes token masks for any request, or if every round is several programs.
+
+        Args:
+            size: draft depth to which the round cuts the drafter's tree, and number of nodes that it verifies.
+        """
+        return self._keys_of_round(plan.bucket, size, features_of(plan))
+
     def _helper_keys(self, *kinds: Kind) -> list[ExecutableKey]:
         return [ExecutableKey(kind) for kind in self._helpers if kind in kinds]
 
@@ -129,17 +147,31 @@ class ProgramChoice:
         return (_smallest(self._prefill_buckets, len(request.prompt_token_ids)),)
 
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
-        sizes = [(rows, depth) for rows in buckets for depth in reversed(self._depths)]
-        keys = [ExecutableKey.round(*size, logprobs=features.logprobs, traced=features.traced) for size in sizes]
+        modes = [replace(features, masked=masked) for masked in _modes(features.masked)]
+        keys = [
+            self._keys_of_round(rows, allowed(size, own), own)
+            for own in modes
+            for rows in buckets
+            for size in reversed(sizes_of(rows, self._sizes))
+        ]
+        return list(dict.fromkeys(key for own in keys for key in own))
+
+    def _keys_of_round(self, rows: int, size: RoundSize, features: Features) -> tuple[ExecutableKey, ...]:
+        """Return the keys of the programs of one round; the last one's output goes to the host."""
+        (depth, nodes), outputs = size, dict(logprobs=features.logprobs, traced=features.traced)
+        if self._is_split:
+            draft, verify = ExecutableKey.split(rows, depth, masked=features.masked, nodes=nodes, **outputs)
+            return draft, ExecutableKey("commit", rows, depth), verify
         if features.masked:
-            keys += [key for size in sizes for key in ExecutableKey.split(*size, logprobs=features.logprobs)]
-        return keys
+            return ExecutableKey.split(rows, depth, logprobs=features.logprobs)
+        return (ExecutableKey.round(rows, depth, nodes=nodes, **outputs),)
 
     def _prefill_keys(
         self, sizes: Sequence[int], logprobs: bool, prompt_logprobs: bool, masked: bool
     ) -> list[ExecutableKey]:
         outputs = dict(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-        return [ExecutableKey("prefill", size, masked=mode, **outputs) for size in sizes for mode in _modes(masked)]
+        keys = [ExecutableKey("prefill", size, masked=mode, **outputs) for size in sizes for mode in _modes(masked)]
+        return keys + [ExecutableKey("draft_prefill", size) for size in sizes if self._is_split]
 
 
 def prefill_key(plan: PrefillPlan) -> ExecutableKey:
@@ -149,16 +181,19 @@ def prefill_key(plan: PrefillPlan) -> ExecutableKey:
     return ExecutableKey("prefill", plan.bucket, logprobs=logprobs, prompt_logprobs=prompt_logprobs, masked=masked)
 
 
-def round_keys(plan: RoundPlan, depth: int) -> tuple[ExecutableKey, ...]:
-    """Return the keys of a round's programs: two if the host computes token masks for any request, else one.
+def allowed(size: RoundSize, features: Features) -> RoundSize:
+    """Return a size that rounds with the given features may have: rounds that return more verify all their nodes."""
+    return RoundSize(size.depth) if features.traced or features.logprobs or features.masked else size
 
-    Args:
-        depth: draft depth to which the round cuts the drafter's tree.
-    """
-    features = union(map(Features.of, plan.requests))
-    if wants_newest(plan.requests):
-        return ExecutableKey.split(plan.bucket, depth, logprobs=features.logprobs)
-    return (ExecutableKey.round(plan.bucket, depth, logprobs=features.logprobs, traced=features.traced),)
+
+def round_size(plan: RoundPlan, size: RoundSize) -> RoundSize:
+    """Return the size of a plan's rounds if a policy chose the given one."""
+    return size if size.nodes is None else allowed(size, features_of(plan))
+
+
+def features_of(plan: RoundPlan) -> Features:
+    """Return the features of a plan's rounds; the host computes masks only if a grammar needs the newest tokens."""
+    return replace(union(map(Features.of, plan.requests)), masked=wants_newest(plan.requests))
 
 
 def wants_newest(requests: Sequence[Request]) -> bool:

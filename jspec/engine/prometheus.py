@@ -116,14 +116,27 @@ class _Text:
             self.lines.append(f"{name}{suffix}{{{joined}}} {float(value)!r}")
 
 
-def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str) -> str:
-    """Format all metrics as a Prometheus text, with the help and the type of each metric."""
+def exposition(metrics: Metrics, latencies: Latencies, gauges: Gauges, model_name: str, *, number: int = 0) -> str:
+    """Format all metrics of an engine as a Prometheus text, with the help and the type of each metric."""
     escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    text = _Text(f'model_name="{escaped}",engine="0"')  # vLLM numbers the engines of a server
+    text = _Text(f'model_name="{escaped}",engine="{number}"')  # vLLM numbers the engines of a server
     _add_gauges(text, gauges)
     _add_counters(text, metrics)
     _add_histograms(text, latencies)
     return "\n".join(text.lines) + "\n"
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Join the texts of several engines to one, in which each metric has the samples of all engines."""
+    metrics: dict[str, list[str]] = {}  # lines of each metric by its name
+    for text in texts:
+        own: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("#"):
+                own = metrics.setdefault(line.split()[2], [])
+            if not (line.startswith("#") and line in own):
+                own.append(line)
+    return "\n".join(line for lines in metrics.values() for line in lines) + "\n"
 
 
 def _add_gauges(text: _Text, gauges: Gauges) -> None:

@@ -248,7 +248,7 @@ class Scheduler:
         if self._failed_admission is not None and self._failed_admission.still_holds(request, self.pages):
             return None
         state.prefill_len = request.rows_committed
-        rows, shared = self._rows_to_reserve(request), self._cached_pages(request)
+        rows, shared = self._rows_to_reserve(request), self.cached_pages(request)
         if not self.pages.can_reserve(rows, shared):
             self._reclaim_unused()
         if not self.pages.can_reserve(rows, shared):
@@ -268,8 +268,12 @@ class Scheduler:
         insort(self.running, self.waiting.pop(0), key=_order)
         return request
 
-    def _cached_pages(self, request: Request) -> list[int]:
-        """Return the pages in the prefix cache that contain the rows of a request's first tokens."""
+    def cached_pages(self, request: Request) -> list[int]:
+        """Return the pages in the prefix cache that contain the rows of a request's first tokens.
+
+        Any thread may ask this for a request that is not queued yet. It takes no lock, so pages may come and go
+        meanwhile.
+        """
         return self.pages.match(self._digests_to_match(request))
 
     def _digests_to_match(self, request: Request) -> list[Digest]:

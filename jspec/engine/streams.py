@@ -27,7 +27,7 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
                 loop._advance(request.samples)
             for sample in updated:
                 yield next_chunk(sample, num_sent)
-        _raise_error(request)
+        raise_error(request)
     finally:
         loop._abort(request.samples)
 
@@ -59,7 +59,7 @@ class AsyncSteps:
                 await _make_records(updated)
                 for sample in updated:
                     yield next_chunk(sample, num_sent)
-            _raise_error(request)
+            raise_error(request)
         finally:
             await _abort(loop, request.samples)
 
@@ -127,7 +127,7 @@ def next_chunk(sample: Request, num_sent: dict[Request, int]) -> Chunk:
     return chunk
 
 
-def _raise_error(request: Request) -> None:
+def raise_error(request: Request) -> None:
     """Raise the error of a request's first failed completion, if any failed."""
     for sample in request.samples:
         if sample.error is not None:

@@ -88,7 +88,8 @@ def attention_part(
     Args:
         layer: weights of the layer.
         config: config of the layer.
-        qkv: partial sums of the fused QKV projection, [parts, batch, tokens, width].
+        qkv: partial sums of the fused QKV projection, [parts, batch, tokens, width]; of the packed rows if the batch
+            has a packing.
         pools: key and value pools of the layer.
         batch: positions, cache rows and mask of the tokens.
         dtype: dtype of the model.
@@ -99,7 +100,7 @@ def attention_part(
     Returns:
         The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
-    attention = config.attention
+    attention, qkv = config.attention, batch.unpack(qkv)
     fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
     cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
     if attention.qk_norm == "all":
@@ -110,7 +111,10 @@ def attention_part(
     if not attends:
         return project(qkv, *pools, batch, transform, attention, dtype)
     options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
-    return project_and_attend(qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options)
+    attended, *new_pools = project_and_attend(
+        qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options
+    )
+    return batch.pack(attended), *new_pools
 
 
 def norm_all_heads(

@@ -147,13 +147,13 @@ def forward(
         The logits and the features in a `TargetOut`, and the updated cache. The features are the requested hidden
         states, concatenated in the order of ``feature_layers``.
     """
-    sequences, tokens = batch.tokens.shape
+    sequences, tokens = batch.pack(batch.tokens).shape
     if not batch.deterministic:
         gate_up, activation = model.layers[0].gate_up, model.config.layers[0].mlp.activation
         batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, activation))
     eps = model.config.norm_eps
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
-    x = normed = model.embedded(batch.tokens)
+    x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
     if first_norm is not None and batch.deterministic:
         x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **fixed)
@@ -174,12 +174,14 @@ def forward(
         k_pools.append(k_pool)
         v_pools.append(v_pool)
     states.append(normed)
-    features = jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1) if feature_layers else None
+    features = None
+    if feature_layers:
+        features = batch.unpack(jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1)[None])[0]
     head_sums = None
     if with_logits:
         with jax.named_scope("head"):
             normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = normed.reshape(-1, normed.shape[-1])[logit_rows]
-            head_sums = model.logit_sums(normed, **fixed)
+            head_sums = batch.unpack(model.logit_sums(normed, **fixed))
     return TargetOut(product=head_sums, features=features), KVCache(k=k_pools, v=v_pools)

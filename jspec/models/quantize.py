@@ -72,14 +72,15 @@ def quantize_parameters(tree: Tree, kind: str) -> Tree:
     return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
 
 
-def check_device(tree: Any, *cache_dtypes: str) -> None:
+def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None) -> None:
     """Raise ValueError if weights or KV caches are float8 on a GPU without float8 products.
 
     Args:
         tree: tree of weights.
         cache_dtypes: dtypes of the KV caches.
+        device: the device; None: the default device.
     """
-    capability = getattr(jax.devices()[0], "compute_capability", None)
+    capability = getattr(device or jax.devices()[0], "compute_capability", None)
     if capability is None or tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
         return
     if (quantized_as(tree) or "").startswith("fp8") or any(dtype.startswith("float8") for dtype in cache_dtypes):

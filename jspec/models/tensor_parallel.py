@@ -90,6 +90,8 @@ def sharding_of(param: ParamSpec, mesh: Mesh) -> NamedSharding:
 
 def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
     """Return the indices of the rows of all devices, device after device; None: they are in this order already."""
+    if devices == 1:
+        return None
     own, first = [], 0
     for rows in param.parts:
         units = rows // param.unit
@@ -192,7 +194,8 @@ def place(tree: Tree, mesh: Mesh) -> Tree:
     without a divided axis stay as they are, because another record shares them.
 
     Raises:
-        ValueError: a number of heads or channels cannot be divided; the message names it.
+        ValueError: a number of heads or channels cannot be divided; the message names it. Or weights are divided over
+            other devices.
     """
     return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
 
@@ -205,6 +208,10 @@ def _place(node: Any, mesh: Mesh) -> Any:
     if not isinstance(node, Weights):
         return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
     local_config(node.config, mesh.size)  # raises an error that names what cannot be divided
+    if node.mesh not in (None, mesh):
+        raise ValueError(
+            f"mesh: expected weights that are on one device or over {mesh}, got some over {node.mesh}; load them again"
+        )
     is_ordered = node.mesh == mesh
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
@@ -252,7 +259,7 @@ def state_layout(state: Any) -> Any:
 
 
 def local(tree: Any, specs: Any, devices: int) -> Any:
-    """Return the weights of one device as `Shard`, with configs of its heads and channels.
+    """Return the weights of one of several devices as `Shard`, with configs of its heads and channels.
 
     Args:
         tree: tree of weights, whose arrays are the parts of one device.
@@ -265,6 +272,8 @@ def local(tree: Any, specs: Any, devices: int) -> Any:
 def _local(node: Any, specs: Any, devices: int) -> Any:
     if not isinstance(node, Weights):
         return node
+    if devices == 1:
+        return node.replace(mesh=None)
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jspec.engine.api import Engine
+from jspec.engine.replicas import Replicas
 from jspec.server.answers import Generate
 from jspec.server.anthropic import CountTokens, MessageAnswer
 from jspec.server.chat import ChatAnswer
@@ -36,11 +37,11 @@ CODES = {404: "route_not_found", 405: "method_not_allowed"}
 logger = logging.getLogger("jspec.server")
 
 
-def make_app(engine: Engine, settings: Settings | None = None) -> Starlette:
+def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Starlette:
     """Make the ASGI application of an engine; its lifespan starts and stops the engine's thread.
 
     Args:
-        engine: the engine, which the caller closes afterwards.
+        engine: the engine or the engines, which the caller closes afterwards.
         settings: the server's options; ``app.state.service`` is what the routes share.
     """
     settings = settings or Settings()

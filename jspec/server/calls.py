@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from jspec.engine.api import Engine
-from jspec.engine.engine_thread import Delivery, EngineThread
+from jspec.engine.engine_thread import Delivery
+from jspec.engine.replicas import Replicas, make_thread
 from jspec.engine.request import Chunk, Request
 from jspec.server.errors import ApiError, failed
 
@@ -105,16 +106,16 @@ class Calls:
     """All calls that are open, and the engine's thread that serves them.
 
     Args:
-        engine: the engine.
+        engine: the engine or the engines.
         limit: largest number of completions that run or wait, those being prepared included.
 
     Attributes:
         pending: number of completions that run, wait or are being prepared.
     """
 
-    def __init__(self, engine: Engine, limit: int) -> None:
+    def __init__(self, engine: Engine | Replicas, limit: int) -> None:
         self.limit, self.pending = limit, 0
-        self.thread = EngineThread(engine, self._deliver)
+        self.thread = make_thread(engine, self._deliver)
         self._open: set[Call] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -190,7 +191,7 @@ class Calls:
             call.fail(error)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
-        """Pass the new output of a step to the event loop; called in the engine's thread."""
+        """Pass the new output of a step to the event loop; called in an engine's thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits for output
             self._loop.call_soon_threadsafe(self._receive, deliveries)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.engine.api import Engine
 from jspec.engine.chat_input import format_conversations
 from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.request import Chunk, Request
 from jspec.engine.sampling_params import GRAMMARS
+from jspec.engine.text_generator import TextGenerator
 from jspec.engine.tokenizer import Tokenizer
 from jspec.server import reasoning
 from jspec.server.answers import Answer, finish_reason, stop_reason
@@ -42,7 +42,7 @@ def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
     return ids
 
 
-def check_conversation(engine: Engine, own: dict[str, Any], field: str = "messages") -> None:
+def check_conversation(engine: TextGenerator, own: dict[str, Any], field: str = "messages") -> None:
     """Check that there are messages that are not too long, and a template to render them.
 
     Args:
@@ -58,7 +58,7 @@ def check_conversation(engine: Engine, own: dict[str, Any], field: str = "messag
     check_length(engine, field, sum(len(message.get("content") or "") for message in own["messages"]))
 
 
-def check_length(engine: Engine, field: str, size: int) -> None:
+def check_length(engine: TextGenerator, field: str, size: int) -> None:
     """Refuse a text that has too many characters for its tokens to fit, before it is tokenised.
 
     Raises:

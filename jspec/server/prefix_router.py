@@ -10,8 +10,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from jspec.engine.replica_threads import BUSIER
+
 BLOCK = 512  # characters between two marks of a prompt
-BUSIER = 8  # requests that a home replica may have more than the least busy one
 MOST_HOMES = 100_000  # marks of which the home replica is remembered
 
 

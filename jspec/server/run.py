@@ -17,6 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jspec.engine.api import Engine
+from jspec.engine.replicas import Replicas
 from jspec.server.app import make_app
 from jspec.server.errors import ApiError
 from jspec.server.protocol import Protocol
@@ -49,11 +50,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(engine: Engine, settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> int:
+def serve(engine: Engine | Replicas, settings: Settings, listener: socket.socket, ready: Callable[[], None]) -> int:
     """Serve an engine until SIGTERM, Ctrl-C or a failure of the engine.
 
     Args:
-        engine: the engine, which the caller closes.
+        engine: the engine or the engines, which the caller closes.
         listener: a socket of `bind`.
         ready: called once the server listens.
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope
 
 from jspec.engine.api import Engine
+from jspec.engine.replicas import Replicas
 from jspec.server.body import read_json
 from jspec.server.calls import Calls
 from jspec.server.errors import ApiError
@@ -37,7 +38,7 @@ class Service:
     """What the routes share: an engine with its thread, the queue, the texts of tokens and the state of the server.
 
     Args:
-        engine: the engine, which the caller closes.
+        engine: the engine or the engines, which the caller closes.
         settings: the server's options.
 
     Attributes:
@@ -47,11 +48,11 @@ class Service:
         num_active: number of requests whose fields were read and whose answers are not sent yet.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine | Replicas, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.state = READY
         engine.input_processor.limit_grammars(GRAMMAR_SECONDS)
-        limit = QUEUE_PER_SLOT * engine.config.slots if settings.max_queue is None else settings.max_queue
+        limit = QUEUE_PER_SLOT * engine.num_slots if settings.max_queue is None else settings.max_queue
         self.calls = Calls(engine, limit)
         self.texts = TokenTexts(engine.tokenizer)
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "jspec-text")

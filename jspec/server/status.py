@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jspec.engine.replica_threads import ReplicaThreads
 from jspec.server.counts import Counts
 from jspec.server.page import page
 from jspec.server.service import Service
@@ -36,6 +37,9 @@ class Status:
 
     async def _health(self, request: Request) -> Response:
         self._service.check_ready()
+        thread = self._service.calls.thread
+        if isinstance(thread, ReplicaThreads):
+            return JSONResponse({"status": "ok", "replicas": thread.num_replicas, "failed": len(thread.failed)})
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
@@ -68,13 +72,12 @@ def _stats(service: Service) -> dict[str, Any]:
     """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
     metrics, calls = service.engine.metrics, service.calls
     template = getattr(service.engine.tokenizer, "chat_template", None)
-    pages = service.engine.scheduler.pages
     return {
         "running": calls.thread.num_running,
         "waiting": calls.thread.num_waiting,
-        "slots": service.engine.config.slots,
+        "slots": service.engine.num_slots,
         "pages_used": metrics.pages_in_use,
-        "pages_total": pages.pages - 1,  # without the null page
+        "pages_total": service.engine.num_pages,
         "tokens": metrics.num_tokens,
         "rounds": metrics.num_drafts,
         "mean_acceptance_length": metrics.mean_acceptance_length,

@@ -2,7 +2,7 @@
 
 Process 0 sends each call with its inputs to the other processes, before it makes the call itself; they make the same
 calls, and read no results. So all processes start the same programs in the same order, which exchanges between devices
-need. A `Runner` knows nothing of this, except that all of its calls of devices go through `Calls`.
+need. A `Side` knows nothing of this, except that all of its calls of devices go through `Calls`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What follows calls: `jspec.engine.model_runner.ModelRunner`."""
+    """What follows calls: `jspec.step.side.Side`."""
 
     programs: Executables
 
@@ -145,7 +145,7 @@ class Shared(Calls):
         """Raise ValueError, in all processes, if they have other options, models or drafters."""
         about = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in OWN}
         about |= {one.name: getattr(program, one.name) for one in fields(program) if one.name != "mesh"}
-        about |= {"model": params.target.config} | {name: _shape(leaf) for name, leaf in _named(params)}
+        about |= {"model": params.main.config} | {name: _shape(leaf) for name, leaf in _named(params)}
         values = f"{self.job.weights.hexdigest()[:16]} {_sample(params)}"
         texts = {name: re.sub(ADDRESS, "", repr(value)) for name, value in about.items()}
         self.job.check_same("Engine", {**texts, "values of the weights": values})

@@ -14,8 +14,11 @@ from typing import Any, NoReturn
 
 import jax
 
+from jspec import verify
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState, block_rows
+from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.step.program import Params, Program, init_state
 
@@ -108,7 +111,8 @@ class MemoryPlan:
             "other arrays": self.other,
         }
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
-        return f"memory: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
+        place = "" if self.target_weights else " of the draft model's devices"
+        return f"memory{place}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
 
 
 def size(count: int) -> str:
@@ -155,15 +159,24 @@ class MemoryPlanner:
         and min-p. If the program applies controls, it counts a fourth copy for the edited logits.
         """
         assert self.config.prefill_buckets is not None
-        own, tree = self.params.target.config, self.program.drafter.tree
+        own, tree = self.params.main.config, self.program.drafter.tree
         heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         features = len(self.program.feature_layers) * own.hidden_size
         token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
-        token *= self.params.target.embed.dtype.itemsize
+        token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
-        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node)
+        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node) + self.received(pool)
+
+    def received(self, pool: PoolShape) -> int:
+        """Return the bytes of two drafts that arrive from other devices, one of which a running program reads."""
+        if not isinstance(self.program.drafter, Elsewhere):
+            return 0
+        tree, sampling = self.program.drafter.tree, verify.resolve(self.program.accept).draft_sampling
+        has_probs = sampling is DraftSampling.OWN_DISTRIBUTION and tree.paths is not None  # dynamic trees have none
+        node = 4 * (4 + has_probs * self.params.main.config.vocab_size)  # token, parent, score, flag; probabilities
+        return 2 * pool.slots * tree.nodes * node
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
@@ -259,6 +272,7 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
     if not analyses:
         return plan
     workspace = max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
+    workspace += planner.received(pool)
     plan = replace(plan, workspace=workspace, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device

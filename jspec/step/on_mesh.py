@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import SlotState
+from jspec.core.shorten import short
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout, to_devices
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
+from pallas_kernels.layers.shard import AXIS
 
 logger = logging.getLogger(__name__)
 
 EVERYWHERE = P()  # every device has the whole array
 Step = Callable[..., Any]
+Devices = Sequence[jax.Device] | int | None
 
 
 def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
-    """Return the mesh over whose devices an engine divides its weights; None: the engine uses one device.
+    """Return the mesh over whose devices an engine divides its weights; None: the engine uses the default device.
 
     Args:
         config: options of the engine.
@@ -54,11 +58,43 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.is_multi_process
 
 
+def meshes_of(devices: Devices, size: int) -> list[Mesh]:
+    """Return meshes of ``size`` devices each, over consecutive devices.
+
+    Args:
+        devices: the devices; or their number, of which the first are taken; None: all devices of this process.
+        size: number of devices of a mesh.
+
+    Raises:
+        TypeError, ValueError: these are no devices, none, more than there are, one twice, or no multiple of ``size``.
+    """
+    found = jax.local_devices()
+    if devices is None or type(devices) is int:
+        count = len(found) if devices is None else devices
+        if not 1 <= count <= len(found):
+            raise ValueError(
+                f"devices: expected 1 to {len(found)}, the number of {found[0].platform} devices, got {count}"
+            )
+        devices = found[:count]
+    if not isinstance(devices, Sequence) or not all(isinstance(each, jax.Device) for each in devices):
+        raise TypeError(f"devices: expected jax devices, such as jax.devices(), or their number, got {short(devices)}")
+    if twice := [each for place, each in enumerate(devices) if each in devices[:place]]:
+        raise ValueError(f"devices: expected each device once, got {twice[0]} twice")
+    if not devices:
+        raise ValueError("devices: expected at least one device, got none")
+    if type(size) is not int or size < 1 or len(devices) % size:
+        raise ValueError(f"tensor_parallel: expected a divisor of {len(devices)}, the number of devices, got {size!r}")
+    return [Mesh(np.array(devices[first : first + size]), (AXIS,)) for first in range(0, len(devices), size)]
+
+
 def log_devices(mesh: Mesh | None) -> None:
-    """Log over which devices an engine divides its weights, and that an old jax runs their exchanges outside graphs."""
+    """Log on which devices an engine runs, and that an old jax runs the exchanges of several outside of graphs."""
     if mesh is None:
         return
     (first, *_), late = mesh.devices.flat, ""
+    if mesh.size == 1:
+        logger.info("the engine runs on %s", first)
+        return
     if is_on_gpus(mesh) and jax.__version_info__ < KERNELS_IN_GRAPHS:
         late = f"; jax {jax.__version__} divides a round into many CUDA graphs, jax 0.12 does not and is faster"
     logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)

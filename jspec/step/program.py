@@ -60,8 +60,8 @@ COLLECTIVE_KERNELS = {
 
 
 def is_on_gpus(mesh: Mesh | None) -> bool:
-    """Return whether a mesh is one of GPUs."""
-    return mesh is not None and mesh.devices.flat[0].platform in ("gpu", "cuda")
+    """Return whether a mesh has several GPUs."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Program:
         logprobs: mode of `jspec.sampling.logprobs` for emitted tokens; None: no log-probabilities.
         prompt_logprobs: whether a prefill returns the log-probabilities of its prompt tokens.
         deterministic: whether every program computes a token's logits with the same bits.
+        nodes: number of draft nodes that a round verifies per batch row, on average (`jspec.step.budget`); None: all.
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
     """
 
@@ -98,6 +99,7 @@ class Program:
     logprobs: str | None = None
     prompt_logprobs: bool = False
     deterministic: bool = False
+    nodes: int | None = None
     mesh: Mesh | None = None
 
     @property
@@ -120,8 +122,13 @@ class Program:
 class Params:
     """The weights of target and drafter, whose buffers are never donated."""
 
-    target: Model
-    draft: Any
+    target: Model | None  # None: the devices have only the draft model
+    draft: Any  # (): the devices have only the target
+
+    @property
+    def main(self) -> Model:
+        """The target, or the draft model on devices that have only this."""
+        return self.draft.model if self.target is None else self.target
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
@@ -156,7 +163,8 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # a new array per field, because each is donated
 
-    config, cells = params.target.config, program.grammar_cells
+    vocab_size, cells = params.main.config.vocab_size, program.grammar_cells
+    layers = [] if params.target is None else params.target.config.layers
     return SlotState(
         root=fill(0),
         lengths=fill(0),
@@ -164,13 +172,13 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         remaining=fill(0),
         page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
         sampling=Sampling.greedy(pool.slots),
-        target=kv_cache.create(config.layers, pool, pool.dtype),
+        target=kv_cache.create(layers, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         token_history=jnp.zeros((pool.pages, pool.page_size), jnp.int32)
         if _needs_token_history(program, pool)
         else None,
-        controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
-        grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
+        controls=penalties.unused(pool.slots, vocab_size, program.processor_args) if program.controls else None,
+        grammars=grammar_mask.unused(pool.slots, cells, vocab_size) if cells else None,
     )
 
 

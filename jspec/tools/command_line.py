@@ -28,6 +28,8 @@ FOREIGN_OPTIONS = {  # options of other projects' commands that `FOREIGN_NAMES` 
     "speculative_model": DRAFTER_OPTIONS,
     "speculative_config": f"{DRAFTER_OPTIONS}, and {TREE_OPTION}",
     "assistant_model": "--draft-model",
+    "data_parallel_size": "--replicas of jspec serve",
+    "dp_size": "--replicas of jspec serve",
     "prompt_lookup_num_tokens": f"--ngram {TREE_OPTION}",
     "do_sample": "--temperature 1",
     "system_prompt": "--system",

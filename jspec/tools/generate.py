@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from convert import hub
 from jspec import distributed
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
@@ -19,6 +21,7 @@ from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
@@ -34,9 +37,10 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
+    "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
+QUANTIZABLE = ("eagle3", "eagle", "dflash", "dspark", "draft_model")
 TREE = "chain:4"
 
 
@@ -71,7 +75,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
+    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
+    parser.add_argument(
+        "--draft-device",
+        type=int,
+        metavar="N",
+        help="device of the draft model, counted from 0; default: the target's devices",
+    )
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
     parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
@@ -81,7 +92,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
+    parser.add_argument(
+        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )
@@ -134,11 +147,18 @@ def join(arguments: argparse.Namespace) -> None:
     """Bring the processes together that run this command, if the options name any; before any use of a device.
 
     Raises:
-        ValueError: one of the three options is absent, or wrong.
+        ValueError: one of the three options is absent, or wrong, or another one needs all its devices in one process.
         OSError, RuntimeError: as for `jspec.distributed.initialize`.
     """
     names = ("coordinator", "num_processes", "process_id")
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    wanted = {"draft_device": None, "replicas": 1}
+    for name in [name for name, value in wanted.items() if given and getattr(arguments, name, value) != value]:
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(
+            f"{flag}: expected no such option beside --coordinator, got {getattr(arguments, name)}; "
+            "leave one of the two out: --tensor-parallel divides one engine and its drafter over several processes"
+        )
     if given and len(given) < len(names):
         missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in given)
         raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
@@ -205,29 +225,48 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
-    tree, quantize = draft_options(arguments)
+    tree, options = draft_options(arguments)
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
+            return load(path, tree=tree, dtype=arguments.dtype, **options)
     if arguments.ngram:
         return NGram(tree)
     return Suffix(tree) if arguments.suffix else None
 
 
-def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
-    """Return the draft tree of a parsed command line, and the drafter's keyword arguments for quantisation.
+def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
+    """Return the draft tree of a parsed command line, and the drafter's arguments ``quantize`` and ``device``.
 
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
     tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
-    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
-    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
+    options: dict[str, Any] = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
+    if options and not any(getattr(arguments, name) for name in QUANTIZABLE):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
         raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
-    return tree, quantize
+    if arguments.draft_device is not None:
+        options["device"] = _draft_device(arguments)
+    return tree, options
+
+
+def _draft_device(arguments: argparse.Namespace) -> jax.Device:
+    """Return the device that --draft-device names.
+
+    Raises:
+        ValueError: there is no draft model or no such device.
+    """
+    devices, index = jax.devices(), arguments.draft_device
+    if not arguments.draft_model:
+        raise ValueError("--draft-device: expected --draft-model, whose device it is, got none; leave it out")
+    if not 0 <= index < len(devices):
+        raise ValueError(
+            f"--draft-device: expected a number from 0 to {len(devices) - 1}, as there are {len(devices)} "
+            f"{devices[0].platform} devices, got {index}"
+        )
+    return devices[index]
 
 
 # -- the command

@@ -8,11 +8,16 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jspec.engine.api import Engine
+from jspec.engine.replicas import Replicas
+from jspec.engine.tokenizer import Tokenizer
 from jspec.server.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
+from jspec.step.on_mesh import meshes_of
 from jspec.tools import demo, generate
 from jspec.tools.parser import Parser
 
@@ -32,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slots", type=int, default=SLOTS, help="largest number of requests that run at once")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="requests that an engine runs at once")
+    about = "engines in this process, each on --tensor-parallel devices of its own"
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
     parser.add_argument("--pages", type=int, help="pages of the KV cache; default: as many as fit")
     parser.add_argument("--memory-fraction", type=float, help="share of the device's memory; default: the engine's")
     parser.add_argument("--prefill-budget", type=int, metavar="N", help="prompt tokens between two rounds")
@@ -57,7 +64,7 @@ def _add_address_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 x slots")
+    parser.add_argument("--max-queue", type=int, metavar="N", help="completions that run or wait; default: 5 a slot")
     parser.add_argument("--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="largest body of a request")
     parser.add_argument("--request-timeout", type=float, metavar="S", help="seconds for a request; default: no limit")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
@@ -125,11 +132,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target is None:
         _take_demo(arguments)
     settings = make_settings(arguments)
+    check_replicas(arguments)
     with _log(arguments.log_level), bind(settings.host, settings.port) as listener:
         address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
         tokenizer = generate.prepare(arguments)
-        with generate.make_engine(arguments, tokenizer, **engine_options(arguments)) as engine:
-            if generate.follows(engine):
+        with make_engine(arguments, tokenizer) as engine:
+            if isinstance(engine, Engine) and generate.follows(engine):
                 return 0
             return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 
@@ -139,6 +147,26 @@ def _take_demo(arguments: argparse.Namespace) -> None:
     arguments.target = demo.NAME
     if not any(getattr(arguments, name) for name in (*generate.PRETRAINED, "ngram", "suffix")):
         arguments.eagle3 = demo.NAME
+
+
+def check_replicas(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if there are fewer devices than several replicas need."""
+    if arguments.replicas == 1:
+        return
+    replicas, size = arguments.replicas, arguments.tensor_parallel
+    try:
+        meshes_of(replicas * size, size)
+    except ValueError as error:
+        raise ValueError(f"--replicas {replicas} with --tensor-parallel {size}: {error}") from None
+
+
+def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine | Replicas:
+    """Load the models of a parsed command line and make an engine, or an engine for each of several replicas."""
+    options, size = engine_options(arguments), arguments.tensor_parallel
+    if arguments.replicas == 1:
+        return generate.make_engine(arguments, tokenizer, **options)
+    make = partial(generate.make_engine, arguments, tokenizer, **options)
+    return Replicas(lambda mesh: make(mesh=mesh), arguments.replicas * size, tensor_parallel=size)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

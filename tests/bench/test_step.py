@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 
 from jspec import Engine, Tree
 from jspec.__main__ import main
+from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.once
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
-CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "devices"]
+CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_step_command_writes_table_json_and_trace(
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
     names = "shape batch context tree page_size dtype implementation greedy quantize draft_quantize kv_dtype idle depth"
     assert (
-        list(result["case"]) == [*names.split(), "deterministic", "tensor_parallel"]
+        list(result["case"]) == [*names.split(), "nodes", "drafter", "deterministic", "tensor_parallel"]
         and result["case"]["tree"] == "none"
     )
     assert {"milliseconds", "spread", "floor", "compile_seconds", "tokens"} < set(result)
@@ -88,7 +90,17 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
 def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--tree", "chain:1", "--batch", "2", "--context", "16", "--tensor-parallel", "2"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:8] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "2"]
+    assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
+
+
+def test_step_command_with_a_dflash_head_and_a_budget_names_both(
+    few_groups: None, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--tree", "chain:3", "--batch", "2", "--context", "16", "--drafter", "dflash", "--nodes", "1"]
+    assert main([*TINY, *options]) == 0
+    _, heads, _, row = capsys.readouterr().out.splitlines()
+    printed = dict(zip(heads.split(), row.split(), strict=False))
+    assert printed["nodes"] == "1" and printed["drafter"] == "dflash"
 
 
 @pytest.mark.parametrize(("tree", "alone", "two"), [(None, 5.01, 2.89), (Tree.chain(4), 6.00, 3.44)])
@@ -99,6 +111,22 @@ def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
     floors = [step.floor_milliseconds(Case("llama3-8b", 1, 1024, tree, tensor_parallel=n)) for n in (1, 2)]
     assert floors == pytest.approx([alone, two], abs=0.02)
+
+
+def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:
+    config, target, tree = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"], Tree.chain(7)
+    params = dflash_params(config, has_head=False, has_map=False)
+    weights = sum(math.prod(spec.shape) for spec in params.values() if len(spec.shape) == 2)
+    head, cache = target.vocab_size * target.hidden_size, 2 * 5 * 1024 * 8 * 1024  # keys and values of 8 rows
+    costs = roofline.block_costs(config, target.vocab_size, 8, tree, 1024)
+    assert sum(cost.bytes for cost in costs) == 2 * (weights + head + cache)
+
+
+def test_least_flops_of_a_step_with_a_budget_are_those_of_its_rows() -> None:
+    target = random_models.TARGETS["llama3-8b"]
+    whole, some = (roofline.verify_costs(target, 32, 5, 1024, rows=rows) for rows in (None, 32 * 3))
+    ratios = {cost.name: own.flops / cost.flops for cost, own in zip(whole, some, strict=True)}
+    assert ratios.pop("attention") == 1 and set(ratios.values()) == {0.6}
 
 
 def test_step_command_with_draft_quantize_quantises_only_the_head(

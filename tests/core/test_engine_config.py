@@ -15,6 +15,7 @@ CHECKED_ELSEWHERE = {
     "buckets",
     "prefill_buckets",
     "draft_depths",
+    "draft_nodes",
     "draft_window",
 }  # checked by methods of the config or by the drafter
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec import DFlash, Engine, Model, SamplingParams, Tree
-from jspec.core.records import PromptBatch
+from jspec.core.records import KVCache, PromptBatch
 from jspec.draft import auto
 from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dflash_head import DFlashHead
@@ -77,8 +77,15 @@ def states() -> np.ndarray:
 
 def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
     """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
+    params, cache = prefilled(drafter, model, features)
+    block, _ = drafter.run_block(params, cache, view_of_rows([root], length=len(features)))
+    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+
+def prefilled(drafter: DFlash, model: Model, features: np.ndarray) -> tuple[Any, KVCache]:
+    """Return the weights of a drafter, and a draft cache of one row with the context of some tokens."""
     size = len(features)
-    params, view = drafter.bind(model), view_of_rows([root], length=size)
+    params, view = drafter.bind(model), view_of_rows([0], length=size)
     cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
     batch = PromptBatch.whole(
         jnp.asarray([size]),
@@ -90,9 +97,7 @@ def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = RO
         bits=None,
         implementation="reference",
     )
-    cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
-    product, _ = drafter.run_block(params, cache, view)
-    return np.asarray(reduce_partials(product, jnp.float32)[0])
+    return params, drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:
@@ -280,7 +285,7 @@ def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
 def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
     text, fits = info.inspect_pair(golden / "dflash/draft", recordings.demo.TARGET)
     assert fits
-    for part in ("DFlash head (official format)", "block: 8 tokens with the root, mask token 255", "states 2, 4, 6"):
+    for part in ("DFlash head (official format)", "block: 8 tokens with the root, of which 7 draft", "states 2, 4, 6"):
         assert part in text
     other = folders.write(tmp_path, CONFIG, tensors_of())
     text, fits = info.inspect_pair(other, recordings.demo.TARGET)

@@ -237,7 +237,7 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
         ({"speculators_model_type": "peagle"}, "", "speculators_model_type 'peagle'"),
         ({"architectures": ["PEagleDraftModel"]}, "", "PEagle"),
         ({"architectures": ["DFlash2DraftModel"]}, "", "DFlash2"),
-        ({"architectures": ["DSparkDraftModel"]}, "", "DSpark"),
+        ({"architectures": ["DSpineDraftModel"]}, "", "DSpine"),
         ({"architectures": ["DominoDraftModel"]}, "", "Domino"),
         ({}, "mask_hidden", "P-EAGLE"),
         ({}, "midlayer.0.hidden_norm.weight", "several midlayers"),

@@ -14,13 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DFlash, Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix, Tree
+from jspec import (
+    DFlash,
+    Drafter,
+    DraftModel,
+    DSpark,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    NGram,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
 from jspec.engine.draft_length import (
     MIN_SAMPLES,
     Adaptive,
     DispatchResult,
     Fixed,
     Policy,
+    RoundSize,
     Stopwatch,
 )
 from jspec.engine.prometheus import Gauges, Latencies, exposition
@@ -44,8 +58,8 @@ class Forced(Policy):
         self._depths, self._default = iter(depths), default
         self.readings: list[DispatchResult] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return next(self._depths, self._default)
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return RoundSize(next(self._depths, self._default))
 
     def learn(self, reading: DispatchResult) -> None:
         self.readings.append(reading)
@@ -62,6 +76,7 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.topk(12, 3, 4)),
+    "dspark": lambda target: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), STATIC),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
     "draft model": lambda target: DraftModel(
         target, STATIC
@@ -71,7 +86,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 }
 
 
-DEPTHS_OF = {"eagle3": (0, 2, 3), "dflash": (0, 2, 3), "draft model": (0, 1, 3)}
+DEPTHS_OF = {"eagle3": (0, 2, 3), "dflash": (0, 2, 3), "dspark": (0, 2, 3), "draft model": (0, 1, 3)}
 LOOK_UP = ("n-gram", "suffix")
 ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for name in DRAFTERS]
 
@@ -229,8 +244,8 @@ class Recording(Policy):
     def __init__(self) -> None:
         self.heard: list[float | None] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        return 2
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return RoundSize(2)
 
     def learn(self, reading: DispatchResult) -> None:
         self.heard.append(reading.seconds)
@@ -310,12 +325,13 @@ class Priced(Policy):
         self._policy, self._cost = policy, cost
         self.chosen: list[int] = []
 
-    def choose(self, bucket: int, caps: Sequence[int]) -> int:
-        self.chosen.append(self._policy.choose(bucket, caps))
-        return self.chosen[-1]
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        size = self._policy.choose(bucket, caps)
+        self.chosen.append(size.depth)
+        return size
 
     def learn(self, reading: DispatchResult) -> None:
-        self._policy.learn(replace(reading, seconds=self._cost(reading.depth)))
+        self._policy.learn(replace(reading, seconds=self._cost(reading.size.depth)))
 
 
 @pytest.mark.parametrize(("price", "depth"), [(0.02, 3), (2.0, 0)])

@@ -143,6 +143,15 @@ def test_processes_with_other_programs_are_refused_with_the_name_of_the_program(
 
 
 @pytest.mark.long
+def test_draft_model_on_other_devices_is_refused_beside_a_target_on_several_processes() -> None:
+    for ended in run_script("apart"):
+        assert ended.status == 0, ended.errors
+        beside, elsewhere = ended.said
+        assert "device: expected none beside tensor_parallel or mesh over devices of several processes" in beside
+        assert "device: expected devices of this process (" in elsewhere and "set tensor_parallel=" in elsewhere
+
+
+@pytest.mark.long
 def test_error_of_one_process_is_shown_by_the_other() -> None:
     check_refused(run_script("failing"), "process 1 (", "KeyError: 'no such file'")
 

@@ -10,6 +10,7 @@ import pytest
 
 from jspec import Tree
 from jspec.engine.draft_length import (
+    BUDGET_ROWS,
     MAX_TRIES,
     MIN_SAMPLES,
     PROBE_SHARE,
@@ -18,6 +19,7 @@ from jspec.engine.draft_length import (
     DispatchResult,
     Fixed,
     Policy,
+    RoundSize,
     Stopwatch,
     halvings,
 )
@@ -40,13 +42,35 @@ TEXTS = {
     "hard": (0.2, 0.2, 0.2, 0.2),
     "hopeless": (0.0, 0.0, 0.0, 0.0),
 }
-Cost = Callable[[int, int], float]
-Text = Callable[[int], Sequence[float]]
+Cost = Callable[[int, RoundSize], float]
+Text = Callable[[int], Sequence[float] | np.ndarray]  # acceptance by position, of all rows or [rows, positions]
 
 
-def measured(bucket: int, depth: int) -> float:
+def measured(bucket: int, size: RoundSize) -> float:
+    """Return milliseconds; three tenths of what a chain adds go to the draft of its first token and the overhead."""
     plain, chain = MILLISECONDS[bucket]
-    return plain if depth == 0 else plain + (chain - plain) * (0.3 + 0.7 * depth / 4)
+    if size.depth == 0:
+        return plain
+    if size.nodes is not None:  # the draft takes four tenths
+        return plain + (chain - plain) * (0.4 + 0.6 * size.nodes / 4)
+    return plain + (chain - plain) * (0.3 + 0.7 * size.depth / 4)
+
+
+def verified(shares: np.ndarray, size: RoundSize) -> np.ndarray:
+    """Return how many tokens of each row's chain a round verifies: of all rows' chains, the most probable tokens.
+
+    Args:
+        shares: probability that each token of a chain is accepted after the one before it, [rows, positions].
+    """
+    if size.nodes is None:
+        return np.full(len(shares), size.depth)
+    paths = np.cumprod(shares, axis=1)
+    least = np.sort(paths.ravel())[::-1][: len(shares) * size.nodes][-1]
+    counts = (paths > least).sum(axis=1)
+    for row in np.argsort(counts, kind="stable"):  # tokens of equal probability, the shallow ones first
+        more = min(len(shares) * size.nodes - counts.sum(), (paths[row] == least).sum())
+        counts[row] += more
+    return counts
 
 
 class SimulatedEngine:
@@ -61,21 +85,25 @@ class SimulatedEngine:
         self.seconds = self.tokens = 0.0
         self.seconds_by_depth: Counter[int] = Counter()
         self.chosen: list[int] = []
+        self.sizes: list[RoundSize] = []
 
     def run(self, bucket: int, text: Text, rounds: int = ROUNDS, caps: Sequence[int] | None = None) -> SimulatedEngine:
         caps = [DEPTHS[-1]] * bucket if caps is None else caps
         unread: list[DispatchResult] = []
         for number in range(rounds):
-            depth = self.policy.choose(bucket, caps)
-            is_accepted = self.rng.random((len(caps), DEPTHS[-1])) < np.array(text(number))
-            accepted = np.minimum(np.cumprod(is_accepted, axis=1).sum(axis=1), np.minimum(caps, depth))
+            size = self.policy.choose(bucket, caps)
+            shares = np.broadcast_to(np.array(text(number)), (len(caps), DEPTHS[-1]))
+            is_accepted = self.rng.random(shares.shape) < shares
+            most = np.minimum(caps, verified(shares, size))
+            accepted = np.minimum(np.cumprod(is_accepted, axis=1).sum(axis=1), most)
             slow = 3 if self.rng.random() < 0.01 or number in self.burst else 1
-            seconds = self.cost(bucket, depth) * (1 + 0.03 * self.rng.exponential()) * slow
+            seconds = self.cost(bucket, size) * (1 + 0.03 * self.rng.exponential()) * slow
             self.seconds += seconds
-            self.seconds_by_depth[depth] += seconds
+            self.seconds_by_depth[size.depth] += seconds
             self.tokens += len(caps) + accepted.sum()
-            self.chosen.append(depth)
-            unread.append(DispatchResult(bucket, depth, caps, accepted[None], seconds))
+            self.chosen.append(size.depth)
+            self.sizes.append(size)
+            unread.append(DispatchResult(bucket, size, caps, accepted[None], seconds))
             if len(unread) > 1:
                 self.policy.learn(unread.pop(0))
         return self
@@ -88,7 +116,7 @@ class SimulatedEngine:
 def fixed_speed(bucket: int, depth: int, share: Sequence[float], cost: Cost = measured) -> float:
     """Return the expected speed of a simulated engine that always drafts at one depth."""
     tokens = bucket * (1 + np.cumprod(share[:depth]).sum())
-    return tokens / (cost(bucket, depth) * 1.03 * 1.02)  # the mean factors of both kinds of noise
+    return tokens / (cost(bucket, RoundSize(depth)) * 1.03 * 1.02)  # the mean factors of both kinds of noise
 
 
 def steady(name: str) -> Text:
@@ -116,8 +144,35 @@ def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(buc
     assert engines[0].speed > max(simulated.speed for simulated in engines[1:])
 
 
+@pytest.mark.parametrize("name", [*TEXTS, "mixed"])
+@pytest.mark.parametrize("bucket", [8, 32, 64])
+def test_adaptive_policy_with_budgets_has_98_percent_of_the_best_speed_and_uses_them_on_mixed_texts(
+    bucket: int, name: str
+) -> None:
+    """In a mixed batch half of the rows accept nearly all of their draft, the others nearly nothing."""
+    shares = np.repeat([TEXTS["easy"], TEXTS["hopeless"]], bucket // 2, axis=0)
+    text = steady(name) if name in TEXTS else lambda number: shares
+    fixed = [Fixed(depth) for depth in DEPTHS] + [Fixed(4, nodes) for nodes in (1, 2)]
+    speeds = [SimulatedEngine(policy, seed=1).run(bucket, text).speed for policy in fixed]
+    adaptive = SimulatedEngine(Adaptive(DEPTHS, (1, 2)), seed=1).run(bucket, text)
+    assert adaptive.speed > 0.98 * max(speeds)
+    if name == "mixed":
+        assert Counter(adaptive.sizes).most_common(1)[0][0] == RoundSize(4, 2)
+        assert adaptive.speed > 1.01 * max(speeds[: len(DEPTHS)])
+
+
+def test_policies_in_a_batch_of_few_rows_verify_all_nodes() -> None:
+    for bucket in (1, BUDGET_ROWS - 1):
+        assert Fixed(4, 2).choose(bucket, [4]) == RoundSize(4)
+        sizes = (
+            SimulatedEngine(Adaptive(DEPTHS, (1, 2)), lambda bucket, size: 1.0).run(bucket, steady("easy"), 50).sizes
+        )
+        assert {size.nodes for size in sizes} == {None} and {size.depth for size in sizes} == set(DEPTHS)
+    assert Fixed(4, 2).choose(BUDGET_ROWS, [4]) == RoundSize(4, 2)
+
+
 def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
-    simulated = SimulatedEngine(Adaptive(DEPTHS), lambda bucket, depth: 1.0 + depth).run(1, steady("usual"))
+    simulated = SimulatedEngine(Adaptive(DEPTHS), lambda bucket, size: 1.0 + size.depth).run(1, steady("usual"))
     assert Counter(simulated.chosen)[0] > 0.98 * ROUNDS
     assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # at first all depths are tried
 
@@ -178,11 +233,11 @@ def test_adaptive_policy_without_shared_acceptance_learns_each_depth_separately(
         policy = Adaptive((0, 1, 2), shared_acceptance=shares)
         for depth in (0, 1, 2):
             for _ in range(MIN_SAMPLES):
-                policy.learn(DispatchResult(1, depth, [2], np.array([[depth]]), 1.0))
-        before = policy.rate(1, 2, [2])
+                policy.learn(DispatchResult(1, RoundSize(depth), [2], np.array([[depth]]), 1.0))
+        before = policy.rate(1, RoundSize(2), [2])
         for _ in range(20):
-            policy.learn(DispatchResult(1, 1, [2], np.array([[0]]), 1.0))
-        assert (policy.rate(1, 2, [2]) < before) == shares
+            policy.learn(DispatchResult(1, RoundSize(1), [2], np.array([[0]]), 1.0))
+        assert (policy.rate(1, RoundSize(2), [2]) < before) == shares
 
 
 def test_halvings_of_a_depth_are_its_repeated_halves_and_zero() -> None:
@@ -220,9 +275,10 @@ def test_adaptive_policy_with_a_depth_without_results_stops_choosing_it() -> Non
     """Depth 4 never has a result, as if its program failed every time."""
     policy, chosen = Adaptive(DEPTHS), []
     for _ in range(200):
-        chosen.append(policy.choose(1, [4]))
-        if chosen[-1] != 4:
-            policy.learn(DispatchResult(1, chosen[-1], [4], np.array([[chosen[-1]]]), 1.0))
+        size = policy.choose(1, [4])
+        chosen.append(size.depth)
+        if size.depth != 4:
+            policy.learn(DispatchResult(1, size, [4], np.array([[size.depth]]), 1.0))
     assert chosen[:MAX_TRIES] == [4] * MAX_TRIES and 4 not in chosen[MAX_TRIES:]
     assert chosen[-50:].count(2) >= 45  # the best depth among those with results
 

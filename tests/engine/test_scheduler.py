@@ -147,8 +147,8 @@ def test_scheduler_without_free_pages_reclaims_pages_ahead_before_preempting() -
 def test_scheduler_after_a_failed_admission_retries_only_once_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It also retries when the request's next page has been cached."""
     one, looked = make_scheduler(slots=2, pages=12, prefix_cache=True), []
-    shared = Scheduler._cached_pages
-    monkeypatch.setattr(Scheduler, "_cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
+    shared = Scheduler.cached_pages
+    monkeypatch.setattr(Scheduler, "cached_pages", lambda self, r: [looked.append(r), shared(self, r)][1])
     first, head = make_request(1, 8, 24), make_request(2, 40, 1)
     for r in (first, head):
         one.add(r)

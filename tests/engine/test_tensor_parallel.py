@@ -20,6 +20,7 @@ from jspec import (
     DFlash,
     Drafter,
     DraftModel,
+    DSpark,
     Eagle,
     Eagle3,
     Engine,
@@ -30,6 +31,7 @@ from jspec import (
     Suffix,
 )
 from jspec.core.records import KVCache, SlotState
+from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard, gather_columns
@@ -84,6 +86,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
+    "dflash": lambda: DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
+    "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
     "suffix": lambda: Suffix("chain:2"),
@@ -120,7 +124,7 @@ def check_devices_equal(state: SlotState) -> int:
     return len(leaves)
 
 
-DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
+DEFAULT = (("eagle3 tree", 2), ("draft model", 4), ("dspark", 2))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,29 @@ def test_engine_on_several_devices_emits_the_tokens_of_one_device(drafter: str, 
         assert tokens(engine) == expected()
         assert check_devices_equal(engine.core.runner.state) > 10
         assert engine.pages_in_use == 0
+
+
+def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and scores of the drafts of all rounds."""
+    with Engine(target(), drafter=DRAFTERS[drafter](), **OPTIONS, **options) as engine:
+        done = engine.generate(PROMPTS[:2], PARAMS[:2], trace=True)
+    rounds = [one for each in done for one in each.raise_for_error().rounds or ()]
+    return np.stack([one.tokens for one in rounds]), np.stack([one.scores for one in rounds])
+
+
+@pytest.mark.parametrize(
+    "drafter", ["dspark", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "eagle3 chain"))]
+)
+def test_drafts_on_several_devices_are_those_of_one_device(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong drafts would change no token. In the negative control the heads of a block's keys are out of order."""
+    one, two = drafts(drafter), drafts(drafter, tensor_parallel=2)
+    assert np.array_equal(one[0], two[0]) and np.allclose(one[1], two[1], atol=1e-4)
+    if drafter == "dspark":
+        declared = Context.declared
+        unordered = lambda self: {name: replace(spec, parts=()) for name, spec in declared(self).items()}  # noqa: E731
+        monkeypatch.setattr(Context, "declared", unordered)
+        broken = drafts(drafter, tensor_parallel=2)
+        assert not (broken[1].shape == one[1].shape and np.allclose(broken[1], one[1], atol=1e-4))
 
 
 def test_engine_on_a_mesh_of_other_devices_reports_the_log_probabilities_of_one_device() -> None:
@@ -311,12 +338,6 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_engine_refuses_impossible_devices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(target(), **OPTIONS, **options)
-
-
-def test_engine_refuses_a_dflash_head_on_several_devices() -> None:
-    drafter = DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3")
-    with pytest.raises(ValueError, match="DFlash: expected an engine on one device, got a mesh of 2"):
-        Engine(target(), drafter=drafter, **OPTIONS, tensor_parallel=2)
 
 
 def test_engine_refuses_a_mesh_of_other_axes_or_of_another_size() -> None:

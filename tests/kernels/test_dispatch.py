@@ -70,7 +70,7 @@ def test_executables_when_created_log_the_implementation_once(
         program = Program(drafter=NoDraft(), feature_layers=(), accept="coupled", implementation=implementation)
         with caplog.at_level(logging.INFO, "jspec"):
             caplog.clear()
-            Executables(program, None, state, EngineConfig(), (0,))  # type: ignore[arg-type]
+            Executables(program, None, state, EngineConfig())  # type: ignore[arg-type]
         assert [record.getMessage() for record in caplog.records] == [
             f"kernels: {describe(implementation, jax.devices()[0])}"
         ]

@@ -1,4 +1,4 @@
-"""The forward pass of DFlash heads in numpy float64, from a config.json and tensors as the files have them."""
+"""The forward pass of DFlash and DSpark heads in numpy float64, from a config.json and tensors as in the files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,32 @@ def block_logits(
         output: output head [vocab, hidden].
         causal: let a token of the block attend to no later token, which DFlash heads do not do.
     """
+    states = block_states(config, tensors, embed, features, root, depth + 1, causal=causal)
+    return norm(states, np.asarray(tensors["norm.weight"], np.float64), config["rms_norm_eps"])[1:] @ output.T
+
+
+def block_states(
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    embed: np.ndarray,
+    features: np.ndarray,
+    root: int,
+    size: int,
+    *,
+    causal: bool = False,
+) -> np.ndarray:
+    """Compute the states of a block of ``size`` tokens before the final norm [size, hidden]; other arguments above."""
     t, eps = {name: np.asarray(value, np.float64) for name, value in tensors.items()}, config["rms_norm_eps"]
+    mask = {**config, **config.get("dflash_config", {})}["mask_token_id"]
     context = norm(features @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
-    x = embed[[root] + [config["dflash_config"]["mask_token_id"]] * depth].astype(np.float64)
+    x = embed[[root] + [mask] * (size - 1)].astype(np.float64)
     for index in range(config["num_hidden_layers"]):
         w = {name.split(".", 2)[2]: value for name, value in t.items() if name.startswith(f"layers.{index}.")}
         x = x + attention(config, w, context, norm(x, w["input_layernorm.weight"], eps), causal)
         y = norm(x, w["post_attention_layernorm.weight"], eps)
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         x = x + (ACTIVATIONS["silu"](gate) * up) @ w["mlp.down_proj.weight"].T
-    return norm(x, t["norm.weight"], eps)[1:] @ output.T
+    return x
 
 
 def attention(

@@ -17,7 +17,7 @@ from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
-HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash}
+HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash, "dspark": shapes.random_dspark}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
@@ -31,6 +31,7 @@ def compile_round(
     deterministic: bool = False,
     batch: int = 1,
     depth: int | None = None,
+    nodes: int | None = None,
     method: str = "eagle3",
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
@@ -50,6 +51,7 @@ def compile_round(
     program, params, pool = rounds.build(case, target, head)
     pool, program = replace(pool, prefix_cache=prefix_cache), replace(program, controls=controls)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    program = replace(program, nodes=nodes)
     if depth is not None:
         program = replace(program, drafter=program.drafter.cut(depth))
     slots = jax.ShapeDtypeStruct((batch,), "int32")
@@ -107,6 +109,30 @@ def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_
 @pytest.mark.long
 def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=415, temp_mib=40)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_dspark_head_corrects_a_block_within_one_cuda_graph() -> None:
+    """A block of 7 takes one pass, and each of its 7 tokens a product with the Markov head and a sample."""
+    tree = Tree.chain(7)
+    corrected = check(*compile_round(tree, method="dspark"), launches=425, temp_mib=12)
+    chain, _ = compile_round(tree)
+    assert len(corrected.launches) < len(chain.launches)
+    assert corrected.count("append_attention") == 32 + 5
+    assert corrected.count("sample_tokens") == 2 * (1 + 7)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_updates_in_place() -> None:
+    check(*compile_round(Tree.topk(48, 7, 10), method="dspark"), launches=445, temp_mib=40)
+
+
+@pytest.mark.long
+def test_h200_round_with_a_budget_is_one_cuda_graph_that_packs_rows_once_a_layer() -> None:
+    """A layer has two launches more, which unpack the rows before its attention and pack them after it."""
+    whole, _ = compile_round(Tree.chain(4), batch=32)
+    packed = check(*compile_round(Tree.chain(4), batch=32, nodes=2), launches=400, temp_mib=130)
+    assert len(packed.launches) <= len(whole.launches) + 3 * 32
 
 
 @pytest.mark.matrix

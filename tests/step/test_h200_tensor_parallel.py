@@ -101,5 +101,14 @@ def test_round_on_two_gpus_is_one_graph_with_a_launch_more_for_each_exchange(
     assert two.alias_bytes == local
 
 
+@pytest.mark.long
+def test_round_on_a_mesh_of_one_gpu_has_the_launches_of_the_default_device() -> None:
+    default, _ = compile_round(NoDraft(), None)
+    given, _ = compile_round(NoDraft(), Mesh(h200_mesh(1).devices, (AXIS,)))
+    assert len(given.graphs) == 1 and not given.outside_graphs
+    assert [launch.kind for launch in given.launches] == [launch.kind for launch in default.launches]
+    assert given.alias_bytes == default.alias_bytes and not given.copies(1 << 20)
+
+
 def _size(shape: tuple[int, ...]) -> int:
     return jax.ShapeDtypeStruct(shape, "int8").size

@@ -57,7 +57,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
 
 
 def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
+    with caplog.at_level("INFO", logger="jspec.step.side"):
         engine = Engine(small.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
@@ -152,7 +152,7 @@ def test_engine_with_limited_device_memory_allocates_as_many_pages_as_fit(monkey
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: Any, depths: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, *others: Any) -> None:
         made.append(state.target.k[0].shape[0])
         raise RuntimeError("enough")
 
@@ -186,7 +186,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
         raise error
 
     monkeypatch.setattr(
-        *(("jspec.engine.model_runner.make_state", fails) if where == "pools" else (Executables, "__init__", fails))
+        *(("jspec.step.side.make_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
     monkeypatch.setattr(memory, "device_memory", lambda: planner.device)
     with pytest.raises(
@@ -253,13 +253,14 @@ def test_engine_when_deleted_frees_device_memory_without_garbage_collection() ->
 def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the programs need too much memory, their request is refused before queueing and no program is stored."""
     engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
-    monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
+    side, plan = engine.core.runner.target_side, engine.memory_plan
+    count, planner = len(side.programs.compiled), side.planner
+    monkeypatch.setattr(side, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
     assert len(engine.core.runner.programs.compiled) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine.core.runner, "planner", planner)
+    monkeypatch.setattr(side, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
     executables = list(engine.core.runner.programs.compiled.values())
     assert len(executables) > count and engine.memory_plan == memory.measured(

@@ -16,7 +16,7 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.draft_length import DispatchResult, Policy
+from jspec.engine.draft_length import DispatchResult, Policy, RoundSize
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
@@ -127,8 +127,8 @@ class Alternating(Policy):
     def __init__(self, depths: tuple[int, ...]) -> None:
         self._next = cycle(depths)
 
-    def choose(self, bucket: int, caps: Any) -> int:
-        return next(self._next)
+    def choose(self, bucket: int, caps: Any) -> RoundSize:
+        return RoundSize(next(self._next))
 
     def learn(self, result: DispatchResult) -> None:
         assert result.seconds is None  # the timing of a split step says nothing about fused steps

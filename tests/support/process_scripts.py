@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
-from jspec import Completion, Eagle3, Engine, SamplingParams, distributed
+from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distributed
 from tests.support import lettered, small, tiny
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
@@ -38,7 +39,7 @@ def say(value: Any) -> None:
 
 
 def engine(**options: Any) -> Engine:
-    return Engine(small.target(), tensor_parallel=DEVICES, **{**OPTIONS, **options})
+    return Engine(small.target(), **{"tensor_parallel": DEVICES, **OPTIONS, **options})
 
 
 def drafting_engine() -> Engine:
@@ -133,8 +134,8 @@ def altered() -> None:
         say(tokens(own.generate(PROMPTS, PLAIN)))
         own.close()
         return
-    runner = own.core.runner
-    run_here = runner.run_here
+    side = own.core.runner.target_side
+    run_here = side.run_here
 
     def altered_run(key: Any, *inputs: np.ndarray) -> Any:
         if key.kind == "prefill":
@@ -142,7 +143,7 @@ def altered() -> None:
             inputs = (pieces, (prompt + 1) % small.VOCAB, *rest)
         return run_here(key, *inputs)
 
-    runner.run_here = altered_run  # type: ignore[method-assign]
+    side.run_here = altered_run  # type: ignore[method-assign]
     own.follow()
 
 
@@ -170,8 +171,8 @@ def killed(process_id: int) -> None:
     """Kill a process at its tenth call; the other one says how its requests end."""
     own = engine()
     if distributed.process_id() == process_id:
-        runner = own.core.runner
-        run_here, left = runner.run_here, 10
+        side = own.core.runner.target_side
+        run_here, left = side.run_here, 10
 
         def run(key: Any, *inputs: np.ndarray) -> Any:
             nonlocal left
@@ -181,7 +182,7 @@ def killed(process_id: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return run_here(key, *inputs)
 
-        runner.run_here = run  # type: ignore[method-assign]
+        side.run_here = run  # type: ignore[method-assign]
     if distributed.process_id():
         own.follow()
     else:
@@ -235,6 +236,17 @@ def other_program() -> None:
     own.close()
 
 
+def apart() -> None:
+    """Make a draft model on a device that has no target, of this process and of the other."""
+    own = jax.local_devices()[-1]
+    (other, *_) = [one for one in jax.devices() if one.process_index != own.process_index]
+    for device in (own, other):
+        try:
+            engine(drafter=DraftModel(small.target(), "chain:2", device=device), tensor_parallel=2)
+        except ValueError as error:
+            say(str(error))
+
+
 def no_follower() -> None:
     """Process 1 ends without following."""
     own = engine()
@@ -282,7 +294,7 @@ def ended(how: str) -> None:
 
 SCRIPTS: dict[str, Callable[..., None]] = {
     **{run.__name__: run for run in (everything, plain, loaded, altered, skipping, other_options, other_weights)},
-    **{run.__name__: run for run in (other_program, no_follower, failing, frozen, hanging)},
+    **{run.__name__: run for run in (apart, other_program, no_follower, failing, frozen, hanging)},
     **{f"killed {i}": lambda i=i: killed(i) for i in range(2)},  # type: ignore[misc]
     **{f"ended by {how}": lambda how=how: ended(how) for how in ("itself", "interrupt", "sigterm", "error")},  # type: ignore[misc]
 }

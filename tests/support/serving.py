@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 
-from jspec import Engine, NGram, Tree
+from jspec import Engine, NGram, Replicas, Tree
 from jspec.server.app import make_app
 from jspec.server.run import Server, bind
 from jspec.server.service import Service
@@ -35,11 +35,12 @@ def engine() -> Engine:
     return small_engine(SLOTS, MAX_LEN)
 
 
-def small_engine(slots: int, max_len: int, template: str | None = None) -> Engine:
+def small_engine(slots: int, max_len: int, template: str | None = None, **options: Any) -> Engine:
     """Make an engine of a random model with a byte-level tokenizer, a chat template, and drafts from the text.
 
     Args:
         template: the chat template; None: that of the tokenizer.
+        options: further options of the engine.
     """
     folder = tokenizer_folders.write(Path(mkdtemp()) / "chat", "chat")
     if template is not None:
@@ -55,6 +56,7 @@ def small_engine(slots: int, max_len: int, template: str | None = None) -> Engin
         buckets=(slots,),
         prefill_buckets=(max_len,),
         grammar_cells=2**16,
+        **options,
     )
 
 
@@ -87,8 +89,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(served: Engine | None = None, *, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
-    """Serve an engine, by default the small one, at a free port while the context is open.
+def running(
+    served: Engine | Replicas | None = None, *, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Serve an engine or replicas, by default the small engine, at a free port while the context is open.
 
     Args:
         send_buffer: bytes that the system buffers for a client that does not read; None: the system's choice.

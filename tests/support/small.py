@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
+
+from jax.sharding import Mesh
 
 from jspec import Eagle3, Engine, Model, Tree
 from tests.support import tiny
 
 VOCAB, MAX_LEN, LENGTH = 16, 48, 3
+SLOTS = 4  # of `byte_engine`
+BYTE_OPTIONS: dict[str, Any] = dict(
+    slots=SLOTS, buckets=(SLOTS,), prefill_buckets=(32,), max_len=64, page_size=4, tokenizer="bytes", controls=False
+)
 
 
 @cache
@@ -35,3 +42,10 @@ def eagle3(*, rounds: int, page_size: int) -> Engine:
 def plain() -> Engine:
     """Return an engine without drafter that prefills each prompt in one chunk."""
     return Engine(target(), slots=8, max_len=MAX_LEN, buckets=(8,), prefill_buckets=(MAX_LEN,))
+
+
+def byte_engine(mesh: Mesh | None = None, **options: Any) -> Engine:
+    """Make an engine of four slots that reads and writes bytes, with a random EAGLE-3 head."""
+    model = tiny.model(256, layers=1)
+    head = tiny.eagle_head(model, draft_vocab=200, feature_layers=(0, 1))
+    return Engine(model, drafter=Eagle3(head, Tree.chain(LENGTH)), mesh=mesh, **(BYTE_OPTIONS | options))

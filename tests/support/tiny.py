@@ -15,9 +15,11 @@ import numpy as np
 from convert.orbax import unflatten
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
 from jspec.draft import auto
-from jspec.draft.dflash_head import DFlashHead, dflash_params
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import METHODS, DFlashConfig, HeadConfig
+from jspec.draft.head_config import METHODS, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config import ModelConfig
@@ -120,28 +122,47 @@ def dflash_head(
     target: Model, *, block_size: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
 ) -> DFlashHead:
     """Return a random DFlash head, whose mask token is the last id of the vocabulary."""
-    rng, own = np.random.default_rng(seed), target.config
-    c = DFlashConfig.of_sizes(
+    c = block_config(DFlashConfig, target, block_size=block_size, feature_layers=feature_layers, num_layers=layers)
+    return DFlashHead.from_weights(c, _block_weights(c, seed))
+
+
+def dspark_head(
+    target: Model, *, block_size: int, feature_layers: tuple[int, ...], markov: str = "vanilla", seed: int = 1
+) -> DSparkHead:
+    """Return a random DSpark head with 4 Markov channels, whose corrections are as large as the logits."""
+    fields: dict[str, Any] = dict(block_size=block_size, feature_layers=feature_layers, num_layers=2)
+    c = block_config(DSparkConfig, target, **fields, markov_rank=4, markov_head_type=markov)
+    weights = _block_weights(c, seed)
+    weights["markov"]["embed"] *= 6
+    return DSparkHead.from_weights(c, weights)
+
+
+def block_config(record: type[DFlashConfig], target: Model, **fields: Any) -> Any:
+    """Return the config of a head for blocks, whose mask token is the last id of the vocabulary."""
+    own = target.config
+    return record.of_sizes(
         vocab_size=own.vocab_size,
         draft_vocab_size=own.vocab_size,
         hidden_size=own.hidden_size,
         target_hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
-        num_layers=layers,
         num_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
         head_dim=own.head_dim,
         norm_eps=1e-5,
         rope=Rope(),
         qk_norm="head",
-        feature_layers=feature_layers,
         source_format="random",
-        block_size=block_size,
         mask_token_id=own.vocab_size - 1,
+        **fields,
     )
-    params = dflash_params(c, has_head=False, has_map=False)
-    names = [name for name, spec in params.items() if spec.init == "normal"]
-    return DFlashHead.from_weights(c, unflatten(_draw(rng, params, *names)))
+
+
+def _block_weights(c: DFlashConfig, seed: int) -> dict[str, Any]:
+    """Draw the weights of a head for blocks, biases too."""
+    params = block_params(c)
+    names = [name for name, spec in params.items() if spec.init != "ones"]
+    return unflatten(_draw(np.random.default_rng(seed), params, *names))
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:

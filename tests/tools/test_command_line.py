@@ -84,7 +84,8 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    heads = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -147,7 +148,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --dspark, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
@@ -193,6 +194,24 @@ def test_command_line_invalid_arguments_print_one_line_and_exit_2(
     ],
 )
 def test_info_command_invalid_combination_of_folder_check_and_text_exits_2(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate --coordinator h:1 --target a b", "--num-processes, --process-id: expected beside the other options"),
+        ("serve --coordinator h:1 --replicas 2", "--replicas: expected no such option beside --coordinator, got 2"),
+        (
+            "generate --coordinator h:1 --draft-device 0 --target a b",
+            "--draft-device: expected no such option beside --coordinator, got 0",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_to_several_processes_exit_2(
     words: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert main(words.split()) == 2

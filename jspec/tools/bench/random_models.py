@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 
-from jspec.draft.dflash_head import DFlashHead, dflash_params
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import DFlashConfig, Eagle3Config
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
@@ -76,10 +78,20 @@ def head_config(name: str) -> Eagle3Config:
 
 def dflash_config(name: str) -> DFlashConfig:
     """Return the config of a DFlash head, as published heads have it, for a named target shape."""
+    return DFlashConfig.of_sizes(**_block_sizes(name), block_size=16)
+
+
+def dspark_config(name: str) -> DSparkConfig:
+    """Return the config of a DSpark head, as published heads have it, for a named target shape."""
+    return DSparkConfig.of_sizes(**_block_sizes(name), block_size=7, markov_rank=min(256, TARGETS[name].hidden_size))
+
+
+def _block_sizes(name: str) -> dict[str, Any]:
+    """Return the values that configs of DFlash and DSpark heads have in common."""
     c = TARGETS[name]
     same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
     spread = (c.num_layers - 4) / (DFLASH_LAYERS - 1)  # between the layers whose outputs are read: 1 to N - 3
-    return DFlashConfig.of_sizes(
+    return dict(
         **{size: getattr(c, size) for size in same.split()},
         num_layers=DFLASH_LAYERS,
         target_hidden_size=c.hidden_size,
@@ -88,7 +100,6 @@ def dflash_config(name: str) -> DFlashConfig:
         qk_norm="head",
         feature_layers=tuple(2 + round(index * spread) for index in range(DFLASH_LAYERS)),
         source_format="random",
-        block_size=16,
         mask_token_id=0,
     )
 
@@ -101,8 +112,13 @@ def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: i
 def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:
     """Return a target's DFlash head with random weights, whose drafts are practically never accepted."""
     config = dflash_config(name)
-    params = dflash_params(config, has_head=False, has_map=False)
-    return DFlashHead.from_weights(config, random_weights(params, dtype, seed, quantize))
+    return DFlashHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
+
+
+def random_dspark(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DSparkHead:
+    """Return a target's DSpark head with random weights, whose drafts are practically never accepted."""
+    config = dspark_config(name)
+    return DSparkHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
 
 
 def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from jspec.core.tree import Tree
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import GQA
 
@@ -68,16 +68,22 @@ def attention(c: GQA, batch: int, nodes: int, context: int, widths: Widths) -> C
     return Cost("attention", 2 * batch * rows * c.kv_size * widths.cache, 4 * batch * nodes * c.q_size * rows)
 
 
-def verify_costs(c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16) -> list[Cost]:
-    """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row."""
-    product = partial(matmul, rows=batch * nodes, widths=widths)
+def verify_costs(
+    c: ModelConfig, batch: int, nodes: int, context: int, widths: Widths = BF16, *, rows: int | None = None
+) -> list[Cost]:
+    """Return the costs of the kernels of one target pass over ``nodes`` tree nodes (root included) a row.
+
+    Args:
+        rows: number of rows of the matrix products; None: those of all nodes.
+    """
+    product = partial(matmul, rows=batch * nodes if rows is None else rows, widths=widths)
     costs = []
     for layer in c.layers:
         costs += [*_block(c, product, c.hidden_size), attention(layer.attention, batch, nodes, context, widths)]
     return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
-def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[int, int]]:
+def block_products(c: ModelConfig | HeadConfig | DFlashConfig, inputs: int) -> dict[str, tuple[int, int]]:
     """Return the sizes (out, inner) of a layer's products by name; ``inputs`` is the inner size of QKV."""
     return {
         "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, inputs),
@@ -87,7 +93,7 @@ def block_products(c: ModelConfig | HeadConfig, inputs: int) -> dict[str, tuple[
     }
 
 
-def _block(c: ModelConfig | HeadConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
+def _block(c: ModelConfig | HeadConfig | DFlashConfig, product: Callable[..., Cost], inputs: int) -> list[Cost]:
     return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
 
 
@@ -106,6 +112,27 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
         costs += [*_block(c, product, inputs), attention(c.layers[0].attention, batch, nodes, context, widths)]
         costs.append(product("head", out=c.draft_vocab_size, inner=c.hidden_size))
     return costs
+
+
+def block_costs(
+    c: DFlashConfig, vocab_size: int, batch: int, tree: Tree, context: int, widths: Widths = BF16
+) -> list[Cost]:
+    """Return the costs of the kernels of a DFlash or DSpark head that has the target's output head.
+
+    Keys and values of committed tokens come from rows of the QKV projections, whose bytes count once.
+    """
+    newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
+    costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
+    for layer in c.layers:
+        own = layer.attention
+        context_product = matmul("context", newest, 2 * own.kv_size, c.hidden_size, widths)
+        costs.append(Cost("context", 0, context_product.flops))
+        costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)
+        costs.append(attention(own, batch, tokens, context, widths))
+    if isinstance(c, DSparkConfig) and c.markov_rank:
+        fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
+        costs += [matmul("markov", batch * nodes, vocab_size, c.markov_rank, BF16) for nodes in fed]
+    return [*costs, matmul("head", batch * tree.depth, vocab_size, c.hidden_size, widths)]
 
 
 def seconds(costs: list[Cost], *, devices: int = 1, sums: int = 0) -> float | None:

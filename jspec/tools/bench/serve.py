@@ -25,7 +25,7 @@ import numpy as np
 
 from jspec.core.tree import Tree
 from jspec.engine.api import Engine
-from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings
+from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings, portions
 from jspec.engine.metrics import Metrics
 from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
@@ -200,7 +200,7 @@ class Setting:
         """Return the policy that chooses a step's draft depth; None if steps draft the whole tree or nothing."""
         if self.tree is None or self.depth is None:
             return None
-        adaptive = Adaptive(self.depths, shared_acceptance=self.tree.paths is not None)
+        adaptive = Adaptive(self.depths, portions(self.tree.nodes - 1), shared_acceptance=self.tree.paths is not None)
         return Fixed(self.depth) if isinstance(self.depth, int) else adaptive
 
 

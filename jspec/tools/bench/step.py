@@ -26,6 +26,8 @@ from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark import DSpark
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
@@ -39,6 +41,11 @@ from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS
 
+HEADS: dict[str, Callable[..., EagleHead | DFlashHead]] = {
+    "eagle3": random_models.random_head,
+    "dflash": random_models.random_dflash,
+    "dspark": random_models.random_dspark,
+}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 WARM_UP = 3
@@ -62,6 +69,8 @@ class Case:
     idle: Annotated[int, Column("idle")] = 0  # number of batch rows without a request
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
     depth: Annotated[int | None, Column("depth")] = None
+    nodes: Annotated[int | None, Column("nodes")] = None  # draft nodes verified per row, on average; None: all
+    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `HEADS`
     deterministic: bool = False
     tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
 
@@ -91,7 +100,8 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = Eagle3(head, case.tree) if isinstance(head, EagleHead) else DFlash(head, case.tree)
+        method = {EagleHead: Eagle3, DFlashHead: DFlash, DSparkHead: DSpark}[type(head)]
+        drafter = method(head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
@@ -101,6 +111,7 @@ def build(
         accept="coupled",
         implementation=case.implementation,
         deterministic=case.deterministic,
+        nodes=case.nodes,
         mesh=mesh,
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
@@ -148,7 +159,7 @@ class Runner:
         return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
 
 
-def measure(case: Case, target: Model, head: EagleHead | None, *, profile: Path | None = None) -> Timing:
+def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None) -> Timing:
     """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
     state = filled_state(make_state(program, params, pool), case)
@@ -185,11 +196,17 @@ def floor_milliseconds(case: Case) -> float | None:
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)
-    target, head = random_models.TARGETS[case.shape], random_models.head_config(case.shape)
-    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize))
+    target, draft_widths = random_models.TARGETS[case.shape], widths(case.draft_quantize or case.quantize)
+    packed = None if case.nodes is None else rows * (1 + case.nodes)
+    costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize), rows=packed)
+    head = random_models.head_config(case.shape)
     sums = 2 * (target.num_layers + head.num_layers * tree.depth)
-    if tree.depth:
-        costs += roofline.draft_costs(head, rows, tree, case.context, widths(case.draft_quantize or case.quantize))
+    if tree.depth and case.drafter != "eagle3":
+        config_of = {"dflash": random_models.dflash_config, "dspark": random_models.dspark_config}
+        block = config_of[case.drafter](case.shape)
+        costs += roofline.block_costs(block, target.vocab_size, rows, tree, case.context, draft_widths)
+    elif tree.depth:
+        costs += roofline.draft_costs(head, rows, tree, case.context, draft_widths)
     seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=sums)
     return None if seconds is None else seconds * 1e3
 
@@ -224,7 +241,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases that the parsed command line asks for."""
     given = vars(arguments)
     names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
-    names |= {"tensor_parallel"}
+    names |= {"tensor_parallel", "nodes", "drafter"}
     common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
     shapes = given["shape"] or random_models.default_shape()
     shapes = [shapes] if isinstance(shapes, str) else shapes
@@ -235,12 +252,12 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def models_of(cases: Sequence[Case]) -> tuple[Model, EagleHead | None]:
+def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
-    head = random_models.random_head(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    head = HEADS[one.drafter](one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
 
@@ -260,7 +277,7 @@ def run(arguments: argparse.Namespace) -> Report:
             del target, head  # the next shape needs the memory
 
     results = timings()
-    return Report("ms a step, drafted by an EAGLE-3 head, random weights, acceptance about 0", results, traces)
+    return Report("ms a step, random weights, acceptance about 0", results, traces)
 
 
 SHAPE = option("--shape", choices=sorted(random_models.TARGETS), help=f"model sizes; {random_models.DEFAULT_SHAPE}")
@@ -285,6 +302,8 @@ OPTIONS = (
     *POINT_OPTIONS,
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
+    option("--nodes", type=int, help="draft nodes that steps verify per row, on average; default: all"),
+    option("--drafter", choices=sorted(HEADS), default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),

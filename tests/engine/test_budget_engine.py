@@ -1,0 +1,127 @@
+"""Test that an engine whose rows share a budget of draft nodes emits the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec import DFlash, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
+from jspec.draft.base import Drafter
+from jspec.engine import draft_length
+from jspec.engine.draft_length import DispatchResult, Policy, RoundSize
+from tests.support import small, tiny
+
+pytestmark = pytest.mark.once
+
+SLOTS, MAX_LEN = 4, 48
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8], [1, 1, 2, 3, 5, 8, 13], [6, 6, 6], [9, 8, 7, 6]]
+
+
+@pytest.fixture(autouse=True)
+def budgets_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_length, "BUDGET_ROWS", 2)
+
+
+class Random(Policy):
+    """A policy that draws each size at random, and keeps the results."""
+
+    def __init__(self, sizes: Sequence[RoundSize]) -> None:
+        self._sizes, self._rng = list(sizes), np.random.default_rng(0)
+        self.results: list[DispatchResult] = []
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return self._sizes[self._rng.integers(len(self._sizes))]
+
+    def learn(self, result: DispatchResult) -> None:
+        self.results.append(result)
+
+
+DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
+    "draft model, tree": lambda target: DraftModel(tiny.model(small.VOCAB, layers=1, seed=3), Tree.topk(9, 3, 3)),
+    "draft model, chain": lambda target: DraftModel(target, Tree.chain(3)),
+    "eagle3": lambda target: Eagle3(tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1)), Tree.topk(9, 3, 3)),
+    "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.chain(3)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "draft model, chain": {"page_size": 1},
+    "eagle3": {"deterministic": True},
+    "dflash": {"rounds_per_dispatch": 2, "controls": True},
+}
+
+
+def make(name: str, **options: Any) -> Engine:
+    base = dict(slots=SLOTS, max_len=MAX_LEN, page_size=4, buckets=(SLOTS,), prefill_buckets=(16,), controls=False)
+    drafter = DRAFTERS[name](small.target())
+    return Engine(small.target(), drafter=drafter, **{**base, "adaptive": True, "draft_nodes": (1, 2), **options})
+
+
+@cache
+def plain(temperature: float, penalty: float) -> list[list[int]]:
+    return generate(small.plain(), temperature, penalty)
+
+
+def generate(engine: Engine, temperature: float, penalty: float) -> list[list[int]]:
+    params = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=seed, repetition_penalty=penalty)
+        for seed in range(len(PROMPTS))
+    ]
+    return [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str) -> None:
+    sizes = [RoundSize(3), RoundSize(3, 2), RoundSize(3, 1), RoundSize(0)]
+    with make(name, draft_depths=(0, 3), **OPTIONS.get(name, {})) as engine:
+        for temperature in (0.0, 1.0):
+            engine.policy = policy = Random(sizes)
+            penalty = 1.3 if engine.config.controls else 1.0
+            assert generate(engine, temperature, penalty) == plain(temperature, penalty)
+            assert {result.size for result in policy.results} == set(sizes)
+            accepted = np.concatenate([r.accepted[r.accepted >= 0] for r in policy.results if r.size.nodes])
+            assert name.startswith("eagle") or accepted.sum() > 0
+
+
+def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:
+    """All rows draft with the target itself; one row at temperature 0 is certain, the others draw tokens."""
+    with make("draft model, chain", draft_depths=(0, 3)) as engine:
+        engine.policy = Random([RoundSize(3, 1)])
+        done = engine.generate(
+            PROMPTS[:4], [SamplingParams(max_tokens=24, temperature=0, draft=cap) for cap in (3, 3, 0, 0)]
+        )
+        drafted = [one.metrics.num_draft_tokens / one.metrics.num_drafts for one in done]
+        assert drafted[2:] == [0, 0] and min(drafted[:2]) > 1
+        assert sum(one.metrics.num_draft_tokens for one in done) <= 4 * max(one.metrics.num_drafts for one in done)
+
+
+def test_rounds_with_log_probabilities_verify_all_nodes_and_keep_the_tokens() -> None:
+    with make("draft model, chain", draft_depths=(0, 3)) as engine:
+        engine.policy = policy = Random([RoundSize(3, 1)])
+        params = SamplingParams(max_tokens=12, temperature=0, logprobs=2)
+        tokens = [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
+        assert tokens == [own[:12] for own in plain(0.0, 1.0)]
+        assert {result.size for result in policy.results} == {RoundSize(3)}
+
+
+def test_adaptive_engine_compiles_a_half_and_a_quarter_of_the_nodes_by_default() -> None:
+    with make("eagle3", draft_nodes=None, draft_depths=(0, 3)) as engine:
+        keys = {(key.depth, key.nodes) for key in engine.core.runner.choice.all_keys() if key.kind == "round"}
+    assert keys == {(0, None), (3, None), (3, 4), (3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ((3,), "draft_nodes: expected numbers below 3, the draft nodes of chain:3, got (3,)"),
+        ((2, 1), "draft_nodes: expected ascending positive sizes"),
+        ((0,), "draft_nodes: expected ascending positive sizes"),
+        (2, "draft_nodes: expected None or a tuple of ints, got 2"),
+    ],
+)
+def test_engine_with_impossible_draft_nodes_names_the_option(nodes: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make("draft model, chain", draft_nodes=nodes)
+    assert message in str(error.value)
