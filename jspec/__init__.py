@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jspec.draft.base import Drafter
     from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
+    from jspec.draft.draft_vocab import frequent_tokens
     from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
@@ -52,6 +53,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Suffix": "jspec.draft.suffix",
     "TokenLogprob": "jspec.engine.request",
     "Tree": "jspec.core.tree",
+    "frequent_tokens": "jspec.draft.draft_vocab",
 }
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "Tree",
     "__version__",
     "distributed",
+    "frequent_tokens",
     "plot",
     "testing",
 ]

@@ -37,8 +37,8 @@ class Drafter(abc.ABC):
 
     The `Draft` that `draft` returns must keep a contract: node 0 is the root, ``parents[i] < i``, siblings have
     distinct tokens, and the ancestors of a valid node are valid. ``probs`` are the probabilities from which the tokens
-    were drawn, or None if the tokens were not drawn. A draft that keeps the contract leaves the output's distribution
-    unchanged.
+    were drawn, siblings without replacement and the children of different nodes independently, or None if the tokens
+    were not drawn. A draft that keeps the contract leaves the output's distribution unchanged.
     """
 
     tree: Tree  # shape of the tree to draft

@@ -24,6 +24,7 @@ from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
+from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.head_config import Overrides
@@ -54,17 +55,25 @@ class DFlash(Drafter):
         tree: draft tree, or its text such as "chain:4", at most as deep as a block drafts (`DFlashConfig.max_depth`);
             None: a chain of 5 tokens, or of as many as a block drafts if fewer.
         draft_window: number of newest tokens that the head attends to; None: all.
+        draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 
     Raises:
-        ValueError: the tree is too deep, a node has more children than the draft vocabulary has tokens, or the window
-            is not larger than the tree's depth.
+        ValueError: the tree is too deep, a node has more children than the draft vocabulary has tokens, the window is
+            not larger than the tree's depth, or ``draft_vocab`` is given for a head with an output head of its own.
     """
 
     method: ClassVar[str] = "dflash"  # kind of checkpoint
     head_type: ClassVar[type[DFlashHead]] = DFlashHead
 
     @refuses_device(READS_FEATURES)
-    def __init__(self, head: DFlashHead, tree: Tree | str | None = None, *, draft_window: int | None = None) -> None:
+    def __init__(
+        self,
+        head: DFlashHead,
+        tree: Tree | str | None = None,
+        *,
+        draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
+    ) -> None:
         name = type(self).__name__
         check_part(name, "head", head, self.head_type, f"{name}.from_pretrained(path)")
         config = head.config
@@ -80,11 +89,7 @@ class DFlash(Drafter):
                 f"{name}: expected a tree at most {deepest} deep, because the head's block_size is "
                 f"{config.block_size}, got {tree}, which is {tree.depth} deep; cut the tree"
             )
-        if tree.branching > config.draft_vocab_size:
-            raise ValueError(
-                f"{name}: {tree} needs {tree.branching} children of a node, the draft vocabulary has "
-                f"{config.draft_vocab_size} tokens; take a narrower tree"
-            )
+        self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
 
     @classmethod
     @refuses_device(READS_FEATURES)
@@ -98,6 +103,7 @@ class DFlash(Drafter):
         feature_layers: tuple[int, ...] | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load a head. Options that are None are taken from the head's config.json.
 
@@ -112,11 +118,13 @@ class DFlash(Drafter):
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         format_of = partial(dflash_format, overrides=Overrides(rope_theta, layers))
         found = load.read_checkpoint(path, format_of, kind=cls.method, dtype=dtype, quantize=quantize)
-        return cls(cls.head_type.from_weights(found.config, found.weights), tree, draft_window=draft_window)
+        head = cls.head_type.from_weights(found.config, found.weights)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
     def with_window(self, draft_window: int) -> Self:
         other = copy.copy(self)
@@ -139,7 +147,7 @@ class DFlash(Drafter):
                 f"{name}: dtype: the target has {target.embed.dtype}, the head has {head.hidden_norm.dtype}; load both "
                 "with the same dtype"
             )
-        return bind_head(head, target)
+        return bind_head(head, target, self.draft_vocab)
 
     def init(self, params: BoundDFlash, pool: PoolShape) -> KVCache:
         return create(params.model.config.layers, pool, pool.draft_dtype)

@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
+from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.config import ModelConfig
@@ -119,17 +121,19 @@ class BoundDFlash:
         return Vocabulary(self.draft_to_target, self.target_size)
 
 
-def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
+def bind_head(head: DFlashHead, target: Model, ids: Int[np.ndarray, "draft_vocab"] | None = None) -> BoundDFlash:
     """Join a head with the embedding and the output head of a target, unless the head has its own.
 
     Args:
         head: the head; its weights are arrays or `jax.ShapeDtypeStruct`.
         target: a target with the head's sizes.
+        ids: target ids of a reduced vocabulary for a head with the target's output head; None: it is not reduced.
     """
     config, own = target.config, head.config
     shares_head = head.head is None
+    rows = own.draft_vocab_size if ids is None else len(ids)
     decoder = ModelConfig(
-        vocab_size=own.vocab_size if shares_head else own.draft_vocab_size,
+        vocab_size=rows,
         hidden_size=own.hidden_size,
         layers=own.layers,
         norm_eps=own.norm_eps,
@@ -140,13 +144,15 @@ def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
         logit_divisor=config.logit_divisor if shares_head else 1.0,
         logit_softcap=config.logit_softcap if shares_head else None,
     )
-    output = target.output_head if shares_head else head.head
+    output, to_target = target.output_head if shares_head else head.head, head.draft_to_target
+    if ids is not None:
+        output, to_target = reduced_head(target.output_head, ids)
     embed = target.embed if head.embed is None else head.embed
     model = Model(embed=embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
     is_abstract = isinstance(head.hidden_norm, jax.ShapeDtypeStruct)
     kv = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
     context = Context(head.fc, head.hidden_norm, kv, config=own)
-    return BoundDFlash(model, context, head.draft_to_target, config.vocab_size)
+    return BoundDFlash(model, context, to_target, config.vocab_size)
 
 
 def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:

@@ -62,8 +62,10 @@ class DSpark(DFlash):
         return other
 
     def bind(self, target: Model) -> BoundDSpark:
-        bound = super().bind(target)
-        return BoundDSpark(**vars(bound), markov=self.head.markov, confidence=self.head.confidence)
+        bound, markov = super().bind(target), self.head.markov
+        if markov is not None and self.draft_vocab is not None:
+            markov = replace(markov, project=markov.project[self.draft_vocab])
+        return BoundDSpark(**vars(bound), markov=markov, confidence=self.head.confidence)
 
     def draft(self, params: BoundDSpark, state: KVCache, view: SlotView) -> tuple[Draft, KVCache]:  # type: ignore[override]
         with jax.named_scope("block"):

@@ -33,6 +33,7 @@ from jspec.draft.base import (
     check_part,
     check_window,
 )
+from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
 from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
@@ -43,6 +44,7 @@ from jspec.draft.eagle_head import (
     precompute_first_layer,
     project_draft_tokens,
     project_inputs,
+    reduce_vocabulary,
     run_layers,
 )
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
@@ -77,37 +79,43 @@ class EagleDrafter(Drafter):
         head: weights and config of the head.
         tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the head attends to; None: all.
+        draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 
     Raises:
         ValueError: the head is of another method, a node of the tree has more children than the draft vocabulary has
-            tokens, or a window is not larger than the tree's depth.
+            tokens, a window is not larger than the tree's depth, or ``draft_vocab`` is given for a head with an output
+            head of its own.
     """
 
     method: ClassVar[str]
     has_pending_rows = True
 
     @refuses_device(READS_FEATURES)
-    def __init__(self, head: EagleHead, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        tree: Tree | str = DEFAULT_TREE,
+        *,
+        draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
+    ) -> None:
         name = type(self).__name__
         check_part(name, "head", head, EagleHead, f"{name}.from_pretrained(path)")
         tree, config = tree_of(name, tree), head.config
         if config.method != self.method:
             raise ValueError(f"{name}: expected a head of method {self.method!r}, got {config.method!r}")
-        if tree.branching > config.draft_vocab_size:
-            raise ValueError(
-                f"{name}: {tree} needs {tree.branching} children of a node, the draft vocabulary has "
-                f"{config.draft_vocab_size} tokens; take a narrower tree"
-            )
+        self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
         self.head = head
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
         check_layer_windows(f"{name}: a layer of the head", config, tree)
 
     def with_window(self, draft_window: int) -> Self:
-        return type(self)(self.head, self.tree, draft_window=draft_window)
+        return type(self)(self.head, self.tree, draft_window=draft_window, draft_vocab=self.draft_vocab)
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        return type(self)(place(self.head, mesh), self.tree, draft_window=self.draft_window)
+        head, vocab = place(self.head, mesh), self.draft_vocab
+        return type(self)(head, self.tree, draft_window=self.draft_window, draft_vocab=vocab)
 
     @property
     def advice(self) -> str:
@@ -124,7 +132,7 @@ class EagleDrafter(Drafter):
         if head.head is None:
             limits = config.logit_divisor, config.logit_softcap
             head = replace(head, head=target.output_head, logit_limits=limits)
-        return precompute_first_layer(head)
+        return precompute_first_layer(head if self.draft_vocab is None else reduce_vocabulary(head, self.draft_vocab))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
@@ -222,6 +230,7 @@ class Eagle3(EagleDrafter):
         norm_output: bool | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load an EAGLE-3 head. Options that are None are taken from the head's config.json.
 
@@ -237,11 +246,12 @@ class Eagle3(EagleDrafter):
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
         head = _load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
 @final
@@ -264,6 +274,7 @@ class Eagle(EagleDrafter):
         rope_theta: float | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load an EAGLE-1 or EAGLE-2 head.
 
@@ -275,9 +286,10 @@ class Eagle(EagleDrafter):
             quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
 def _load_head(

@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
+from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
+from jspec.models.tensor_parallel import place
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
@@ -87,6 +90,7 @@ class EagleHead:
     def declared(self) -> Params:
         """Return the declarations of the weights, by name; those of `PrecomputedFirstLayer` too."""
         params = head_params(self.config, has_embed=True)
+        params["draft_to_target"] = draft_ids(self.config)
         head = ParamSpec((self.config.draft_vocab_size, self.config.hidden_size), ("draft_vocab", "hidden"))
         qkv = params["layers.0.qkv"]
         projected = ParamSpec((self.config.draft_vocab_size, qkv.shape[0]), ("draft_ids", "projection"))
@@ -142,7 +146,12 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     params["norm"] = norm(hidden)
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
-    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_ids",), "range", "int32")}
+    return params | {"draft_to_target": draft_ids(config)}
+
+
+def draft_ids(config: HeadConfig) -> ParamSpec:
+    """Return the declaration of the target id of each draft id."""
+    return ParamSpec((config.draft_vocab_size,), ("draft_ids",), "range", "int32")
 
 
 class HeadOut(NamedTuple):
@@ -166,6 +175,20 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
             features = rms_norm(features, head.input_norm, eps)
         fused = matmul(features, head.fc)
         return fused if head.fc_bias is None else fused + head.fc_bias
+
+
+def reduce_vocabulary(head: EagleHead, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
+    """Return a head that has the target's output head with the rows of a reduced vocabulary only.
+
+    Args:
+        head: a head with the target's output head.
+        ids: target ids of the reduced vocabulary.
+    """
+    assert head.head is not None
+    rows, to_target = reduced_head(head.head, ids)
+    config = replace(head.config, draft_vocab_size=len(ids))
+    head = replace(head, head=rows, draft_to_target=to_target, config=config)
+    return head if head.mesh is None else place(head, head.mesh)
 
 
 def precompute_first_layer(head: EagleHead) -> EagleHead:

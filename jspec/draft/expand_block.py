@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
@@ -70,18 +71,28 @@ def expand_corrected(
 
 
 def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
-    """Draft a chain or a static tree; a node of rank r gets the r-th token that was chosen at its depth."""
+    """Draft a chain or a static tree; a node of rank r gets the r-th token that was chosen at its depth.
+
+    If tokens are drawn, they are drawn for each parent: accept rules need the children of different nodes to be
+    independent.
+    """
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
-    ids, probs = choose(logits, np.arange(1, tree.depth + 1), tree.branching)
+    is_drawn, levels = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION, tree.levels[1:]
+    counts = [level.num_parents if is_drawn else 1 for level in levels]
+    depths = np.repeat(np.arange(tree.depth), counts)
+    if len(depths) > tree.depth:
+        logits = reduce_partials(logits, jnp.float32)[None, :, depths]
+    ids, probs = choose(logits, 1 + depths, tree.branching)
     with jax.named_scope("scores"):
         own = sampler.log_prob(reduce_partials(logits, jnp.float32), ids)
-    tokens, log_probs, parent_probs = [], [], []
-    for depth, level in enumerate(tree.levels[1:]):
-        ranks = np.array(level.ranks)
-        tokens.append(vocabulary.lift(ids[:, depth, ranks]))
-        log_probs.append(own[:, depth, ranks])
+    tokens, log_probs, parent_probs, first = [], [], [], 0
+    for level, count in zip(levels, counts, strict=True):
+        chosen = (slice(None), first + np.minimum(level.fed_parents, count - 1), np.array(level.ranks))
+        tokens.append(vocabulary.lift(ids[chosen]))
+        log_probs.append(own[chosen])
         if probs is not None:
-            parent_probs.append([probs[:, depth]] * level.num_parents)
+            parent_probs.append([probs[:, first + index] for index in range(count)])
+        first += count
     return static_draft(tree, view, tokens, log_probs, parent_probs, vocabulary.to_target)
 
 

@@ -184,17 +184,14 @@ class EagleConfig(HeadConfig):
 
     method: ClassVar[str] = "eagle"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size != self.vocab_size:
-            raise unsupported("draft_vocab_size", self.draft_vocab_size, f"the target's {self.vocab_size}")
-
     @property
     def fuses_states(self) -> bool:
         return False
 
     @classmethod
     def of_method(cls, **fields: Any) -> Self:
+        if fields["draft_vocab_size"] != fields["vocab_size"]:
+            raise unsupported("draft_vocab_size", fields["draft_vocab_size"], f"the target's {fields['vocab_size']}")
         given = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
         _refuse(given, "a head that fuses no states", "norm_before_fc", "fc_norm")
         _refuse(given, "method 'eagle'", "norm_before_residual", "norm_output")

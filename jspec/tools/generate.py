@@ -40,7 +40,8 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "dspark", "draft_model")
+HEADS = ("eagle3", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
+QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
 
@@ -94,6 +95,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     parser.add_argument(
         "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
+    parser.add_argument(
+        "--draft-vocab", metavar="N|FILE", help="tokens that an EAGLE or DFlash head with the target's head drafts"
     )
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
@@ -235,21 +239,28 @@ def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
 
 
 def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
-    """Return the draft tree of a parsed command line, and the drafter's arguments ``quantize`` and ``device``.
+    """Return the draft tree of a parsed command line, and the drafter's keyword arguments that the line gives.
 
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
-    options: dict[str, Any] = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
-    if options and not any(getattr(arguments, name) for name in QUANTIZABLE):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
-        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
+    tree, options = Tree.parse(TREE if arguments.tree is None else arguments.tree), {}
+    for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
+        if (value := getattr(arguments, option)) is None:
+            continue
+        if not any(getattr(arguments, drafter) for drafter in drafters):
+            flags = ", ".join(_flag(drafter) for drafter in drafters)
+            raise ValueError(f"{_flag(option)}: expected one of {flags}, got none of them; leave it out")
+        options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
     if arguments.draft_device is not None:
         options["device"] = _draft_device(arguments)
     return tree, options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _draft_device(arguments: argparse.Namespace) -> jax.Device:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
@@ -58,6 +58,10 @@ class Quantized:
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
         return None if self.scale.ndim == 1 else self.values.shape[1] // self.scale.shape[1]
+
+    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
+        """Returns some rows of the weight, as a weight with the same values."""
+        return replace(self, values=self.values[index], scale=self.scale[index])
 
     def columns(self, start: int, stop: int) -> "Quantized":
         """Returns columns `start` to `stop - 1` of the weight, as a weight with the same values."""

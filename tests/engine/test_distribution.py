@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import DFlash, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
+from jspec import DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, Medusa, Model, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft import draft_model, dspark
@@ -148,6 +148,7 @@ CASES = {
     "rejection chain": ("rejection", Tree.chain(3)),
     "block chain": ("block", Tree.chain(3)),
     "rejection tree": ("rejection", PAIRS),
+    "traversal tree": ("traversal", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
 PADDED = {  # accept rule, tree and number of tokens of the draft model
@@ -157,6 +158,8 @@ PADDED = {  # accept rule, tree and number of tokens of the draft model
     "coupled, larger": ("coupled", PAIRS, VOCAB + 2),
     "block, smaller": ("block", Tree.chain(3), VOCAB - 1),
     "block, larger": ("block", Tree.chain(3), VOCAB + 2),
+    "traversal, smaller": ("traversal", PAIRS, VOCAB - 1),
+    "traversal, larger": ("traversal", PAIRS, VOCAB + 2),
     "multi_candidate, smaller": ("multi_candidate", PAIRS, VOCAB - 1),
     "multi_candidate, larger": ("multi_candidate", PAIRS, VOCAB + 2),
 }
@@ -205,7 +208,12 @@ BLOCKS: dict[str, Callable[[Model, Tree], DFlash]] = {
         *(
             pytest.param(name, accept, tree, marks=pytest.mark.long)
             for name in ("dflash", "dspark")
-            for accept, tree in (("block", Tree.chain(3)), ("multi_candidate", PAIRS), ("coupled", Tree.topk(6, 3, 2)))
+            for accept, tree in (
+                ("block", Tree.chain(3)),
+                ("traversal", PAIRS),
+                ("multi_candidate", PAIRS),
+                ("coupled", Tree.topk(6, 3, 2)),
+            )
         ),
         pytest.param("dflash", "rejection", Tree.chain(3), marks=pytest.mark.long),
         pytest.param("rnn", "rejection", Tree.chain(3), marks=pytest.mark.long),
@@ -219,6 +227,23 @@ def test_sampled_tokens_with_a_head_for_blocks_have_the_target_distribution(
     for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["dflash", *(pytest.param(name, marks=pytest.mark.long) for name in ("model", "eagle3", "medusa"))]
+)
+def test_sampled_trees_under_traversal_have_the_target_distribution(target, name: str) -> None:
+    head = tiny.dflash_head(target, block_size=4, feature_layers=(0, 1))
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "dflash": lambda: DFlash(head, PAIRS, draft_vocab=[0, 1, 2, 4]),
+        "model": lambda: DraftModel(tiny.model(VOCAB, seed=2), PAIRS),
+        "eagle3": lambda: Eagle3(tiny.eagle_head(target, draft_vocab=VOCAB - 1, feature_layers=(0, 1)), PAIRS),
+        "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=2), PAIRS),
+    }
+    (done,) = draw(make(target, drafters[name](), "traversal"), SAMPLES, CONTROLS["restricted"])
+    assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+    assert abs(deviation(done, expected_probs("restricted"))) < 5
 
 
 @pytest.mark.long

@@ -85,8 +85,12 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "eagle3 chain": lambda: Eagle3(head(), "chain:3"),
     "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
+    "reduced eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2", draft_vocab=range(3, 32)),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
     "dflash": lambda: DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
+    "reduced dflash": lambda: DFlash(
+        tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3", draft_vocab=range(3, 32)
+    ),
     "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
@@ -124,7 +128,7 @@ def check_devices_equal(state: SlotState) -> int:
     return len(leaves)
 
 
-DEFAULT = (("eagle3 tree", 2), ("draft model", 4), ("dspark", 2))
+DEFAULT = (("eagle3 tree", 2), ("reduced eagle", 2), ("draft model", 4), ("dspark", 2))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,11 @@ def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "drafter", ["dspark", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "eagle3 chain"))]
+    "drafter",
+    [
+        "dspark",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "reduced dflash", "eagle3 chain")),
+    ],
 )
 def test_drafts_on_several_devices_are_those_of_one_device(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong drafts would change no token. In the negative control the heads of a block's keys are out of order."""

@@ -85,7 +85,7 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 def options(**given: object) -> Namespace:
     heads = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft_model")
-    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -99,6 +99,8 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) 
         for given in ({"ngram": True}, {"suffix": True}, {"eagle": small["eagle"]}):
             drafter = make_drafter(options(tree=text, **given))
             assert drafter is not None and drafter.tree == tree
+    reduced: Any = make_drafter(options(eagle=small["eagle"], draft_vocab="9"))
+    assert reduced.draft_vocab.tolist() == [*range(9)]
     assert isinstance(make_drafter(options(ngram=True)), NGram)
     assert isinstance(make_drafter(options(suffix=True)), Suffix)
     assert make_drafter(options()) is None
@@ -152,6 +154,12 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (
+            ("--ngram", "--draft-vocab", "9"),
+            "--draft-vocab: expected one of --eagle3, --eagle, --dflash, --dspark, got none",
+        ),
+        (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: draft_vocab: expected 1 to"),
+        (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: draft_vocab: expected a head that uses the target's"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
