@@ -94,6 +94,13 @@ def test_two_processes_without_drafter_emit_the_tokens_of_one() -> None:
 
 
 @pytest.mark.long
+def test_two_processes_whose_rounds_verify_a_part_of_the_nodes_emit_the_tokens_of_one() -> None:
+    first, second = run_script("sized")
+    assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
+    assert first.said == [expected_of_one_device(), [1, 2]]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["Hugging Face", "converted"])
 def test_two_processes_that_load_a_folder_emit_the_tokens_of_one(form: str, tmp_path: Path) -> None:
     folder = demo.TARGET if form == "Hugging Face" else tmp_path / "converted"

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import jax
 import numpy as np
 
 from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distributed
+from jspec.engine import draft_length
+from jspec.engine.draft_length import RoundSize
 from tests.support import lettered, small, tiny
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
@@ -124,6 +127,21 @@ def plain() -> None:
         own.follow()
         return
     say(tokens(own.generate(PROMPTS, PLAIN)))
+    own.close()
+
+
+def sized() -> None:
+    """Run rounds of all sizes in turns, some of which verify a part of the draft nodes."""
+    draft_length.BUDGET_ROWS = 2
+    model = tiny.model(small.VOCAB, layers=1, seed=3)
+    own = engine(drafter=DraftModel(model, "topk:9,3,3"), adaptive=True, draft_nodes=(1, 2))
+    if distributed.process_id():
+        own.follow()
+        return
+    sizes = cycle([RoundSize(3, 1), RoundSize(3, 2), RoundSize(3), RoundSize(1), RoundSize(0)])
+    own.policy.choose = lambda *_: next(sizes)  # type: ignore[method-assign]
+    say(tokens(own.generate(PROMPTS, PLAIN)))
+    say(sorted(key.nodes for key in own.core.runner.programs.compiled if key.nodes is not None))
     own.close()
 
 
@@ -293,8 +311,8 @@ def ended(how: str) -> None:
 
 
 SCRIPTS: dict[str, Callable[..., None]] = {
-    **{run.__name__: run for run in (everything, plain, loaded, altered, skipping, other_options, other_weights)},
-    **{run.__name__: run for run in (apart, other_program, no_follower, failing, frozen, hanging)},
+    **{run.__name__: run for run in (everything, plain, sized, loaded, altered, skipping, other_options)},
+    **{run.__name__: run for run in (apart, other_weights, other_program, no_follower, failing, frozen, hanging)},
     **{f"killed {i}": lambda i=i: killed(i) for i in range(2)},  # type: ignore[misc]
     **{f"ended by {how}": lambda how=how: ended(how) for how in ("itself", "interrupt", "sigterm", "error")},  # type: ignore[misc]
 }
