@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
     from jspec.draft.ngram import NGram
+    from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
@@ -47,6 +48,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
+    "PEagle": "jspec.draft.peagle",
     "Replicas": "jspec.engine.replicas",
     "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
@@ -72,6 +74,7 @@ __all__ = [
     "Metrics",
     "Model",
     "NGram",
+    "PEagle",
     "Replicas",
     "Round",
     "SamplingParams",

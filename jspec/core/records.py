@@ -148,8 +148,9 @@ class TokenBatch:
     token t attends to the new rows up to its own. ``base`` differs from ``first_row`` for a level of a draft tree,
     whose new rows include the rows of earlier levels.
 
-    With a ``window``, a token attends to the newest ``window`` of these rows only, its own row included. So the window
-    of each node of a tree ends at the node. It must hold all new rows that the node attends to.
+    With a ``window``, a token attends to the newest ``window`` of these rows up to its own only, and to the later rows
+    of its block. So the window of each node of a tree ends at the node. It must hold all new rows up to the node's that
+    the node attends to.
     """
 
     tokens: Int[Array, "batch tokens"]

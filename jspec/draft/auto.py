@@ -28,6 +28,7 @@ from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.head_config import Overrides
 from jspec.draft.medusa import Medusa, MedusaHeads
+from jspec.draft.peagle import PEagle
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.load import Format, FormatOf
@@ -85,6 +86,8 @@ def load_drafter(
     match found.kind:
         case "eagle3":
             return Eagle3(EagleHead.from_weights(found.config, found.weights, mesh), chain)
+        case "peagle":
+            return PEagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "eagle":
             return Eagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "medusa":
@@ -141,6 +144,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
     formats: dict[str, FormatOf] = {
         "target": partial(load.target_format, rope_theta=given.rope_theta),
         "eagle3": partial(eagle_formats.head_format, overrides=given),
+        "peagle": partial(eagle_formats.head_format, overrides=given),
         "eagle": partial(eagle_formats.head_format, overrides=given),
         "medusa": medusa.head_format,
         "dflash": partial(dflash_format.dflash_format, overrides=given),

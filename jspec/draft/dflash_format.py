@@ -9,7 +9,7 @@ A file without the tensors of a Markov head and of a confidence head holds a DFl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from jspec.draft.eagle_formats import Parts
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Overrides
 from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
-from jspec.models.layer_config import unsupported
-from jspec.models.load import Format, check_count
+from jspec.models.hf_config import SLIDING
+from jspec.models.layer_config import GQA, unsupported
+from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.params import Params, ParamSpec
 
 READ = {  # keys of `dflash_config` that are read
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),
+    *("causal", "use_swa", "swa_window_size"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     "confidence_head_alpha",  # weight of the confidence head in the training loss; 0: there is none
 }
@@ -36,9 +38,6 @@ PROJECTORS = ("dflash", "dspark")  # values of `projector_type`
 # Options that change a head's forward pass, in `dflash_config` or beside it, each with its only supported value.
 OPTIONS: dict[str, Any] = {
     "attention_mode": "gqa",
-    "causal": False,
-    "is_causal": False,
-    "use_swa": False,
     "shift_label": False,
     "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False,
@@ -80,7 +79,7 @@ def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> F
         owned = {"has_embed": "embed", "has_head": "head", "has_map": "draft_to_target"}
         return head_params(config, **{option: name in names for option, name in owned.items()})
 
-    return Format(from_hf, from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
 def head_params(config: DFlashConfig, **owned: bool) -> dict[str, ParamSpec]:
@@ -109,8 +108,8 @@ def read_dflash(
     family = parts.layer.text("model_type", "qwen3")
     if family not in LAYERS:
         raise unsupported("model_type", family, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
-    read = FAMILIES[family].decoder(parts.layer, rope_theta=overrides.rope_theta)
-    layers = tuple(replace(layer, attention=replace(layer.attention, qk_norm="head")) for layer in read["layers"])
+    read = FAMILIES[family].decoder(_with_windows(parts), rope_theta=overrides.rope_theta)
+    layers = tuple(replace(layer, attention=_in_block(layer.attention, parts)) for layer in read["layers"])
     record, heads = (DSparkConfig, _heads(parts)) if kind == "dspark" else (DFlashConfig, _no_heads(parts))
     return record(
         **{**read, "layers": layers},
@@ -145,6 +144,33 @@ def _check_options(parts: Parts) -> None:
     for name in parts.nested:
         if name not in READ | OPTIONS.keys() and parts.nested[name] is not None:
             raise unsupported(f"dflash_config: {name}", parts.nested[name], "none")
+
+
+def _with_windows(parts: Parts) -> Fields:
+    """Return the part of a config.json that describes the layers, with windows under the keys of Qwen.
+
+    ModelOpt writes `use_swa` and `swa_window_size` for windows of all layers.
+    """
+    layer, types = parts.layer, parts.layer.texts("layer_types")
+    if parts.flag("use_swa") and SLIDING not in types:
+        types = [SLIDING] * layer.integer("num_hidden_layers")
+    elif SLIDING not in types:
+        return layer
+    elif layer.get("use_sliding_window") is False:
+        raise layer.error("use_sliding_window", f"true, because layer_types has {SLIDING!r}")
+    window = Fields({"sliding_window": parts.one("swa_window_size", "sliding_window")}, layer.place)
+    own = {"layer_types": types, "use_sliding_window": True, "sliding_window": window.integer("sliding_window")}
+    return Fields({**layer, **own}, layer.place)
+
+
+def _in_block(attention: GQA, parts: Parts) -> GQA:
+    """Return a layer's attention with the options that all layers of DFlash heads have.
+
+    A token attends to no later token of its block in layers with a window, unless the file says otherwise.
+    """
+    slides = attention.window is not None and not parts.flag("use_swa")
+    causal = parts.flag("causal", "is_causal", default=slides and not parts.flag("sliding_window_non_causal"))
+    return replace(attention, qk_norm="head", causal=causal)
 
 
 def _integer(parts: Parts, name: str, default: int | None = None, *, least: int = 0) -> int:
@@ -196,22 +222,26 @@ def _sample_from_anchor(parts: Parts) -> bool:
 def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
     """Read the indices of the target states that the head reads, in the order in which they are concatenated.
 
-    The ids in the file are indices of layers. The output of layer j is state j + 1; for the target's last layer it is
-    the state after the final norm, as transformers returns it.
+    The ids of speculators (`aux_hidden_state_layer_ids`) are indices of states, the others are indices of layers. The
+    output of layer j is state j + 1; for the target's last layer it is the state after the final norm, as transformers
+    returns it.
     """
-    found = {tuple(part.integers(name)) for part in (parts.nested, parts.outer) for name in ID_KEYS}
-    ids = sorted(found - {()})
-    if len(ids) > 1:
-        raise CheckpointError(
-            "target_layer_ids", f"expected one list in config.json, got {ids}; pass feature_layers= with the target's "
-            "state indices",
-        )  # fmt: skip
     count = parts.integer("num_target_layers", default=MOST_LAYERS)
-    own = ids[0] if ids else _default_layers(parts, num_layers)
-    return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in own)
+
+    def after(layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in layers)
+
+    found = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
+    found |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
+    states = sorted(found - {()})
+    if len(states) > 1:
+        raise CheckpointError(
+            "target_layer_ids", f"expected one list in config.json, got the states {states}; pass feature_layers= with "
+            "the target's state indices",
+        )  # fmt: skip
+    return states[0] if states else after(_default_layers(parts, num_layers))
 
 
-ID_KEYS = ("target_layer_ids", "aux_hidden_state_layer_ids")
 MOST_LAYERS = 2**30  # number of a target's layers if the file does not give it
 
 

@@ -1,8 +1,9 @@
 """The weights and the computation of DFlash heads (arXiv:2602.06036).
 
-A head is a decoder that mostly uses the target's embedding and output head. Its context rows hold the
-keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one token into a
-context vector, from which each layer projects a key and a value. A context vector has no query and no residual stream.
+A head is a decoder, mostly without an embedding and an output head of its own: it uses the target's. Its context rows
+hold the keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one
+token into a context vector, from which each layer projects a key and a value. A context vector has no query and no
+residual stream.
 
 The tokens of a block are the root and the mask token, repeated. They run through the layers together: each of them
 attends to all context rows and to the whole block, also to later tokens. The output for the mask token at depth d

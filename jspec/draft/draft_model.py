@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
@@ -35,7 +35,8 @@ from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import PoolShape, commit, create
 from jspec.models.tensor_parallel import local_config, place
-from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
 
@@ -62,10 +63,12 @@ class BoundModel:
         """Replace ids that the draft model lacks by its last id."""
         return tokens if self.size == self.target_size else jnp.minimum(tokens, self.size - 1)
 
-    def common(self, logits: PartialSums) -> Float[Array, "_ *rows common"] | Scaled:
+    def common(self, logits: PartialSums) -> PartialSums:
         """Cut off the logits [..., draft_vocab] of ids that the target lacks."""
         if self.size == self.model.config.vocab_size:
             return logits
+        if isinstance(logits, OwnColumns):
+            return replace(logits, size=self.size)
         return reduce_partials(logits, jnp.float32)[None, ..., : self.size]
 
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -49,7 +50,7 @@ from jspec.draft.eagle_head import (
 )
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
-from jspec.draft.head_config import Overrides
+from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.models import load
 from jspec.models.attention import attend
@@ -250,7 +251,7 @@ class Eagle3(EagleDrafter):
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
-        head = _load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
+        head = load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
         return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
@@ -288,42 +289,50 @@ class Eagle(EagleDrafter):
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
-        head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
+        head = load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
         return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
-def _load_head(
+def load_head(
     path: str | Path, method: str, overrides: Overrides, *, dtype: str | None, quantize: str | None
 ) -> EagleHead:
+    """Load an EAGLE head of a method, which is a kind of checkpoint (`convert.detect.KINDS`)."""
     format_of = partial(head_format, overrides=overrides)
     found = load.read_checkpoint(path, format_of, kind=method, dtype=dtype, quantize=quantize)
     return EagleHead.from_weights(found.config, found.weights)
 
 
 def write_pending_rows(
-    params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None = None, masks: int = 0
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the draft cache rows of the pending pairs, and run the head on the root's pair.
+    """Write the draft cache rows of the pending pairs, and run the head on the root's pair and the mask pairs after it.
 
-    In the last layer, only the root's pair runs through attention and feed-forward. The other pending pairs need only
-    keys and values, because the tokens after them are committed.
+    In the last layer, only these pairs run through attention and feed-forward. The other pending pairs need only keys
+    and values, because the tokens after them are committed.
+
+    Args:
+        window: number of newest tokens that the head attends to; None: all.
+        masks: number of mask pairs after the root's pair, for a P-EAGLE head.
 
     Returns:
-        The head's output for the root, its logits before the scales of a quantised output head, and the draft cache.
+        The head's output for the root and the mask pairs, its logits before the scales of a quantised output head, and
+        the draft cache.
     """
-    last, q, residual, cache = _write_pending(params, state, view, window)
-    q = jnp.take_along_axis(q, last[..., None, None], axis=1)
-    residual = jnp.take_along_axis(residual, last[..., None], axis=1)
-    root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
+    last, q, residual, cache = _write_pending(params, state, view, window, masks)
+    block = last + np.arange(1 + masks)
+    q = jnp.take_along_axis(q, block[..., None, None], axis=1)
+    residual = jnp.take_along_axis(residual, block[..., None], axis=1)
+    rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
+    pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
     options: dict[str, Any] = {"start": FIRST_ROW, "quantize_output": has_dynamic_activations(params.layers[-1].o)}
-    attended = attend(q, cache.k[-1], cache.v[-1], root, params.config.layers[-1].attention, **options)
+    attended = attend(q, cache.k[-1], cache.v[-1], pairs, params.config.layers[-1].attention, **options)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 
 def _write_pending(
-    params: EagleHead, state: EagleState, view: SlotView, window: int | None
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None, masks: int = 0
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the draft cache rows of the pending pairs.
+    """Write the draft cache rows of the pending pairs and of the mask pairs after them.
 
     Returns:
         The index of the root's pair, all pairs' queries in the last layer, the residual stream, and the draft cache.
@@ -332,9 +341,14 @@ def _write_pending(
     pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
     last = jnp.where(view.active, jnp.maximum(count - 1, 0), 0)[:, None]
-    steps = jnp.arange(features.shape[1])
+    steps = jnp.arange(features.shape[1] + masks)
+    if masks:
+        assert isinstance(params.config, PEagleConfig) and params.mask_feature is not None
+        is_mask = steps > last
+        features = jnp.where(is_mask[..., None], params.mask_feature, jnp.pad(features, ((0, 0), (0, masks), (0, 0))))
+        pending = jnp.where(is_mask, params.config.mask_token_id, jnp.pad(pending, ((0, 0), (0, masks))))
     tokens = jnp.where(steps == last, view.root[:, None], pending)
-    valid = (steps <= last) & view.active[:, None]
+    valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
     return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 

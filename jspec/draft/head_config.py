@@ -1,4 +1,4 @@
-"""Configs of EAGLE, DFlash and DSpark heads, one class per method, and the values that a caller may override."""
+"""Configs of draft heads, with one class per method, and the config values that a caller may override."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 OVERRIDABLE = {
     "target": {"rope_theta"},
     "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
+    "peagle": {"rope_theta", "feature_layers", "norm_before_residual", "mask_token_id"},
     "eagle": {"rope_theta", "feature_layers"},
     "dflash": {"rope_theta", "feature_layers"},
     "dspark": {"rope_theta", "feature_layers"},
@@ -179,6 +180,29 @@ class Eagle3Config(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """The config of a P-EAGLE head (arXiv:2602.01469), an EAGLE-3 head that drafts several tokens in one pass.
+
+    Its output is never fed back, so ``norm_output`` has no effect and is False.
+
+    Attributes:
+        mask_token_id: target id whose embedding stands for each token that is not drafted yet.
+    """
+
+    method: ClassVar[str] = "peagle"
+
+    mask_token_id: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_mask_token(self.mask_token_id, self.vocab_size)
+
+    @classmethod
+    def of_method(cls, **fields: Any) -> Self:
+        return cls(**{**fields, "norm_output": False})
+
+
+@dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
     """The config of an EAGLE-1 or EAGLE-2 head (arXiv:2401.15077, 2406.16858); both methods have the same heads."""
 
@@ -219,13 +243,13 @@ class DFlashConfig(HeadConfig):
         super().__post_init__()
         if self.block_size < 2:
             raise CheckpointError("block_size", f"expected at least 2, got {self.block_size}; correct config.json")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise CheckpointError(
-                "mask_token_id",
-                f"expected an id below vocab_size ({self.vocab_size}), got {self.mask_token_id}; correct config.json",
-            )
-        if self.windows:
-            raise unsupported("layer_types", "sliding_attention", "full_attention in all layers of a DFlash head")
+        for attention in (layer.attention for layer in self.layers):
+            if attention.window is not None and attention.window < self.block_size and not attention.causal:
+                raise CheckpointError(
+                    "sliding_window", f"expected at least {self.block_size}, the block_size, in layers whose tokens "
+                    f"see the whole block, got {attention.window}; correct config.json",
+                )  # fmt: skip
+        _check_mask_token(self.mask_token_id, self.vocab_size)
 
     @property
     def fuses_states(self) -> bool:
@@ -274,10 +298,18 @@ class DSparkConfig(DFlashConfig):
 
 METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[DFlashConfig]] = {
     "eagle3": Eagle3Config,
+    "peagle": PEagleConfig,
     "eagle": EagleConfig,
     "dflash": DFlashConfig,
     "dspark": DSparkConfig,
 }
+
+
+def _check_mask_token(mask_token_id: int, vocab_size: int) -> None:
+    if not 0 <= mask_token_id < vocab_size:
+        raise CheckpointError(
+            "mask_token_id", f"expected an id below vocab_size ({vocab_size}), got {mask_token_id}; correct config.json"
+        )
 
 
 def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
@@ -293,6 +325,7 @@ class Overrides:
     feature_layers: tuple[int, ...] | None = None  # as in `HeadConfig`
     norm_before_residual: bool | None = None  # as in `Eagle3Config`
     norm_output: bool | None = None  # as in `Eagle3Config`
+    mask_token_id: int | None = None  # as in `PEagleConfig`
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not None, by name."""

@@ -70,9 +70,14 @@ class ModelRunner:
         for side in self._sides:
             with memory.explain_oom(side.planner, self.pool):
                 side.start(self.pool, self.draft_side)
-        helpers = dict.fromkeys(kind for side in self._sides for kind in side.programs.helpers)
-        edits_all = program.processor is not None
-        self.choice = ProgramChoice(config, sizes, tuple(helpers), edits_all=edits_all, is_split=len(self._sides) > 1)
+        self.choice = ProgramChoice(
+            config,
+            sizes,
+            tuple(dict.fromkeys(kind for side in self._sides for kind in side.programs.helpers)),
+            edits_all=program.processor is not None,
+            is_divided=program.mesh is not None and program.mesh.size > 1,
+            is_split=len(self._sides) > 1,
+        )
         if config.compile_ahead:
             for side in self._sides:
                 with memory.explain_oom(side.planner, self.pool):

@@ -46,6 +46,9 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
 IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 
+FromHF = Callable[[Fields, Source], tuple[Any, list[Row]]]
+
+
 @dataclass(frozen=True)
 class Format:
     """The functions that read one kind of checkpoint.
@@ -59,7 +62,7 @@ class Format:
         override: function that applies the caller's overrides to the config record of a converted folder.
     """
 
-    from_hf: Callable[[Fields, Source], tuple[Any, list[Row]]]
+    from_hf: FromHF
     from_json: Callable[[Fields], Any]
     params: Callable[[Any, Collection[str]], Params]
     override: Callable[[Any], Any] = lambda config: config
@@ -122,16 +125,10 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
-        scheme = read_scheme(fields, source.folder)
-        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
-        fields, names = text_model(plain, source)
+        fields, names = text_model(fields, source)
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
-        rows = renamed(families.family_of(config.family).weights(config, names), names)
-        if scheme is None:
-            return config, rows
-        logger.info("%s: %s", source.folder, scheme)
-        return config, quantized_rows(rows, scheme, source.tensors)
+        return config, renamed(families.family_of(config.family).weights(config, names), names)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.with_theta(rope_theta)
@@ -144,7 +141,22 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         check_count("num_layers", config.num_layers, names)
         return model_params(config)
 
-    return Format(from_hf, from_json, params, override)
+    return Format(with_scheme(from_hf), from_json, params, override)
+
+
+def with_scheme(from_hf: FromHF) -> FromHF:
+    """Return a function as in `Format` that also reads float8 weights; ``from_hf`` is called as if there were none."""
+
+    def read(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+        scheme = read_scheme(fields, source.folder)
+        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
+        config, rows = from_hf(plain, source)
+        if scheme is None:
+            return config, rows
+        logger.info("%s: %s", source.folder, scheme)
+        return config, quantized_rows(rows, scheme, source.tensors)
+
+    return read
 
 
 def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:

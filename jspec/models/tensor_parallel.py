@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
@@ -258,18 +259,19 @@ def state_layout(state: Any) -> Any:
     return jax.tree.map(lambda node: P(None, AXIS) if is_cache(node) else P(), state, is_leaf=is_cache)
 
 
-def local(tree: Any, specs: Any, devices: int) -> Any:
+def local(tree: Any, specs: Any, devices: int, *, gathers: bool = True) -> Any:
     """Return the weights of one of several devices as `Shard`, with configs of its heads and channels.
 
     Args:
         tree: tree of weights, whose arrays are the parts of one device.
         specs: `layout` of the whole arrays.
         devices: number of devices.
+        gathers: whether products by rows, such as logits, are gathered (`Shard.gathers`).
     """
-    return jax.tree.map(lambda node, own: _local(node, own, devices), tree, specs, is_leaf=_is_weights)
+    return jax.tree.map(partial(_local, devices=devices, gathers=gathers), tree, specs, is_leaf=_is_weights)
 
 
-def _local(node: Any, specs: Any, devices: int) -> Any:
+def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
     if not isinstance(node, Weights):
         return node
     if devices == 1:
@@ -278,7 +280,7 @@ def _local(node: Any, specs: Any, devices: int) -> Any:
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)
         if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
-            return Shard(leaf, "rows", param.shape[0])
+            return Shard(leaf, "rows", param.shape[0], gathers)
         is_inner = own[1:] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal[
@@ -36,6 +36,8 @@ class ExecutableKey:
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
         traced: whether a decode step returns its drafts.
         masked: whether the program takes token masks from the host.
+        gathers_logits: whether, on several devices, a round gathers the logits of the whole vocabulary on each device,
+            for rows that need more than `Program.divides_logits` allows. Log-probabilities need it too.
     """
 
     kind: Kind
@@ -46,13 +48,17 @@ class ExecutableKey:
     traced: bool = False
     masked: bool = False
     nodes: int | None = None
+    gathers_logits: bool = False
 
     @classmethod
-    def round(
-        cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False, nodes: int | None = None
-    ) -> ExecutableKey:
-        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
-        return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs, nodes=nodes)
+    def round(cls, rows: int, depth: int, *, nodes: int | None = None, **outputs: bool) -> ExecutableKey:
+        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts.
+
+        Args:
+            outputs: the fields ``logprobs``, ``traced`` and ``gathers_logits``.
+        """
+        key = cls("round", rows, depth, nodes=nodes, **outputs)
+        return replace(key, traced=key.traced or key.logprobs)
 
     @classmethod
     def split(
@@ -72,7 +78,7 @@ class ExecutableKey:
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
         same = ("kind", "depth", "nodes", "prompt_logprobs", "masked")
-        more = ("size", "logprobs", "traced")
+        more = ("size", "logprobs", "traced", "gathers_logits")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(
             getattr(self, name) >= getattr(other, name) for name in more
         )
@@ -88,7 +94,8 @@ class ExecutableKey:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
                 cut += "" if self.nodes is None else f", {self.nodes} nodes"
-                return f"round[{self.size}{cut}]" + (scored or traced)
+                gathers = " of gathered logits" * self.gathers_logits
+                return f"round[{self.size}{cut}]" + (scored or traced) + gathers
             case "draft" | "verify" | "commit":
                 masked = "masked " * self.masked
                 nodes = "" if self.nodes is None else f", {self.nodes} nodes"

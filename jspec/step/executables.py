@@ -73,6 +73,7 @@ class Executables:
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
+        self._divides = program.mesh is not None and program.mesh.size > 1
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
@@ -139,6 +140,7 @@ class Executables:
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
+            divides_logits=self._divides and key.kind == "round" and not key.gathers_logits,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -190,8 +192,8 @@ class Executables:
                 step, inputs = draft_prefill_step, [prompts, _report(prompts.pieces.shape[0], 0)]
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
-        has_output = key.kind not in WITHOUT_OUTPUT
-        step = step_on(mesh, partial(step, program), self._params, has_output=has_output)
+        options = dict(has_output=key.kind not in WITHOUT_OUTPUT, divides_logits=program.divides_logits)
+        step = step_on(mesh, partial(step, program), self._params, **options)
         return step, 1, (self._params, state, *inputs)
 
     def draft_shape(self, key: ExecutableKey) -> Draft:

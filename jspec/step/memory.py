@@ -5,6 +5,7 @@ The plan also sets the number of cache pages, unless the user gives one or the d
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,7 @@ class MemoryPlan:
         slots: page table, controls and grammar tables, and the token history if the state has one.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
         other: other arrays of this process on the device.
+        exchanges: memory that the kernels keep by which several devices exchange arrays, in all compiled programs.
         pages: number of pages in each pool.
         limit: largest total allowed, which is ``memory_fraction`` of ``device``.
         device: memory of the device that the allocator may use.
@@ -86,12 +88,14 @@ class MemoryPlan:
     pages: int
     limit: int
     device: int
+    exchanges: int = 0
     is_measured: bool = False
 
     @property
     def total(self) -> int:
         """The total number of bytes in use while the engine runs."""
-        return self.target_weights + self.draft_weights + self.state + self.workspace + self.other
+        weights = self.target_weights + self.draft_weights
+        return weights + self.state + self.workspace + self.exchanges + self.other
 
     @property
     def state(self) -> int:
@@ -110,6 +114,7 @@ class MemoryPlan:
             workspace: self.workspace,
             "other arrays": self.other,
         }
+        rows |= {"exchanges": self.exchanges} if self.exchanges else {}
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
         place = "" if self.target_weights else " of the draft model's devices"
         return f"memory{place}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
@@ -123,12 +128,20 @@ def size(count: int) -> str:
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans the memory of an engine on a device before the engine is made."""
+    """Plans the memory of an engine on a device before the engine is made.
+
+    Attributes:
+        program, params: program and parameters of one device.
+        config: options of the engine.
+        device: memory of the device.
+        devices: number of devices over which the weights are divided.
+    """
 
     program: Program
     params: Params
     config: EngineConfig
     device: DeviceMemory
+    devices: int = 1
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
         """Plan the memory of an engine whose KV pools have the given shapes."""
@@ -267,13 +280,16 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
     Raises:
         ValueError: the total exceeds the device's memory.
     """
-    plan = planner.plan(pool)
+    plan, programs = planner.plan(pool), list(programs)
     analyses = [analysis for program in programs if (analysis := program.memory_analysis()) is not None]
     if not analyses:
         return plan
     workspace = max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
     workspace += planner.received(pool)
-    plan = replace(plan, workspace=workspace, is_measured=True)
+    exchanges = 0
+    if planner.devices > 1:
+        exchanges = sum(exchange_bytes(program.as_text(), planner.devices) for program in programs)
+    plan = replace(plan, workspace=workspace, exchanges=exchanges, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device
         raise ValueError(
@@ -281,6 +297,26 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
             f"{planner.suggest_smaller(pool, planner.plan(pool).total - over)}"
         )
     return plan
+
+
+def exchange_bytes(text: str, devices: int) -> int:
+    """Return the bytes that the exchanges of a program keep on each device as long as the program exists.
+
+    A kernel that exchanges arrays has two buffers of its own for what the device sends. `memory_analysis` of the
+    compiled program does not count them.
+
+    Args:
+        text: the compiled program.
+        devices: number of devices.
+    """
+    sent = 0
+    for shapes, kind in re.findall(r"= (.*) all-(gather|reduce)\(.*\"KERNEL_STRATEGY_TRITON", text):
+        arrays = re.findall(r"([a-z]+)(\d*)\w*\[([\d,]*)\]", shapes)
+        received = sum(
+            int(bits or 8) // 8 * math.prod(map(int, filter(None, sizes.split(",")))) for _, bits, sizes in arrays
+        )
+        sent += received // devices if kind == "gather" else received
+    return 2 * sent
 
 
 @contextmanager

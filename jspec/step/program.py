@@ -84,6 +84,8 @@ class Program:
         deterministic: whether every program computes a token's logits with the same bits.
         nodes: number of draft nodes that a round verifies per batch row, on average (`jspec.step.budget`); None: all.
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
+        divides_logits: whether each device chooses tokens among its own part of the vocabulary, so that no logits are
+            gathered. The rows of such a program need no `SamplingParams` that cut or edit logits, and no probabilities.
     """
 
     drafter: Drafter
@@ -101,6 +103,7 @@ class Program:
     deterministic: bool = False
     nodes: int | None = None
     mesh: Mesh | None = None
+    divides_logits: bool = False
 
     @property
     def compiler_options(self) -> dict[str, Any]:

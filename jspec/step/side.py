@@ -77,8 +77,8 @@ class Side:
         self.send = sender(program.mesh)
         log_devices(program.mesh)
         devices = () if program.mesh is None else program.mesh.local_devices
-        available = calls.least(memory.device_memory(*devices))
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, available)
+        free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
+        self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
         self.draft: Draft | None = None
         self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
 

@@ -25,6 +25,7 @@ from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
+from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
 from jspec.engine.api import Engine
 from jspec.engine.request import Chunk
@@ -34,13 +35,14 @@ from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
+    "peagle": PEagle.from_pretrained,
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
     "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-HEADS = ("eagle3", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
+HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
@@ -73,6 +75,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
+    drafters.add_argument("--peagle", metavar="PATH", help="draft with a P-EAGLE head")
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
@@ -96,9 +99,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument(
         "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
     )
-    parser.add_argument(
-        "--draft-vocab", metavar="N|FILE", help="tokens that an EAGLE or DFlash head with the target's head drafts"
-    )
+    parser.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )

@@ -16,6 +16,7 @@ from jspec.sampling.sampler import Purpose
 from jspec.verify.coupled import match_target_tokens
 from jspec.verify.tree_walk import AcceptResult, at_node
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 
@@ -23,9 +24,15 @@ AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 class SampledRule(AcceptRule):
     """An accept rule that compares probabilities. In a batch with only greedy rows, it matches the target's argmax."""
 
+    def reads_probabilities(self, *, is_sampled: bool) -> bool:
+        return is_sampled
+
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        if isinstance(logits, OwnColumns):  # then `reads_probabilities` is False for every row
+            return match_target_tokens(logits, draft, ancestor_mask, view)
+
         def run(branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
             if branch.all_greedy:
                 return match_target_tokens(logits, draft, ancestor_mask, branch)

@@ -99,6 +99,7 @@ def test_dspark_head_of_speculators_corrects_the_logits_of_its_vocabulary(tmp_pa
     drafts = []
     for folder in (source, tmp_path / "converted"):
         drafter = DSpark.from_pretrained(folder, tree=Tree.chain(DEPTH))
+        assert drafter.head.config.feature_layers == (0, 1), "the ids of speculators are those of states"
         drafts.append(drafted(drafter))
         assert drafts[-1].probs is not None
         for node, path in enumerate(node_paths(drafts[-1])[:-1]):

@@ -294,6 +294,7 @@ def test_memory_plans_count_the_arrays_of_each_side(apart: Engine) -> None:
         assert plan.target_weights == held(side.params.target) and plan.draft_weights == held(side.params.draft)
         assert plan.target_pool == held(side.state.target) and plan.state == held(side.state)
         assert plan.workspace > 0
+    assert (runner.target_side.planner.devices, runner.draft_side.planner.devices) == (1, 2)
     assert str(plans[1]).startswith("memory of the draft model's devices: ")
     assert small.plain().draft_memory_plan is None
 

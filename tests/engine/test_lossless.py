@@ -22,6 +22,7 @@ from jspec import (
     Medusa,
     Model,
     NGram,
+    PEagle,
     SamplingParams,
     Suffix,
     Tree,
@@ -36,7 +37,10 @@ LONGEST_PROMPT = 250
 STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sibling leads to the deepest path
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
-DRAFTERS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
+DRAFTERS = (
+    *("eagle3", "peagle", "eagle", "dflash", "dspark", "medusa", "small", "ngram", "suffix"),
+    *("right", "wrong", "random"),
+)
 FAKES = ("right", "wrong", "random")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pair": ("demo", "random"),
@@ -80,6 +84,7 @@ def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], par
     target = pair.target
     makers: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: Eagle3(pair.head, tree),
+        "peagle": lambda: PEagle(tiny.peagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4)), tree),
         "eagle": lambda: Eagle(tiny.eagle1_head(target), tree),
         "dflash": lambda: DFlash(tiny.dflash_head(target, block_size=6, feature_layers=(1, 3, 4)), tree),
         "dspark": lambda: DSpark(tiny.dspark_head(target, block_size=5, feature_layers=(1, 3, 4)), tree),
@@ -235,6 +240,8 @@ MORE = (  # -m long; the whole product: -m matrix
     ("random", "dflash", DYNAMIC, 64, (20,)),
     ("random", "dflash", STATIC, 1, (20,)),
     ("demo", "dflash", "chain:5", 64, (1, 20)),
+    ("random", "peagle", STATIC, 1, (1, 20)),
+    ("demo", "peagle", "chain:5", 64, (20,)),
     ("random", "dspark", DYNAMIC, 64, (20,)),
     ("random", "dspark", STATIC, 1, (1, 20)),
     ("demo", "dspark", "chain:5", 1, (20,)),

@@ -13,6 +13,7 @@ NAMES = {
     "round[2, depth 1]": ExecutableKey.round(2, 1),
     "round[2] traced": ExecutableKey.round(2, 3, traced=True),
     "round[2] with logprobs": ExecutableKey.round(2, 3, logprobs=True),
+    "round[2] of gathered logits": ExecutableKey.round(2, 3, gathers_logits=True),
     "draft[2, depth 3]": ExecutableKey.split(2, 3)[0],
     "masked verify[2, depth 3]": ExecutableKey.split(2, 3)[1],
     "masked verify[2, depth 3] with logprobs": ExecutableKey.split(2, 3, logprobs=True)[1],

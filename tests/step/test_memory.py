@@ -237,6 +237,34 @@ def program(**sizes: int) -> Any:
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
+KERNEL = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
+EXCHANGES = (
+    # text of an operation, and how many bytes each of two devices sends
+    (f"  ROOT %a.2 = f32[8,4096]{{1,0}} all-gather(%p), channel_id=1, {KERNEL}", 4 * 4 * 4096),
+    (f"  %b = bf16[3,100]{{1,0}} all-reduce(%p), channel_id=1, {KERNEL}", 2 * 300),
+    (f"  %c = (s32[6]{{0}}, f8e4m3fn[10]{{0}}) all-gather(%p, %q), {KERNEL}", (4 * 6 + 10) // 2),
+    (f"  %d = f32[] all-reduce(%p), {KERNEL}", 4),
+    ('  %e = f32[128256]{0} all-gather(%p), backend_config={"kernel_strategy":"KERNEL_STRATEGY_DEFAULT"}', 0),
+    (f"  %f = f32[8]{{0}} fusion(%p), calls=%all-gather.1, {KERNEL}", 0),
+)
+
+
+@pytest.mark.parametrize(("text", "sent"), EXCHANGES)
+def test_kernel_that_exchanges_arrays_keeps_two_buffers_for_what_a_device_sends(text: str, sent: int) -> None:
+    assert memory.exchange_bytes(text, devices=2) == 2 * sent
+
+
+def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> None:
+    planner, pool = planner_of(device(PLENTY))
+    programs = [program(temp=10, output=0, alias=0) for _ in range(2)]
+    for one, (text, _) in zip(programs, EXCHANGES, strict=False):
+        one.as_text = lambda text=text: text
+    plain = memory.measured(planner, pool, programs)
+    plan = memory.measured(replace(planner, devices=2), pool, programs)
+    assert plan.exchanges == 2 * sum(sent for _, sent in EXCHANGES[:2]) and plan.total == plain.total + plan.exchanges
+    assert "exchanges 129.17 KiB" in str(plan) and "exchanges" not in str(plain)
+
+
 def test_engine_when_deleted_frees_device_memory_without_garbage_collection() -> None:
     """The next engine's plan depends on the free memory, so freeing must not wait for garbage collection."""
     engine = Engine(small.target(), **OPTIONS)

@@ -109,6 +109,19 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
     return EagleHead.from_weights(c, unflatten(weights))
 
 
+def peagle_head(
+    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
+) -> EagleHead:
+    """Return a random P-EAGLE head of several layers, with the target's embedding and a map of scattered ids."""
+    rng = np.random.default_rng(seed)
+    c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers, method="peagle", num_layers=layers)
+    params = head_params(c)
+    weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
+    ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
+    weights |= {"draft_to_target": jnp.asarray(ids), "mask_hidden": 5 * weights["mask_hidden"]}
+    return EagleHead.from_weights(c, unflatten(weights))
+
+
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     """Return a random EAGLE-1 head, which uses the target's final norm output, vocabulary and output head."""
     rng = np.random.default_rng(seed)
@@ -183,8 +196,14 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
 
 
 def head_config(
-    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...] | None, method: str = "eagle3"
+    target: Model,
+    *,
+    draft_vocab: int,
+    feature_layers: tuple[int, ...] | None,
+    method: str = "eagle3",
+    num_layers: int = 1,
 ) -> HeadConfig:
+    """Return the config of a head for a target; the mask token of P-EAGLE is the last id of the vocabulary."""
     own = target.config
     return METHODS[method].of_sizes(
         vocab_size=own.vocab_size,
@@ -200,6 +219,8 @@ def head_config(
         feature_layers=feature_layers,
         source_format="random",
         fc_bias=method == "eagle",
+        num_layers=num_layers,
+        **({"mask_token_id": own.vocab_size - 1} if method == "peagle" else {}),
     )
 
 
