@@ -35,13 +35,14 @@ STATIC = {"static": True}  # metadata of a field that belongs to the pytree's st
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised weight [out, inner], equal to values * scale[:, None].
+    """A quantised weight [out, inner], equal to values * scale[:, None]; or one of experts [experts, out, inner].
 
-    With group scales [out, groups], each scale belongs to the next inner / groups columns of its row.
+    With group scales [out, groups], each scale belongs to the next inner / groups columns of its row. The scales of
+    experts are [experts, out].
     """
 
-    values: Num[Array, "out inner"]  # int8 or float8_e4m3fn
-    scale: Float[Array, " out"] | Float[Array, "out groups"]  # float32
+    values: Num[Array, "*experts out inner"]  # int8 or float8_e4m3fn
+    scale: Float[Array, "*experts out"] | Float[Array, "out groups"]  # float32
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
 
     @property
@@ -57,7 +58,7 @@ class Quantized:
     @property
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim == 1 else self.values.shape[1] // self.scale.shape[1]
+        return None if self.scale.ndim < self.values.ndim else self.values.shape[1] // self.scale.shape[1]
 
     def rows(self, index: Int[Array, " rows"]) -> "Quantized":
         """Returns some rows of the weight, as a weight with the same values."""
@@ -106,18 +107,18 @@ Weight = Float[Array, "_ _"] | Quantized | Shard  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
-def has_dynamic_activations(weight: Weight) -> bool:
-    """Returns whether activations are quantised before they are multiplied by this weight."""
+def has_dynamic_activations(weight: Weight | None) -> bool:
+    """Returns whether activations are quantised before they are multiplied by this weight; None: there is none."""
     weight = weight.weight if isinstance(weight, Shard) else weight
     return isinstance(weight, Quantized) and weight.dynamic
 
 
 def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
     """Returns whether a weight is quantised with scales for groups of columns."""
-    return isinstance(weight, Quantized) and weight.scale.ndim == 2
+    return isinstance(weight, Quantized) and weight.group is not None
 
 
-def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
+def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
     """Returns a weight quantised to one byte per value, with one scale per output channel."""
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 

@@ -70,7 +70,7 @@ def test_float8_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weigh
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
     drafter = DraftModel(target, Tree.chain(3))  # it has the target's weights, so its tokens are accepted
     with Engine(target, drafter=drafter, slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,)) as engine:
-        assert engine.core.runner.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+        assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
         prompts = [recorded[f"prompt{i}"].tolist() for i in range(2)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
     assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
@@ -190,6 +190,43 @@ def test_float8_checkpoint_of_other_families_has_the_logits_of_its_widened_weigh
     plain = Model.from_pretrained(folders.write(tmp_path / "wide", config, wide))
     assert isinstance(own.layers[0].qkv, Quantized) and isinstance(own.layers[1].down, Quantized)
     np.testing.assert_allclose(logits(own, IDS), logits(plain, IDS), atol=TOLERANCE)
+
+
+def with_float8_experts(folder: Path, form: made.Format) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
+    """Return the config and the tensors of a mixture of experts with float8 experts, and with their widened weights."""
+    config = json.loads((folder / "config.json").read_text())
+    stored = wide = folders.stored(folder)
+    for name in [name for name in wide if ".experts." in name]:
+        values, beside, widened_weight = form.quantise(wide[name].astype(np.float32))
+        ends = {f"{name.removesuffix('weight')}{end}": scale for end, scale in beside.items()}
+        stored, wide = {**stored, name: values, **ends}, {**wide, name: widened_weight}
+    return {**config, "quantization_config": form.config}, stored, wide
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors by row", "fp8 by tensor"])
+def test_float8_experts_with_a_scale_a_row_or_a_tensor_have_the_logits_of_their_widened_weights(
+    name: str, tmp_path: Path, golden: Path
+) -> None:
+    config, stored, wide = with_float8_experts(golden / "families" / "qwen3_moe", FORMATS[name])
+    own = Model.from_pretrained(folders.write(tmp_path / "fp8", config, stored))
+    plain = Model.from_pretrained(
+        folders.write(tmp_path / "wide", {**config, "quantization_config": None}, wide), dtype="float32"
+    )
+    experts = own.layers[1].experts_gate_up
+    assert isinstance(experts, Quantized) and experts.scale.shape == (8, 32) and experts.kind == "fp8"
+    np.testing.assert_array_equal(
+        np.asarray(experts.values, np.float32) * np.asarray(experts.scale)[..., None],
+        np.asarray(plain.layers[1].experts_gate_up),
+    )
+    np.testing.assert_allclose(logits(own, IDS), logits(plain, IDS), atol=TOLERANCE)
+    with pytest.raises(ValueError, match=r"expected int8 or fp8 for the experts .*, got fp8_dynamic; pass fp8"):
+        Model.from_pretrained(tmp_path / "fp8", quantize="fp8_dynamic")
+
+
+def test_float8_experts_with_scales_of_blocks_are_refused_by_name(tmp_path: Path, golden: Path) -> None:
+    config, stored, _ = with_float8_experts(golden / "families" / "qwen3_moe", BLOCKS)
+    with pytest.raises(NotImplementedError, match=r"experts_gate_up: expected a scale a row or a tensor .*, got"):
+        Model.from_pretrained(folders.write(tmp_path, config, stored))
 
 
 # ---- other kinds, conversion, determinism
