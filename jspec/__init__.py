@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec import plot, testing
+    from jspec import distributed, plot, testing
     from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
@@ -82,6 +82,7 @@ __all__ = [
     "TokenLogprob",
     "Tree",
     "__version__",
+    "distributed",
     "frequent_tokens",
     "plot",
     "testing",

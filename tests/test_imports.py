@@ -13,7 +13,7 @@ PACKAGES = ("jspec", "pallas_kernels", "convert")
 
 FLOORS = (  # from the lowest floor up; rooms on one floor do not import each other
     ("pallas_kernels",),
-    ("jspec.core", "convert"),
+    ("jspec.core", "jspec.distributed", "convert"),
     ("jspec.models", "jspec.sampling"),
     ("jspec.draft", "jspec.verify"),
     ("jspec.step",),

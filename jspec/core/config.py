@@ -88,9 +88,10 @@ class EngineConfig:
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
             time, and needs weights that are not quantised.
-        tensor_parallel: number of devices over which weights and KV pools are divided; the first devices are taken. It
-            must divide the numbers of query heads and of channels of the feed-forward; and the number of key-value
-            heads, or be a multiple of it. `Engine.from_pretrained` reads a checkpoint part by part onto these devices.
+        tensor_parallel: number of devices over which weights and KV pools are divided; the first devices are taken, or
+            the first of each process (`jspec.distributed`), equally many. It must divide the numbers of query heads and
+            of channels of the feed-forward; and the number of key-value heads, or be a multiple of it.
+            `Engine.from_pretrained` reads a checkpoint part by part onto these devices.
         mesh: mesh of one axis named "model" over the devices to use instead, or over one device, on which the engine
             then runs; None: the first ``tensor_parallel``.
         compile_ahead: compile the programs of all buckets before the first request, so that no request waits for a

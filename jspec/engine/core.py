@@ -91,7 +91,7 @@ class EngineCore:
     def _read_down_to(self, count: int) -> None:
         """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
         while len(self.in_flight) > count:
-            self.in_flight[0][-1].report.block_until_ready()  # an interrupt here loses nothing
+            self.runner.wait(self.in_flight[0][-1])  # an interrupt here loses nothing
             self.is_mid_step = True
             self._read(*self.in_flight.popleft())
             self.is_mid_step = False

@@ -60,11 +60,14 @@ class Recovery:
         self._core.fail(self._core.scheduler.running, request_error)
         try:
             self._core.runner.reset_state(error)
-        except Exception:
+        except Exception as failure:
             self.healthy = False
-            request_error.add_note(RESTART)
-            self._core.fail(self._core.scheduler.waiting, caused_by(error, RESTART))
-            logger.exception("the state could not be made anew: restart the process")
+            if not self._core.runner.is_whole:  # the failure says which process is lost
+                self._core.fail(self._core.scheduler.waiting, failure)
+            else:
+                request_error.add_note(RESTART)
+                self._core.fail(self._core.scheduler.waiting, caused_by(error, RESTART))
+                logger.exception("the state could not be made anew: restart the process")
         self.lost = None
 
 

@@ -128,8 +128,19 @@ class EngineLoop:
         self._lock.check_process()
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+        self.core.runner.check_serves()
         if not self.healthy:
             raise RuntimeError(RESTART)
+
+    def follow(self) -> None:
+        """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
+
+        Raises:
+            RuntimeError: the engine has no devices of other processes, or this is process 0.
+            jspec.distributed.ProcessLost: a process was lost.
+        """
+        self.core.runner.follow()
+        self._closed = True
 
     def close(self) -> None:
         """Abort all requests and free the device memory."""
@@ -171,8 +182,11 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the engine can serve; False if it could not recreate the device's state after an error."""
-        return self._recovery.healthy
+        """Return whether the engine can serve.
+
+        It cannot if it could not recreate the device's state after an error, or if a process with devices is lost.
+        """
+        return self._recovery.healthy and self.core.runner.is_whole
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -8,25 +8,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, SlotState, StepOutput
+from jspec.core.records import PrefillInput, SlotState, StepOutput
 from jspec.engine.draft_length import RoundSize
 from jspec.engine.grammar.token_table import TablePool
-from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key
+from jspec.engine.prompt_input import pack_pending_rows, pack_piece
 from jspec.engine.request import Request
-from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan
+from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device, quantized_as
 from jspec.sampling import grammar_mask
 from jspec.step import memory
+from jspec.step.across_processes import calls_on
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
 from jspec.step.program import Params, Program
@@ -60,7 +62,9 @@ class ModelRunner:
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         devices = () if program.mesh is None else program.mesh.devices.flat
         check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
-        self.target_side, self.draft_side = sides_of(program, params, config)
+        self._calls = calls_on(program.mesh)
+        self._calls.check_same(program, params, config)
+        self.target_side, self.draft_side = sides_of(program, params, config, self._calls)
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
         self.pool = min(fitting, key=lambda own: own.pages)
@@ -80,6 +84,7 @@ class ModelRunner:
                 with memory.explain_oom(side.planner, self.pool):
                     side.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
+        self._calls.open()
 
     @property
     def state(self) -> SlotState:
@@ -117,7 +122,7 @@ class ModelRunner:
 
     def missing(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
         """Return those of the keys whose programs are not compiled yet."""
-        lacking = {key for side in self._sides for key in side.own(keys) if key not in side.programs.compiled}
+        lacking = {key for side in self._sides for key in side.missing(keys)}
         return [key for key in keys if key in lacking]
 
     def dispatch(self, plan: Plan, size: RoundSize, running: Collection[Request]) -> StepOutput:
@@ -131,13 +136,10 @@ class ModelRunner:
             for piece in plan.pieces:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
-            output = self._prefill(plan)
-        else:
-            for side in self._sides:
-                side.enter_pages(plan.new_pages)
-            output = self._round(plan, size)
-        jax.copy_to_host_async(output)
-        return output
+            return self._prefill(plan)
+        for side in self._sides:
+            side.enter_pages(plan.new_pages)
+        return self._round(plan, size)
 
     def _prefill(self, plan: PrefillPlan) -> StepOutput:
         """Start a prefill of pieces of prompts."""
@@ -147,11 +149,10 @@ class ModelRunner:
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
             functions = [None if one is None else one.first for one in matchers]
-            masks = [target.send(first_masks(packed.pieces.shape[0], functions, self._vocab_size))]
-        output = target.run(key, target.send(packed), *masks)
+            masks = [first_masks(len(packed.pieces), functions, self._vocab_size)]
+        output = target.run(key, *packed, *masks)
         if drafting is not target:
-            first_tokens = drafting.receive(output.report)
-            drafting.update(ExecutableKey("draft_prefill", key.size), drafting.send(packed), first_tokens)
+            drafting.run(ExecutableKey("draft_prefill", key.size), *packed, drafting.receive(output.report))
         return output
 
     def _round(self, plan: RoundPlan, size: RoundSize) -> StepOutput:
@@ -160,20 +161,26 @@ class ModelRunner:
         *others, key = self.choice.keys_of(plan, size)
         key = target.programs.cover(key)
         padding = [self._config.slots] * (key.size - len(plan.requests))
-        rows = (*(request.state.slot for request in plan.requests), *padding)
+        rows = np.array([*(request.state.slot for request in plan.requests), *padding], np.int32)
         if not others:
-            return target.run(key, target.slots_of(rows))
+            return target.run(key, rows)
         draft_key, *commits = (replace(other, size=key.size) for other in others)
-        draft, masks = drafting.run(draft_key, drafting.slots_of(rows)), []
+        draft, masks = drafting.run(draft_key, rows), []
         if key.masked:
             matchers = [request.matcher for request in plan.requests]
             functions = [None if one is None else one.masks for one in matchers]
-            masks = [target.send(draft_masks(draft, functions, self._vocab_size))]
-        output = target.run(key, target.slots_of(rows), target.receive(draft), *masks)
+            nodes = drafting.wait(partial(jax.device_get, (draft.tokens, draft.parents, draft.valid)))
+            masks = [draft_masks(nodes, functions, self._vocab_size)]
+        if drafting is not target:
+            target.draft = target.receive(draft)
+        output = target.run(key, rows, *masks)
         for commit in commits:
-            verdict = drafting.receive((output.report, output.path))
-            drafting.update(commit, drafting.slots_of(rows), draft, *verdict)
+            drafting.run(commit, rows, *drafting.receive((output.report, output.path)))
         return replace(output, path=None)
+
+    def wait(self, output: StepOutput) -> None:
+        """Wait for a step; an interrupt loses nothing."""
+        self.target_side.wait(output.report.block_until_ready)
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -192,7 +199,7 @@ class ModelRunner:
             if is_new:
                 self._load_table(table, request.grammar.class_of, request.grammar.next)
         packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
-        self.target_side.edit(ExecutableKey("controls"), "controls", packed)
+        self.target_side.run(ExecutableKey("controls"), packed)
 
     def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
         """Replace one of the device's grammar tables.
@@ -204,7 +211,7 @@ class ModelRunner:
         """
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
-        self.target_side.edit(ExecutableKey("grammar"), "grammars", packed)
+        self.target_side.run(ExecutableKey("grammar"), packed)
 
     def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
         tree = self.program.drafter.tree
@@ -224,8 +231,7 @@ class ModelRunner:
         lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
         key, side = ExecutableKey("write_pending_rows"), self.draft_side
         if key in side.programs.compiled and lengths[0] // page_size < lengths[1] // page_size:
-            packed = pack_pending_rows(request, pages, width=side.state.page_table.shape[1])
-            side.update(key, side.send(packed))
+            side.run(key, pack_pending_rows(request, pages, width=side.state.page_table.shape[1]))
 
     def clear(self) -> None:
         """Mark all grammar tables as empty, because the device's state was lost."""
@@ -234,14 +240,28 @@ class ModelRunner:
     def reset_state(self, error: BaseException) -> None:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
         for side in self._sides:
-            side.drop_state(error)
-        for side in self._sides:
-            side.make_state()
+            side.reset(error)
 
     def close(self) -> None:
-        """Free the device memory of the state."""
+        """Free the device memory of the state, in all processes."""
         for side in self._sides:
             side.close()
+
+    # -- several processes
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all processes are there."""
+        return self._calls.is_whole
+
+    def check_serves(self) -> None:
+        """Raise RuntimeError if another process decides what this one runs, or a process is lost."""
+        self._calls.check_serves()
+
+    def follow(self) -> None:
+        """Run what process 0 runs, until its engine is closed."""
+        self._calls.follow(self.target_side)
+        self.close()
 
 
 def check_deterministic(target: Model, implementation: str) -> None:
@@ -261,48 +281,3 @@ def check_deterministic(target: Model, implementation: str) -> None:
         reasons += [unsupported_experts(gate_up, gated=True), unsupported_experts(down, gated=False)]
     for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
-
-
-def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> PromptPiece:
-    """Return a piece of a prompt as the record that `jspec.step.prefill.prefill_step` reads.
-
-    Args:
-        width: number of columns of the page table.
-        depth: depth of the drafter's tree.
-    """
-    request, params = piece.request, piece.request.params
-    assert request.state.slot is not None
-    end = piece.start + piece.count
-    page_row = np.zeros(width, np.int32)
-    page_row[: len(piece.pages)] = piece.pages
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
-    return PromptPiece(
-        slot=np.int32(request.state.slot),
-        start=np.int32(piece.start),
-        count=np.int32(piece.count),
-        last=np.int32(piece.is_last),
-        write=np.int32(piece.is_written),
-        root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
-        remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
-        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(draft_cap(params, depth)),
-        controlled=np.int32(bool(params.controls_used)),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=stop_ids,
-        page_row=page_row,
-    )
-
-
-def pack_pending_rows(request: Request, pages: Sequence[int], *, width: int) -> np.ndarray:
-    """Pack a request that has ended into the array that `jspec.step.prefill.write_pending_rows_step` takes.
-
-    Args:
-        pages: pages of the request, in the order of their rows.
-        width: number of columns of the page table.
-    """
-    padding = [0] * (width - len(pages))
-    return np.array([request.state.slot, request.token_ids[-1], request.rows_committed, *pages, *padding], np.int32)

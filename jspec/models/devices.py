@@ -23,8 +23,19 @@ def mesh_over(name: str, place: Place) -> Mesh:
 
     Raises:
         TypeError: the argument is of another type.
-        ValueError: there is no device, or one twice, or the mesh has other axes.
+        ValueError: there is no device, or one twice, or another process', or the mesh has other axes.
     """
+    mesh = _mesh_over(name, place)
+    if mesh.is_multi_process:
+        own = ", ".join(map(str, jax.local_devices()))
+        raise ValueError(
+            f"{name}: expected devices of this process ({own}), got {short([*mesh.devices.flat])}; take others, or "
+            "leave it out and set tensor_parallel= of the engine, which divides the draft model over several processes"
+        )
+    return mesh
+
+
+def _mesh_over(name: str, place: Place) -> Mesh:
     if isinstance(place, Mesh):
         if place.axis_names != (AXIS,):
             raise ValueError(f'{name}: expected a mesh of one axis named "{AXIS}", got axes {short(place.axis_names)}')

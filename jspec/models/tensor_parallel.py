@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert.orbax import QUANTIZED, Placement
+from jspec import distributed
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
@@ -35,6 +36,7 @@ INNER = ("heads", "mlp")  # axes between two products: the second product adds u
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused", "experts")
 EXPERTS_DOWN = ("experts", "hidden", "channels")  # axes of the weight whose products the devices add up
+SAMPLED = 256  # number of values at either end of a weight that processes compare
 Tree = TypeVar("Tree")
 
 
@@ -57,17 +59,28 @@ class Weights(Protocol):
 
 
 def mesh_of(devices: int) -> Mesh:
-    """Return a mesh over the first devices.
+    """Return a mesh over the first devices; of several processes, over equally many of each.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or they cannot be divided by the processes.
     """
-    found = jax.devices()
+    found, processes = jax.devices(), jax.process_count()
     if devices > len(found):
         raise ValueError(
             f"tensor_parallel: expected at most {len(found)}, the number of {found[0].platform} devices, got {devices}"
         )
-    return Mesh(np.array(found[:devices]), (AXIS,))
+    if devices % processes:
+        raise ValueError(
+            f"tensor_parallel: expected a multiple of {processes}, the number of processes, got {devices}; take as "
+            "many devices of each"
+        )
+    taken = [[one for one in found if one.process_index == i][: devices // processes] for i in range(processes)]
+    if short := [i for i, own in enumerate(taken) if len(own) < devices // processes]:
+        raise ValueError(
+            f"tensor_parallel: expected at most {processes * len(taken[short[0]])}, as process {short[0]} has "
+            f"{len(taken[short[0]])} devices, got {devices}"
+        )
+    return Mesh(np.array(taken).reshape(-1), (AXIS,))
 
 
 def spec_of(param: ParamSpec) -> P:
@@ -110,9 +123,29 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
     if padding:
         pad = np.pad if isinstance(array, np.ndarray) else jax.numpy.pad
         array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
-    if order is not None and _is_on(array, mesh):
-        return jax.jit(lambda array: array[order], out_shardings=sharding)(array)
-    return jax.device_put(array if order is None else array[order], sharding)
+    if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
+        return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
+    own = array if order is None else array[order]
+    if not sharding.is_fully_addressable:
+        _sample(own)
+    return to_devices(own, sharding)
+
+
+def _sample(array: Any) -> None:
+    """Add the first and the last values of a weight to what all processes compare."""
+    job = distributed.current()
+    assert job is not None
+    flat = array.reshape(-1)
+    for part in (flat[:SAMPLED], flat[-SAMPLED:]):
+        job.weights.update(np.asarray(part).tobytes())
+
+
+def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Divide an array of this process over devices; of other processes' devices only the sharding is used."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    own = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, sharding, lambda part: own[part])
 
 
 def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:

@@ -18,6 +18,7 @@ Kind = Literal[
     "write_pending_rows",
 ]
 CUT = ("round", "draft", "verify", "commit")  # kinds of programs whose drafter's tree is cut at a depth
+WITHOUT_OUTPUT = ("commit", "draft_prefill", "write_pending_rows")  # kinds of steps that return a state alone
 
 
 @dataclass(frozen=True)

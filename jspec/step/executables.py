@@ -5,6 +5,7 @@ The engine says which programs to compile and when (`jspec.engine.program_choice
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -24,8 +25,8 @@ from jspec.core.records import Draft, PrefillInput, SlotState, StepResult
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
-from jspec.step.executable_key import CUT, ExecutableKey, Kind
-from jspec.step.on_mesh import helper_on, shapes_of, step_on
+from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
+from jspec.step.on_mesh import helper_on, shapes_of, spans_processes, step_on
 from jspec.step.prefill import draft_prefill_step, prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
 from jspec.step.split_decode import commit_step, draft_step, mask_shape, verify_step
@@ -53,6 +54,7 @@ class Executables:
         page_updates: number of page table entries that one call of "update_page_table" writes.
         seconds: compilation time of each executable in seconds, by name.
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
+        digests: digest of each executable's text before compilation, by name, if several processes run it.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Executables:
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
+        self.digests: dict[str, str] = {}
         logger.info("kernels: %s", describe(program.implementation, device))
 
     @property
@@ -148,6 +151,8 @@ class Executables:
         arguments = arguments if mesh is None else shapes_of(arguments, mesh)
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         self.lower_seconds[self._name(key)] = time.perf_counter() - start
+        if spans_processes(mesh):
+            self.digests[self._name(key)] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         return lowered
 
     def _call(self, key: ExecutableKey) -> tuple[Callable[..., Any], int, tuple[Any, ...]]:
@@ -187,8 +192,7 @@ class Executables:
                 step, inputs = draft_prefill_step, [prompts, _report(prompts.pieces.shape[0], 0)]
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
-        has_output = key.kind not in ("write_pending_rows", "commit", "draft_prefill")
-        options = dict(has_output=has_output, divides_logits=program.divides_logits)
+        options = dict(has_output=key.kind not in WITHOUT_OUTPUT, divides_logits=program.divides_logits)
         step = step_on(mesh, partial(step, program), self._params, **options)
         return step, 1, (self._params, state, *inputs)
 

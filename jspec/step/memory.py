@@ -45,7 +45,7 @@ class DeviceMemory:
 
 def device_memory(*devices: jax.Device) -> DeviceMemory:
     """Read the smallest memory limit and the largest memory usage of devices, by default of the default device."""
-    stats = [device.memory_stats() or {} for device in devices or jax.devices()[:1]]
+    stats = [device.memory_stats() or {} for device in devices or jax.local_devices()[:1]]
     if all(own.get("bytes_limit") for own in stats):  # 0 or None: the allocator has no limit
         in_use = max(own.get("bytes_in_use") or 0 for own in stats)
         return DeviceMemory(min(own["bytes_limit"] for own in stats), in_use, is_reported=True)

@@ -18,7 +18,7 @@ from jspec.core.records import SlotState
 from jspec.core.shorten import short
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout
+from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout, to_devices
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
 from pallas_kernels.layers.shard import AXIS
 
@@ -51,6 +51,11 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
             "leave it out"
         )
     return mesh
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether a mesh has devices of several processes."""
+    return mesh is not None and mesh.is_multi_process
 
 
 def meshes_of(devices: Devices, size: int) -> list[Mesh]:
@@ -171,4 +176,9 @@ def shapes_of(tree: Any, mesh: Mesh | None) -> Any:
 
 def sender(mesh: Mesh | None) -> Callable[[Any], Any]:
     """Return the function that sends arrays of the host to the devices, to every device of a mesh the same."""
-    return jax.device_put if mesh is None else partial(jax.device_put, device=NamedSharding(mesh, EVERYWHERE))
+    if mesh is None:
+        return jax.device_put
+    everywhere = NamedSharding(mesh, EVERYWHERE)
+    if everywhere.is_fully_addressable:
+        return partial(jax.device_put, device=everywhere)
+    return partial(jax.tree.map, partial(to_devices, sharding=everywhere))

@@ -15,43 +15,54 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import SlotState
+from jspec.core.records import Draft, PrefillInput, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.step import memory
-from jspec.step.executable_key import ExecutableKey, Kind
+from jspec.step.across_processes import Calls
+from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
 from jspec.step.executables import Executables
-from jspec.step.on_mesh import log_devices, make_state, on_one, sender
+from jspec.step.on_mesh import log_devices, make_state, on_one, sender, spans_processes
 from jspec.step.program import Params, Program
 
 logger = logging.getLogger(__name__)
 
 DRAFTERS: tuple[Kind, ...] = ("draft", "commit", "draft_prefill", "write_pending_rows")  # run where the drafter is
 BOTH: tuple[Kind, ...] = ("update_page_table",)  # run on every side
+# The part of the state that each small program changes.
+HELPERS = {"update_page_table": "page_table", "controls": "controls", "grammar": "grammars"}
+
+T = TypeVar("T")
 
 
 @final
 class Side:
     """Devices that run target and drafter, or only one of the two.
 
+    Everything that changes the state goes through ``calls``, so that all processes with these devices do the same. What
+    a method of the name "..._here" does, the other processes must do too.
+
     Args:
         program: the settings of this side's programs.
         params: the weights, on these devices.
         config: options of the engine.
+        calls: makes this side's calls, in all processes that have its devices.
 
     Attributes:
         state: the state of all slots and pools; each step takes its buffers and returns a new state.
+        draft: what "draft" returned, or other devices drafted, until "verify" or "commit" takes it.
         programs: the compiled programs.
         planner: the planner of the devices' memory.
         memory_plan: memory of each device, in bytes.
@@ -61,15 +72,15 @@ class Side:
     programs: Executables
     memory_plan: memory.MemoryPlan
 
-    def __init__(self, program: Program, params: Params, config: EngineConfig) -> None:
-        self.program, self.params, self._config = program, params, config
+    def __init__(self, program: Program, params: Params, config: EngineConfig, calls: Calls) -> None:
+        self.program, self.params, self._config, self._calls = program, params, config, calls
         self.send = sender(program.mesh)
         log_devices(program.mesh)
-        devices = [] if program.mesh is None else list(program.mesh.devices.flat)
-        free, count = memory.device_memory(*devices), max(len(devices), 1)
+        devices = () if program.mesh is None else program.mesh.local_devices
+        free, count = calls.least(memory.device_memory(*devices)), 1 if program.mesh is None else program.mesh.size
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
-        self._rows: tuple[int | None, ...] = ()
-        self._slots = self.send(np.zeros(0, np.int32))
+        self.draft: Draft | None = None
+        self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
 
     def start(self, pool: PoolShape, drafting: Side) -> None:
         """Allocate the state and prepare for compiling programs.
@@ -79,24 +90,33 @@ class Side:
             drafting: the side whose drafts this one verifies.
         """
         self._pool = pool
-        self.make_state()
+        self._make_state()
         others = None if drafting is self else drafting.programs
         self.programs = Executables(self.program, self.params, self.state, self._config, others)
         self._update_memory_plan([])
 
-    def make_state(self) -> None:
+    def _make_state(self) -> None:
         """Allocate a state without requests."""
         self.state = make_state(self.program, self.params, self._pool)
         jax.block_until_ready(self.state)
 
-    def drop_state(self, error: BaseException) -> None:
-        """Free the buffers of the state after a failed step with the given error."""
+    def _drop_state(self) -> None:
+        self.state, self.draft = None, None  # type: ignore[assignment]
+
+    def reset(self, error: BaseException) -> None:
+        """Replace the state by a new one after a failed step with the given error; weights are kept."""
+        self._calls.reset(partial(self.reset_here, error))
+
+    def reset_here(self, error: BaseException | None) -> None:
+        """Replace the state on the devices of this process; None: the failed step is another process'."""
         delete_buffers(self.state, error)
-        self.close()
+        self._drop_state()
+        self._make_state()
 
     def close(self) -> None:
         """Free the device memory of the state."""
-        self.state = None  # type: ignore[assignment]
+        self._calls.close()
+        self._drop_state()
 
     # -- programs
 
@@ -105,13 +125,18 @@ class Side:
         has_target, has_drafter = self.params.target is not None, not isinstance(self.program.drafter, Elsewhere)
         return [key for key in keys if key.kind in BOTH or (has_drafter if key.kind in DRAFTERS else has_target)]
 
+    def missing(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
+        """Return those of the keys whose programs run on this side and are not compiled yet."""
+        return [key for key in self.own(keys) if key not in self.programs.compiled]
+
     def compile(self, keys: Sequence[ExecutableKey]) -> None:
         """Compile this side's programs among those with the given keys, except those that are compiled already.
 
         Raises:
             ValueError: the programs do not fit into the devices' memory; none is stored then.
         """
-        self.programs.compile(self.own(keys), self._update_memory_plan)
+        if self.missing(keys):
+            self._calls.compile(self.own(keys), self.programs, self._update_memory_plan)
 
     def _update_memory_plan(self, executables: Sequence[Any]) -> None:
         """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
@@ -121,33 +146,59 @@ class Side:
     # -- steps, which are started without waiting for their results
 
     def run(self, key: ExecutableKey, *inputs: Any) -> Any:
-        """Start a step that returns a state and an output, and return the output."""
-        self.state, output = self.programs.compiled[key](self.params, self.state, *inputs)
+        """Start a compiled program on the state, and return its output; None if it has none.
+
+        Args:
+            key: the program. "verify" and "commit" take ``draft`` besides the inputs.
+            inputs: the program's other inputs beside weights and state: arrays of the host, or of this side's devices
+                if no other process has any of these. Those of a prefill are the fields of a `PrefillInput`, and then
+                the rest.
+        """
+        return self._calls.run(self.run_here, key, inputs)
+
+    def run_here(self, key: ExecutableKey, *inputs: Any) -> Any:
+        """Start a program on the devices of this process."""
+        program, sent = self.programs.compiled[key], self._sent(key, inputs)
+        if key.kind in HELPERS:
+            part = HELPERS[key.kind]
+            self.state = replace(self.state, **{part: program(getattr(self.state, part), *sent)})
+            return None
+        if key.kind in WITHOUT_OUTPUT:
+            self.state = program(self.params, self.state, *sent)
+            return None
+        self.state, output = program(self.params, self.state, *sent)
+        if key.kind == "draft":
+            self.draft = output
+        else:
+            jax.copy_to_host_async(replace(output, path=None))
         return output
 
-    def update(self, key: ExecutableKey, *inputs: Any) -> None:
-        """Start a step that returns only a state."""
-        self.state = self.programs.compiled[key](self.params, self.state, *inputs)
+    def _sent(self, key: ExecutableKey, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs of a program as arrays of the devices."""
+        first: list[Any] = []
+        if key.kind in ("prefill", "draft_prefill"):
+            pieces, tokens, *inputs = inputs
+            first = [self.send(PrefillInput(pieces, tokens))]
+        elif key.kind in CUT:
+            slots, *inputs = inputs
+            first = [self._slots_of(slots)]
+        if key.kind in ("verify", "commit"):
+            first, self.draft = [*first, self.draft], None
+        return first + [one if isinstance(one, jax.Array) else self.send(one) for one in inputs]
+
+    def _slots_of(self, rows: np.ndarray) -> jax.Array:
+        """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
+        if not np.array_equal(rows, self._rows):
+            self._rows, self._slots = rows, self.send(rows)
+        return self._slots
 
     def receive(self, arrays: Any) -> Any:
         """Copy arrays of any devices to all devices of this side."""
         return jax.device_put(arrays, self.state.root.sharding)
 
-    def slots_of(self, rows: tuple[int | None, ...]) -> jax.Array:
-        """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
-        if rows != self._rows:
-            self._rows, self._slots = rows, self.send(np.array(rows, np.int32))
-        return self._slots
-
-    def edit(self, key: ExecutableKey, part: str, packed: np.ndarray) -> None:
-        """Start a helper program, which changes one part of the state.
-
-        Args:
-            part: name of the field of the state.
-            packed: input of the program.
-        """
-        edited = self.programs.compiled[key](getattr(self.state, part), self.send(packed))
-        self.state = replace(self.state, **{part: edited})
+    def wait(self, call: Callable[[], T]) -> T:
+        """Return the result of a function that waits for the devices."""
+        return self._calls.wait(call)
 
     def enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
         """Write pages into the page table.
@@ -159,27 +210,28 @@ class Side:
         for start in range(0, len(new), size):
             packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
             packed[: len(new) - start] = new[start : start + size]
-            self.edit(ExecutableKey("update_page_table"), "page_table", packed)
+            self.run(ExecutableKey("update_page_table"), packed)
 
 
-def sides_of(program: Program, params: Params, config: EngineConfig) -> tuple[Side, Side]:
+def sides_of(program: Program, params: Params, config: EngineConfig, calls: Calls) -> tuple[Side, Side]:
     """Return the side of the target and the side of the drafter, which are the same unless the drafter has devices.
 
     Args:
         program: the settings of the engine's programs.
         params: the weights of target and drafter.
         config: options of the engine.
+        calls: makes the calls of all sides, of which there are two in one process only.
     """
     drafter = program.drafter
     if drafter.mesh is None:
-        one = Side(program, params, config)
+        one = Side(program, params, config, calls)
         return one, one
     verifying = replace(program, drafter=Elsewhere(drafter.tree))
     drafting = replace(program, mesh=drafter.mesh, controls=False, grammar_cells=0, processor=None, processor_args=0)
     logger.info("the draft model is on %s", ", ".join(map(str, drafter.mesh.devices.flat)))
     return (
-        Side(verifying, Params(target=params.target, draft=()), config),
-        Side(drafting, Params(target=None, draft=params.draft), config),
+        Side(verifying, Params(target=params.target, draft=()), config, calls),
+        Side(drafting, Params(target=None, draft=params.draft), config, calls),
     )
 
 
@@ -187,10 +239,17 @@ def check_apart(config: EngineConfig, mesh: Mesh | None, target: Model, drafter:
     """Check the devices of a drafter that has its own, and the options that depend on them.
 
     Raises:
-        ValueError: the target is on one of the devices, or a dispatch would have several rounds.
+        ValueError: the target is on one of the devices, or several processes have the target's, or a dispatch would
+            have several rounds.
     """
     if drafter.mesh is None:
         return
+    if spans_processes(mesh):
+        raise ValueError(
+            f"{type(drafter).__name__}: device: expected none beside tensor_parallel or mesh over devices of several "
+            f"processes, got {', '.join(map(str, drafter.mesh.devices.flat))}; leave it out: then the drafter is "
+            "divided over the target's devices"
+        )
     devices = target.embed.devices() if mesh is None else set(mesh.devices.flat)
     if shared := devices & set(drafter.mesh.devices.flat):
         names = ", ".join(sorted(map(str, shared)))
@@ -205,7 +264,7 @@ def check_apart(config: EngineConfig, mesh: Mesh | None, target: Model, drafter:
         )
 
 
-def delete_buffers(state: Any, error: BaseException) -> None:
+def delete_buffers(state: Any, error: BaseException | None) -> None:
     """Free the device buffers of a state at once, although the traceback of an error still refers to them.
 
     Requests keep the error, so without this the old state would stay in memory beside the new one.
@@ -213,4 +272,5 @@ def delete_buffers(state: Any, error: BaseException) -> None:
     for leaf in jax.tree.leaves(state):
         if not leaf.is_deleted():
             leaf.delete()
-    traceback.clear_frames(error.__traceback__)
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)

@@ -86,16 +86,15 @@ def commit_step(
     return draft_commit_stage(program, params, state, view_of(state, slots, program), draft, verdict)
 
 
-def draft_masks(draft: Draft, functions: Sequence[DraftMasks | None], vocab_size: int) -> np.ndarray:
-    """Compute on the host the masks that `verify_step` takes, [batch, nodes, words] uint32.
+def draft_masks(nodes: Sequence[np.ndarray], functions: Sequence[DraftMasks | None], vocab_size: int) -> np.ndarray:
+    """Compute the masks that `verify_step` takes, [batch, nodes, words] uint32.
 
     Args:
-        draft: the draft, whose result is waited for.
+        nodes: the fields tokens, parents and valid of the draft, [batch, nodes] each.
         functions: for each of the first batch rows, the function that computes its masks. The masks of later rows, and
             of rows with None, allow every token.
         vocab_size: number of tokens of the vocabulary.
     """
-    nodes = jax.device_get((draft.tokens, draft.parents, draft.valid))
     rows, count = nodes[0].shape
     masks = _every_token(rows, count, vocab_size)
     for row, function in enumerate(functions):

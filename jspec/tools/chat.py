@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin.isatty() and importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
-        Chat(engine, params, arguments.system).run()
+        if not generate.follows(engine):
+            Chat(engine, params, arguments.system).run()
     return 0
 
 

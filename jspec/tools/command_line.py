@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jspec import __version__
+from jspec import __version__, distributed
 from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.tools import chat, check_head, convert, demo, generate, info, serve
 from jspec.tools.bench import cli as bench
@@ -55,9 +55,11 @@ def run(words: Sequence[str]) -> int:
             words = ["serve", *serve.with_config(words[1:])]
         arguments = make_parser().parse_args(words)
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve") else nullcontext():
+            generate.join(arguments)
             return arguments.run(arguments)
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+    except (ValueError, OSError, NotImplementedError, ImportError, distributed.ProcessLost) as error:
         print(f"jspec: {error}", file=sys.stderr)
+        distributed.fail(error)
         return 2
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from convert import hub
+from jspec import distributed
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
@@ -107,6 +108,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"
     )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0, if several processes run this command"
+    )
+    parser.add_argument("--num-processes", type=int, metavar="N", help="number of these processes")
+    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument(
@@ -140,6 +146,37 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
+
+
+def join(arguments: argparse.Namespace) -> None:
+    """Bring the processes together that run this command, if the options name any; before any use of a device.
+
+    Raises:
+        ValueError: one of the three options is absent, or wrong, or another one needs all its devices in one process.
+        OSError, RuntimeError: as for `jspec.distributed.initialize`.
+    """
+    names = ("coordinator", "num_processes", "process_id")
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    wanted = {"draft_device": None, "replicas": 1}
+    for name in [name for name, value in wanted.items() if given and getattr(arguments, name, value) != value]:
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(
+            f"{flag}: expected no such option beside --coordinator, got {getattr(arguments, name)}; "
+            "leave one of the two out: --tensor-parallel divides one engine and its drafter over several processes"
+        )
+    if given and len(given) < len(names):
+        missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in given)
+        raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
+    if given:
+        distributed.initialize(**given)
+
+
+def follows(engine: Engine) -> bool:
+    """Follow process 0 until its engine is closed, and return True; False: this is process 0, or alone."""
+    if distributed.process_id() == 0:
+        return False
+    engine.follow()
+    return True
 
 
 def prepare(arguments: argparse.Namespace) -> Tokenizer:
@@ -294,6 +331,8 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = prepare(arguments)
     prompt = _formatted(text, arguments, tokenizer)
     with make_engine(arguments, tokenizer) as engine:
+        if follows(engine):
+            return 0
         meter, texts = SpeedMeter(engine), [""] * params.n
         for chunk in meter.watch(engine.stream(prompt, params)):
             texts[chunk.index] += chunk.text or ""

@@ -137,6 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
         tokenizer = generate.prepare(arguments)
         with make_engine(arguments, tokenizer) as engine:
+            if isinstance(engine, Engine) and generate.follows(engine):
+                return 0
             return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 
 

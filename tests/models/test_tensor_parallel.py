@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -156,3 +157,21 @@ def test_weights_of_one_device_share_what_the_records_share() -> None:
     one, other = local_shapes((target, target.embed), target.mesh)
     assert one.embed is other and one.config.num_heads == 2 and one.mesh is None
     assert isinstance(one.head, Shard) and one.head.shape == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (3, "expected a multiple of 2, the number of processes, got 3"),
+        (4, "expected at most 2, as process 1 has 1 devices, got 4"),
+        (6, "expected at most 4, the number of cpu devices, got 6"),
+    ],
+)
+def test_mesh_that_processes_cannot_share_equally_is_refused(
+    devices: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [SimpleNamespace(platform="cpu", process_index=index) for index in (0, 0, 0, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=f"tensor_parallel: {expected}"):
+        mesh_of(devices)

@@ -226,7 +226,7 @@ def test_out_of_memory_error_when_explained_names_the_size_the_device_reported()
 def test_device_memory_with_a_positive_limit_counts_as_reported(
     monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     found = memory.device_memory()
     assert (found.limit == 7, found.is_reported) == ((True, True) if stats == {"bytes_limit": 7} else (False, False))
 

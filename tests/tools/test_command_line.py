@@ -210,6 +210,24 @@ def test_info_command_invalid_combination_of_folder_check_and_text_exits_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate --coordinator h:1 --target a b", "--num-processes, --process-id: expected beside the other options"),
+        ("serve --coordinator h:1 --replicas 2", "--replicas: expected no such option beside --coordinator, got 2"),
+        (
+            "generate --coordinator h:1 --draft-device 0 --target a b",
+            "--draft-device: expected no such option beside --coordinator, got 0",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_to_several_processes_exit_2(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_generate_command_help_lists_tree_forms_and_accept_rules(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
