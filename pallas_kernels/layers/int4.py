@@ -67,7 +67,7 @@ def reblocked(packed: Values, parts: int) -> Values:
     blocks, half = packed.shape[-2:]
     if blocks % parts == 0:
         return packed
-    return pack(unpack(packed), block_of(math.gcd(2 * half, blocks * 2 * half // parts)))
+    return pack(unpack(packed), math.gcd(2 * half, block_of(blocks * 2 * half // parts)))
 
 
 def widened(
