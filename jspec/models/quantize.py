@@ -135,14 +135,12 @@ def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtype
     )
     groups = (scale.shape[1],) if is_grouped and scale is not None else ()
     shapes = {"values": weight, "scale": (out, *groups)}
-    if values is not None and len(values.shape) == 3 and values.shape[2] and groups:
-        half = values.shape[2]
-        shapes = {"values": (out, inner // (2 * half), half), "scale": (out, *groups)}
-        if inner % (2 * half) or values.dtype != np.uint8:
-            shapes["values"] = weight
-        elif "zeros" in found:
-            shapes["zeros"] = (out, *groups)
-    return shapes
+    if values is None or values.dtype != np.uint8 or len(values.shape) != 3:
+        return shapes
+    width = 2 * values.shape[2]
+    if groups and width and inner % width == 0:
+        shapes["values"] = (out, inner // width, values.shape[2])
+    return shapes | ({"zeros": shapes["scale"]} if "zeros" in found else {})
 
 
 def quantized_as(tree: Any) -> str | None:

@@ -81,9 +81,9 @@ def _dequantized(row: Row, parts: list[Row]) -> Row:
 
     def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
         values, scale, *zeros = (part.fill(source, part, str(part.dtype)) for part in parts)
-        wide = (unpack(values) if values.ndim == 3 else values).astype(np.float32)
+        wide = (unpack(values) if values.dtype == np.uint8 else values).astype(np.float32)
         per_column = [np.repeat(a.reshape(len(a), -1), wide.shape[1] // (a.size // len(a)), 1) for a in (scale, *zeros)]
-        if values.ndim == 3:
+        if values.dtype == np.uint8:
             wide -= per_column[1] if zeros else np.float32(ZERO)
         return cast(wide * per_column[0], dtype, row.parameter)
 

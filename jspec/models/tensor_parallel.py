@@ -203,7 +203,7 @@ def _divisible(array: Any, param: ParamSpec, devices: int, *, is_values: bool) -
     if array.ndim == 1 or spec_of(param)[1] is None or array.shape[1] % devices == 0:
         return array
     if is_values:
-        return reblocked(array, devices) if array.ndim == 3 else array
+        return reblocked(array, devices) if array.dtype == np.uint8 else array
     groups = array.shape[1]
     return array.repeat(math.lcm(groups, devices) // groups, axis=1)
 

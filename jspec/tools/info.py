@@ -159,7 +159,7 @@ def _medusa(config: MedusaConfig) -> list[str]:
 def _parameters(found: Header) -> str:
     counts: Counter[str] = Counter()
     for name, leaf in found.parameters.items():
-        if name.endswith(".values") and len(leaf.shape) == 3:
+        if name.endswith(".values") and leaf.dtype == np.uint8:
             counts["int4"] += 2 * int(np.prod(leaf.shape))
         elif not name.endswith((".scale", ".zeros", "draft_to_target")):
             counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))

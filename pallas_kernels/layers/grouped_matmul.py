@@ -33,7 +33,7 @@ def widened(
     zeros: UInt8[Array, "out groups"] | None = None,
 ) -> Float[Array, "out inner"]:
     """Returns the weight in float32: each value times the scale of its row and group."""
-    if values.ndim == 3:
+    if values.dtype == jnp.uint8:
         return int4.widened(values, scale, zeros)
     return values.astype(jnp.float32) * jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
 
@@ -98,10 +98,11 @@ def _kernel(
 
 def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
     (rows, inner), (out, groups) = x.shape, scale.shape
-    group, half = inner // groups, values.shape[2] if values.ndim == 3 else 0
-    step = math.gcd(group, STEP)
-    row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
+    group, half = inner // groups, values.shape[2] if values.dtype == jnp.uint8 else 0
     is_few = rows <= MOST_ROWS
+    # With 128 columns of a packed weight, more rows would exceed the registers of compute capability 8.0.
+    step = math.gcd(group, STEP if is_few or not half else STEP // 2)
+    row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
     out_tile = 64 if rows > FEW_ROWS and is_few else 128
     sizes = {"rows": rows, "row_tile": row_tile, "out_tile": out_tile, "steps": inner // parts // step}
     return pl.pallas_call(

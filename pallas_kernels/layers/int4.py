@@ -96,12 +96,12 @@ def round_to_int4(
     Raises:
         ValueError: the number of columns is odd.
     """
-    (out, columns), wide = weight.shape, weight.astype(jnp.float32)
+    columns = weight.shape[1]
     block = block_of(columns)
-    grouped = wide.reshape(out, -1, math.gcd(GROUP, columns))
+    grouped = weight.astype(jnp.float32).reshape(len(weight), -1, math.gcd(GROUP, columns))
     scale = jnp.maximum(jnp.abs(grouped).max(-1) / STEPS, jnp.finfo(jnp.float32).tiny)
     values = jnp.clip(jnp.round(grouped / scale[..., None]), -ZERO, ZERO - 1) + ZERO
-    return pack(values.astype(jnp.uint8).reshape(out, columns), block), scale
+    return pack(values.astype(jnp.uint8).reshape(weight.shape), block), scale
 
 
 def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -> tuple[Array, Array]:

@@ -49,14 +49,14 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.values.ndim == 2:
+        if self.values.dtype != jnp.uint8:
             return self.values.shape
-        out, blocks, half = self.values.shape
-        return (out, blocks * 2 * half)
+        *rows, blocks, half = self.values.shape
+        return (*rows, blocks * 2 * half)
 
     @property
     def kind(self) -> Kind:
-        if self.values.ndim == 3:
+        if self.values.dtype == jnp.uint8:
             return "int4"
         if self.values.dtype == INT8:
             return "int8"
@@ -65,11 +65,11 @@ class Quantized:
     @property
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim == 1 else self.shape[1] // self.scale.shape[1]
+        return None if self.scale.ndim < len(self.shape) else self.shape[1] // self.scale.shape[1]
 
     def columns(self, start: int, stop: int) -> "Quantized":
         """Returns columns `start` to `stop - 1` of the weight, as a weight with the same values."""
-        if self.values.ndim == 3:
+        if self.kind == "int4":
             values = int4.pack(int4.unpack(self.values)[:, start:stop])
         else:
             values = self.values[:, start:stop]
@@ -126,7 +126,7 @@ def has_dynamic_activations(weight: Weight) -> bool:
 
 def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
     """Returns whether a weight is quantised with scales for groups of columns."""
-    return isinstance(weight, Quantized) and weight.scale.ndim == 2
+    return isinstance(weight, Quantized) and weight.group is not None
 
 
 def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
