@@ -29,6 +29,7 @@ DTYPES: dict[str | None, tuple[tuple[str, ...], str]] = {
     FLOAT8: ((FLOAT8,), FLOAT8),
     "int32": (INTEGERS, "integers"),
     "uint8": (("int32", "int64"), "integers"),  # words of packed values, and what describes them
+    "bytes": (("uint8",), "uint8"),
 }
 IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config determines their values
 
@@ -43,7 +44,7 @@ class Row:
         shape: shape of the parameter.
         fill: function (source, row, dtype) that reads and returns the values of the parameter.
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
-        kinds: dtype of a parameter of the tensor's kind, by name of each tensor that is not of this parameter's kind.
+        kinds: key of `DTYPES` for each tensor whose dtype is not one for the dtype of the parameter, by tensor name.
     """
 
     parameter: str
@@ -179,8 +180,8 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)
     misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
-    kinds = {name: row.kinds.get(name, row.dtype) for row in rows for name in row.sources}
-    dtypes = {name: DTYPES[kind and np.dtype(kind).name] for name, kind in kinds.items()}
+    kinds = {name: row.kinds.get(name, row.dtype and np.dtype(row.dtype).name) for row in rows for name in row.sources}
+    dtypes = {name: DTYPES[kind] for name, kind in kinds.items()}
     faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen}
     for name in both:
         accepted, kind = dtypes[name]

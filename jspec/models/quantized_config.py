@@ -3,7 +3,7 @@
 Three formats of float8 are read: compressed-tensors ("float-quantized"), ModelOpt ("FP8"), and "fp8", the format of
 DeepSeek-V3 (arXiv:2412.19437 section 3.3) and of the FP8 models of Qwen3. In all of them a weight is float8_e4m3fn, and
 its scales are a tensor beside it, by which its values are multiplied. Three formats of four bits are read: GPTQ
-(arXiv:2210.17323), AWQ (arXiv:2306.00978), and compressed-tensors ("pack-quantized").
+(arXiv:2210.17323), AWQ (arXiv:2306.00978), and compressed-tensors ("pack-quantized"); and mxfp4, that of gpt-oss.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jspec.models.layer_config import unsupported
 CONFIG = "quantization_config"  # key of config.json
 MODELOPT = "hf_quant_config.json"  # file in which older versions of ModelOpt describe the quantisation
 SUPPORTED = (
-    "float8 weights of compressed-tensors, modelopt or fp8, 4-bit weights of gptq, awq or compressed-tensors, or "
-    "unquantised float weights (quantize='int8', 'fp8' or 'int4' rounds them at load)"
+    "float8 weights of compressed-tensors, modelopt or fp8, 4-bit weights of compressed-tensors, gptq, awq or mxfp4, "
+    "or unquantised float weights (quantize='int8', 'fp8' or 'int4' rounds them at load)"
 )
 REGEX = "re:"  # prefix of regular expressions among module names
 
@@ -183,6 +183,11 @@ def _awq(config: Fields) -> Scheme:
     return _four_bits(config, "awq", has_zeros=True, unquantized=_modules(config, "modules_to_not_convert"))
 
 
+def _mxfp4(config: Fields) -> Scheme:
+    _refuse_others(config, "quant_method", "modules_to_not_convert", "dequantize")
+    return Scheme("mxfp4", "group", (1, 32), unquantized=_modules(config, "modules_to_not_convert"), bits=4)
+
+
 def _pack_quantized(config: Fields) -> Scheme:
     groups = config.object("config_groups")
     found = {_read_int4_group(groups.object(name)) for name in groups}
@@ -224,6 +229,7 @@ READERS: dict[str, Callable[[Fields], Scheme]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }
 
 

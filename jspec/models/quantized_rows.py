@@ -23,6 +23,7 @@ from convert.huggingface import Row, cast, is_stacked
 from convert.sources import FLOAT8, Shape, Source, Tensor
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
+from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import NAMES
 from jspec.models.quantized_config import CONFIG, Scheme
 from pallas_kernels.layers.int4 import ZERO, unpack
@@ -51,6 +52,8 @@ def quantized_rows(
         CheckpointError: no weight is quantised, or one that the config excludes is.
         NotImplementedError: a parameter cannot be quantised, or has quantised and unquantised parts.
     """
+    if scheme.method == "mxfp4":
+        return mxfp4_rows(rows, tensors, dequantize=dequantize)
     rows = list(rows)
     found: list[Row] = []
     known = {name for row in rows for name in row.sources}
