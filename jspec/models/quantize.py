@@ -127,18 +127,17 @@ def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtype
         weight: shape of the weight.
         found: stored arrays of the weight, by name.
     """
-    out, *rest = weight
+    shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": weight[:-1]}
     values, scale = found.get("values"), found.get("scale")
-    inner = rest[0] if len(rest) == 1 else 0
-    is_grouped = (
-        scale is not None and len(scale.shape) == 2 and inner and scale.shape[1] and inner % scale.shape[1] == 0
-    )
-    groups = (scale.shape[1],) if is_grouped and scale is not None else ()
-    shapes = {"values": weight, "scale": (out, *groups)}
-    if values is None or values.dtype != np.uint8 or len(values.shape) != 3:
+    if len(weight) != 2 or values is None or scale is None or len(scale.shape) != 2:
+        return shapes
+    (out, inner), groups = weight, scale.shape[1]
+    if groups and inner % groups == 0:
+        shapes["scale"] = (out, groups)
+    if values.dtype != np.uint8 or len(values.shape) != 3:
         return shapes
     width = 2 * values.shape[2]
-    if groups and width and inner % width == 0:
+    if width and inner % width == 0:
         shapes["values"] = (out, inner // width, values.shape[2])
     return shapes | ({"zeros": shapes["scale"]} if "zeros" in found else {})
 

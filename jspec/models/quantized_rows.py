@@ -83,12 +83,13 @@ def _dequantized(row: Row, parts: list[Row]) -> Row:
     sources = {name: shape for part in parts for name, shape in part.sources.items()}
 
     def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
-        values, scale, *zeros = (part.fill(source, part, str(part.dtype)) for part in parts)
+        values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
         wide = (unpack(values) if values.dtype == np.uint8 else values).astype(np.float32)
-        per_column = [np.repeat(a.reshape(len(a), -1), wide.shape[1] // (a.size // len(a)), 1) for a in (scale, *zeros)]
+        groups = (array if array.ndim == wide.ndim else array[..., None] for array in per_group)
+        scale, *zeros = (np.repeat(array, wide.shape[-1] // array.shape[-1], axis=-1) for array in groups)
         if values.dtype == np.uint8:
-            wide -= per_column[1] if zeros else np.float32(ZERO)
-        return cast(wide * per_column[0], dtype, row.parameter)
+            wide -= zeros[0] if zeros else np.float32(ZERO)
+        return cast(wide * scale, dtype, row.parameter)
 
     return replace(row, sources=sources, fill=fill, kinds=kinds)
 

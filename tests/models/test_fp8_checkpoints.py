@@ -96,6 +96,9 @@ def test_float8_checkpoint_of_each_format_keeps_its_bytes_and_has_the_logits_of_
             np.testing.assert_array_equal(widened(weight), expected[own], err_msg=own)
     plain = Model.from_pretrained(folders.write(tmp_path / "wide", CONFIG, wide), dtype="float32")
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=TOLERANCE)
+    dequantized = Model.from_pretrained(tmp_path / "fp8", dtype="float32", quantize="none")
+    leaves = zip(jax.tree.leaves(dequantized), jax.tree.leaves(plain), strict=True)
+    assert all(np.array_equal(own, other) for own, other in leaves)
     rounded = Model.from_pretrained(folders.write(tmp_path / "float", CONFIG, made.weights()), dtype="float32")
     assert np.abs(logits(model, IDS) - logits(rounded, IDS)).max() > 100 * TOLERANCE, "the weights must be rounded ones"
 
