@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from convert.fields import CheckpointError, Fields
 from convert.huggingface import Row, batches, check, mapped, stacked
 from convert.sources import open_source
+from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec.models import families
 from jspec.models.mxfp4_rows import mxfp4_rows, widened
 from jspec.models.quantized_config import Scheme, read_scheme
-from tests.support import folders
+from jspec.tools.replay import run_texts
+from tests.support import folders, recordings
 
 pytestmark = pytest.mark.once
 
@@ -90,6 +94,26 @@ def test_mxfp4_is_refused_unless_it_is_widened_and_damage_is_named(tmp_path: Pat
         folder = folders.write(tmp_path / str(index), {}, wrong)
         with pytest.raises(ValueError, match=message):
             filled(folder)
+
+
+def test_gpt_oss_in_mxfp4_has_the_logits_and_greedy_tokens_of_its_widened_experts(golden: Path) -> None:
+    if "gpt_oss" not in families.model_types():
+        pytest.skip("the model family gpt_oss is not supported yet")
+    folder = golden / "families" / "quantized" / "gpt_oss_mxfp4"
+    recorded = recordings.recording(folder / "expect.npz")
+    with pytest.raises(NotImplementedError, match=r"mxfp4: expected quantize='none', which widens them at load"):
+        Model.from_pretrained(folder)
+    target = Model.from_pretrained(folder, dtype="float32", quantize="none")
+    prompts = [recorded[f"prompt{i}"].tolist() for i in range(2)]
+    for i, prompt in enumerate(prompts):
+        logits, wanted = run_texts(target, jnp.asarray([prompt])).logits, recorded[f"logits{i}"]
+        assert logits is not None
+        np.testing.assert_allclose(logits[0, -len(wanted) :], wanted, atol=1e-4)
+    sizes = dict(slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,), prefix_cache=False, controls=False)
+    for drafter in (None, DraftModel(target, Tree.chain(3))):
+        with Engine(target, drafter=drafter, **sizes) as engine:
+            done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
+        assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
 
 
 def test_config_of_mxfp4_gives_its_scheme() -> None:
