@@ -9,21 +9,22 @@ from convert.fields import CheckpointError, Fields, short
 KINDS = {  # kinds of checkpoints, and the class or function that loads each
     "target": "Engine.from_pretrained, or as a draft model DraftModel.from_pretrained",
     "eagle3": "Eagle3.from_pretrained",
+    "peagle": "PEagle.from_pretrained",
     "eagle": "Eagle.from_pretrained",
     "medusa": "Medusa.from_pretrained",
     "dflash": "DFlash.from_pretrained",
+    "dspark": "DSpark.from_pretrained",
 }
 MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 
 # Patterns of tensor names that occur in one unsupported method only, with the name of the method.
 OTHER_TENSORS = {
-    r"mask_hidden": "P-EAGLE (parallel drafting)",
     r"parallel_draft_heads\..*": "parallel draft heads",
-    r"midlayer\.\d+\..*": "an EAGLE-3 head of several midlayers",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
     r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
 }
-OTHER_ARCHITECTURES = ("PEagle", "DFlash2", "DSpark", "DSpine", "Domino")
+OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
+DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
 
 def bare_name(name: str) -> str:
@@ -48,17 +49,26 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
     others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
-    if speculators not in ("", "eagle3", "dflash"):
+    is_peagle = speculators == "peagle" or "mask_hidden" in bare or "peagle" in architectures.lower()
+    is_peagle = is_peagle or config.flag("parallel_drafting")
+    if "pard_token" in config and not is_peagle:
+        others.append("PARD (a draft model that drafts in parallel)")
+    if speculators not in ("", "eagle3", "peagle", "dflash", "dspark"):
         others.append(f"speculators_model_type {short(speculators)}")
     if others:
         known = ", ".join(families)
         raise NotImplementedError(
-            f"expected a model ({known}) or an EAGLE, DFlash or Medusa head, got {others[0]}; this method is not "
-            "supported yet"
+            f"expected a model ({known}) or an EAGLE, DFlash, DSpark or Medusa head, got {others[0]}; this method is "
+            "not supported yet"
         )
+    if is_peagle:
+        return "peagle"
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):
         return "medusa"
-    if speculators == "dflash" or "DFlash" in architectures or "hidden_norm.weight" in bare:
+    if any(name.startswith(DSPARK_HEADS) for name in bare):
+        return "dspark"
+    is_block = speculators in ("dflash", "dspark") or "DFlash" in architectures or "DSpark" in architectures
+    if is_block or "hidden_norm.weight" in bare:
         return "dflash"
     eagle3 = speculators or "d2t" in bare or "Eagle3" in architectures
     if eagle3 or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in bare):

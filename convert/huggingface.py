@@ -86,6 +86,11 @@ def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
     return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
 
 
+def flat(parameter: str, name: str, shape: Shape) -> Row:
+    """Make a row for a parameter that is one tensor, read as a vector."""
+    return Row(parameter, {name: shape}, (int(np.prod(shape)),), _stack)
+
+
 def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
     filled, at = np.empty(row.shape, np.dtype(dtype)), 0
     flat = filled.reshape(-1)  # concatenated and stacked tensors have the same memory layout

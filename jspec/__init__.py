@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from jspec.draft.base import Drafter
     from jspec.draft.dflash import DFlash
     from jspec.draft.draft_model import DraftModel
+    from jspec.draft.draft_vocab import frequent_tokens
+    from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
     from jspec.draft.ngram import NGram
+    from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
     from jspec.engine.api import Engine
     from jspec.engine.metrics import Metrics
@@ -33,6 +36,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Chunk": "jspec.engine.request",
     "Completion": "jspec.engine.request",
     "DFlash": "jspec.draft.dflash",
+    "DSpark": "jspec.draft.dspark",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
     "Eagle": "jspec.draft.eagle",
@@ -44,18 +48,21 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
+    "PEagle": "jspec.draft.peagle",
     "Replicas": "jspec.engine.replicas",
     "Round": "jspec.engine.round_record",
     "SamplingParams": "jspec.engine.sampling_params",
     "Suffix": "jspec.draft.suffix",
     "TokenLogprob": "jspec.engine.request",
     "Tree": "jspec.core.tree",
+    "frequent_tokens": "jspec.draft.draft_vocab",
 }
 
 __all__ = [
     "Chunk",
     "Completion",
     "DFlash",
+    "DSpark",
     "DraftModel",
     "Drafter",
     "Eagle",
@@ -67,6 +74,7 @@ __all__ = [
     "Metrics",
     "Model",
     "NGram",
+    "PEagle",
     "Replicas",
     "Round",
     "SamplingParams",
@@ -74,6 +82,7 @@ __all__ = [
     "TokenLogprob",
     "Tree",
     "__version__",
+    "frequent_tokens",
     "plot",
     "testing",
 ]

@@ -48,6 +48,14 @@ class AcceptRule(abc.ABC):
             ValueError: the rule cannot verify drafts of this shape.
         """
 
+    def reads_probabilities(self, *, is_sampled: bool) -> bool:
+        """Return whether a row's decision needs more than the target's token after each node; by default it does.
+
+        Args:
+            is_sampled: whether the row's temperature is above 0.
+        """
+        return True
+
     @abc.abstractmethod
     def decide(self, logits: Any, draft: Draft, ancestor_mask: AncestorMask, view: SlotView) -> tuple[Any, Any]:
         """Choose the last accepted node of each row, and the token that follows this node.

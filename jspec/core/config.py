@@ -15,7 +15,7 @@ from jspec.core.accept_rule import AcceptRule
 from jspec.core.foreign_names import names_checked
 from jspec.core.shorten import short
 
-ACCEPT_RULES = ("coupled", "rejection", "block", "multi_candidate", "typical")
+ACCEPT_RULES = ("coupled", "rejection", "block", "traversal", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 QUANTIZE = ("int8", "fp8", "fp8_dynamic", "int4")

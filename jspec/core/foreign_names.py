@@ -17,6 +17,9 @@ NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
 CHAIN = "the tree of the drafter, such as tree=jspec.Tree.chain(4)"
 TOPK = "the tree of the drafter, such as tree=jspec.Tree.topk(nodes=60, depth=8, k=10)"
+DRAFT_DEVICES = (
+    "device= of DraftModel, devices other than the target's; without it the drafter is divided as the target is"
+)
 TEMPLATE = 'chat_template_kwargs= of Engine.chat, such as chat_template_kwargs={"enable_thinking": False}'
 GRAMMARS = "json_schema=, regex= or grammar="
 PROMPTS = "the prompts as the first argument"
@@ -63,6 +66,8 @@ FOREIGN_NAMES: dict[str, str] = {
     # engines: drafting
     "speculative_config": DRAFTER,
     "speculative_algorithm": DRAFTER,
+    "draft_tensor_parallel_size": DRAFT_DEVICES,
+    "speculative_draft_tensor_parallel_size": DRAFT_DEVICES,
     "speculative_model": DRAFTER,
     "speculative_draft_model_path": DRAFTER,
     "assistant_model": DRAFTER,

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.layers.quantized import PartialSums, Scaled
+from pallas_kernels.layers.shard import OwnColumns
 
 NO_ROW = 2**30  # packed row of a node that is left out; no such row exists
 
@@ -48,6 +49,8 @@ class Packing:
 
         Nodes that are left out get zeros.
         """
+        if isinstance(sums, OwnColumns):
+            return replace(sums, own=self.unpack(sums.own))
         if isinstance(sums, Scaled):
             return replace(sums, values=self._unpack(sums.values), row_scale=self._unpack(sums.row_scale[None])[0])
         return self._unpack(sums)

@@ -110,8 +110,8 @@ class SlotState:
     remaining: Int[Array, "slots"]  # number of tokens that may still be emitted
     page_table: Int[Array, "slots pages"]  # page number of each block of cache rows; 0 after the slot's last page
     sampling: Sampling
-    target: KVCache
-    draft: Any  # the drafter's own pytree
+    target: KVCache  # without pools on devices that have only the draft model
+    draft: Any  # the drafter's own pytree; () on devices that have only the target
     token_history: Int[Array, "pages page_size"] | None = None  # token of each cache row, for drafters that read it
     controls: Controls | None = None  # None: the engine serves no request with penalties or grammars
     grammars: Grammars | None = None  # None: the engine serves no request with a grammar
@@ -148,8 +148,9 @@ class TokenBatch:
     token t attends to the new rows up to its own. ``base`` differs from ``first_row`` for a level of a draft tree,
     whose new rows include the rows of earlier levels.
 
-    With a ``window``, a token attends to the newest ``window`` of these rows only, its own row included. So the window
-    of each node of a tree ends at the node. It must hold all new rows that the node attends to.
+    With a ``window``, a token attends to the newest ``window`` of these rows up to its own only, and to the later rows
+    of its block. So the window of each node of a tree ends at the node. It must hold all new rows up to the node's that
+    the node attends to.
     """
 
     tokens: Int[Array, "batch tokens"]
@@ -260,6 +261,8 @@ class Draft:
     valid: Bool[Array, "batch nodes"]  # whether a node may be accepted; all ancestors of a valid node are valid
     probs: Float[Array, "batch nodes draft_vocab"] | None  # draft probabilities of each node's children
     vocab_map: Int[Array, "draft_vocab"] | None  # target-vocabulary id of each draft-vocabulary id; None: equal ids
+    # Estimated probability that a node is accepted if its parent is, the same for siblings; root: 1. None: no estimate.
+    confidence: Float[Array, "batch nodes"] | None = None
 
 
 @struct.dataclass
@@ -273,6 +276,12 @@ class Verdict:
     ended: Bool[Array, "batch"]  # whether the row emits its last token
     grammar_state: Int[Array, "batch"] | None = None  # grammar state after the bonus token; -1: no grammar
 
+    @classmethod
+    def read(cls, report: Int[Array, "batch columns"], path: Int[Array, "batch depth1"]) -> Verdict:
+        """Make the verdict of a round, without grammar states, from the round's report (`pack_result`)."""
+        result = StepResult.read(report)
+        return cls(result.accept_len, path, result.tokens, result.counts, result.ended == 1)
+
 
 @struct.dataclass
 class Trace:
@@ -282,6 +291,7 @@ class Trace:
     parents: Int[Array, "rounds batch nodes"]  # as in `Draft`, -1 for invalid nodes too
     scores: Float[Array, "rounds batch nodes"]  # as in `Draft`
     path: Int[Array, "rounds batch depth1"]  # as in `Verdict`
+    confidence: Float[Array, "rounds batch nodes"] | None = None  # as in `Draft`
 
 
 @struct.dataclass
@@ -306,6 +316,7 @@ class StepOutput:
     trace: Trace | None
     logprobs: LogProbs | None = None  # log-probabilities of the emitted tokens, [rounds, batch, depth + 1]
     prompt: LogProbs | None = None  # those of the token after each token of a prefill, [blocks * rows]
+    path: Int[Array, "rounds batch depth1"] | None = None  # as in `Verdict`, for the device that drafted; not copied
 
 
 class StepResult(NamedTuple):
@@ -327,8 +338,8 @@ class StepResult(NamedTuple):
         return self.tokens.shape[-1] - 1
 
     @classmethod
-    def read(cls, report: np.ndarray) -> StepResult:
-        """Split a report into one result with arrays over all rounds and rows."""
+    def read(cls, report: Any) -> StepResult:
+        """Split a report, an array of the host or the device, into one result with arrays over all rounds and rows."""
         return cls(report[..., :-4], *(report[..., column] for column in range(-4, 0)))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Loads checkpoints of any kind: targets, draft models, EAGLE, DFlash and Medusa heads."""
+"""Loads checkpoints of any kind: targets, draft models, EAGLE, DFlash, DSpark and Medusa heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft import dflash_format, eagle_formats, medusa
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
-from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.draft_model import DraftModel
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.head_config import Overrides
 from jspec.draft.medusa import Medusa, MedusaHeads
+from jspec.draft.peagle import PEagle
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.load import Format, FormatOf
@@ -76,7 +77,7 @@ def load_drafter(
     Args:
         path: an existing folder, or else a hub id ("owner/name").
         tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads, or as a
-            DFlash head can draft, if fewer.
+            block can hold, if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
@@ -85,14 +86,17 @@ def load_drafter(
     match found.kind:
         case "eagle3":
             return Eagle3(EagleHead.from_weights(found.config, found.weights, mesh), chain)
+        case "peagle":
+            return PEagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "eagle":
             return Eagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
         case "medusa":
             heads = MedusaHeads.from_weights(found.config, found.weights)
             return Medusa(heads, tree or Tree.chain(min(length, len(heads.heads))))
-        case "dflash":
-            head = DFlashHead.from_weights(found.config, found.weights)
-            return DFlash(head, tree or Tree.chain(min(length, head.config.block_size - 1)))
+        case "dflash" | "dspark":
+            method = DFlash if found.kind == "dflash" else DSpark
+            head = method.head_type.from_weights(found.config, found.weights)
+            return method(head, tree or Tree.chain(min(length, head.config.max_depth)))
         case _:
             return DraftModel(Model.from_weights(found.config, found.weights, mesh), chain)
 
@@ -140,9 +144,11 @@ def _formats(overrides: Overrides | None) -> FormatOf:
     formats: dict[str, FormatOf] = {
         "target": partial(load.target_format, rope_theta=given.rope_theta),
         "eagle3": partial(eagle_formats.head_format, overrides=given),
+        "peagle": partial(eagle_formats.head_format, overrides=given),
         "eagle": partial(eagle_formats.head_format, overrides=given),
         "medusa": medusa.head_format,
         "dflash": partial(dflash_format.dflash_format, overrides=given),
+        "dspark": partial(dflash_format.dflash_format, overrides=given),
     }
     return lambda kind: _checked(kind, formats[kind](kind), given)
 

@@ -37,8 +37,8 @@ class Drafter(abc.ABC):
 
     The `Draft` that `draft` returns must keep a contract: node 0 is the root, ``parents[i] < i``, siblings have
     distinct tokens, and the ancestors of a valid node are valid. ``probs`` are the probabilities from which the tokens
-    were drawn, or None if the tokens were not drawn. A draft that keeps the contract leaves the output's distribution
-    unchanged.
+    were drawn, siblings without replacement and the children of different nodes independently, or None if the tokens
+    were not drawn. A draft that keeps the contract leaves the output's distribution unchanged.
     """
 
     tree: Tree  # shape of the tree to draft
@@ -47,6 +47,7 @@ class Drafter(abc.ABC):
     # Whether accepted tokens enter the draft cache only when `draft` or `write_pending_rows` runs next.
     has_pending_rows: ClassVar[bool] = False
     draft_window: int | None = None  # number of newest tokens that the drafter attends to; None: all
+    mesh: Mesh | None = None  # mesh over a `DraftModel`'s own devices; None: the drafter is on the target's devices
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(getattr(self, 'tree', None))!r})"
@@ -137,7 +138,8 @@ class Drafter(abc.ABC):
         """
         name = type(self).__name__
         raise ValueError(
-            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DraftModel), got {name}; leave it out"
+            f"draft_window: expected a drafter with a window (EAGLE, DFlash, DSpark, DraftModel), got {name}; "
+            "leave it out"
         )
 
     def on_mesh(self, mesh: Mesh) -> Drafter:

@@ -1,12 +1,15 @@
-"""Reads the files of DFlash heads (config.json, tensor names, vocabulary maps) in the formats of their exporters.
+"""Reads the files of DFlash and DSpark heads (config.json, tensor names, vocabulary maps) of their exporters.
 
-The DFlash authors and SpecForge write a Qwen 3 config with `block_size` and the object `dflash_config`. The exporter
-speculators puts the layers' config under `transformer_layer_config`, and the other keys beside it.
+The DFlash authors and SpecForge write a Qwen 3 config with `block_size` and the object `dflash_config`. The DSpark
+authors write all keys into a Qwen 3 config. The exporter speculators puts the layers' config under
+`transformer_layer_config`, and the other keys beside it.
+
+A file without the tensors of a Markov head and of a confidence head holds a DFlash head, whatever its architecture is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +18,26 @@ from convert.fields import CheckpointError, Fields, require
 from convert.huggingface import Row, renamed
 from convert.sources import Source
 from jspec.draft.dflash_head import dflash_params
+from jspec.draft.dspark_head import dspark_params
 from jspec.draft.eagle_formats import Parts
-from jspec.draft.head_config import DFlashConfig, Overrides
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, Overrides
 from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
-from jspec.models.layer_config import unsupported
-from jspec.models.load import Format, check_count
-from jspec.models.params import Params
+from jspec.models.hf_config import SLIDING
+from jspec.models.layer_config import GQA, unsupported
+from jspec.models.load import Format, check_count, with_scheme
+from jspec.models.params import Params, ParamSpec
 
-READ = {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers"}  # keys of `dflash_config` that are read
+READ = {  # keys of `dflash_config` that are read
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),
+    *("causal", "use_swa", "swa_window_size"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    "confidence_head_alpha",  # weight of the confidence head in the training loss; 0: there is none
+}
+PROJECTORS = ("dflash", "dspark")  # values of `projector_type`
 # Options that change a head's forward pass, in `dflash_config` or beside it, each with its only supported value.
 OPTIONS: dict[str, Any] = {
-    "projector_type": "dflash",
     "attention_mode": "gqa",
-    "causal": False,
-    "is_causal": False,
-    "use_swa": False,
-    "sample_from_anchor": False,
     "shift_label": False,
     "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False,
@@ -41,39 +47,56 @@ LAYERS = ("qwen3", "llama")  # values of `model_type`; a head's layers are those
 
 
 def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> Format:
-    """Return the format of DFlash heads, for files of any exporter.
+    """Return the format of DFlash or DSpark heads, for files of any exporter.
 
     Args:
-        kind: "dflash".
+        kind: "dflash" or "dspark".
         overrides: config values that replace those of the file.
     """
-    assert kind == "dflash", kind
     given = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[DFlashConfig, list[Row]]:
         names = {bare_name(name): name for name in source.tensors}
         check_tensors(names)
-        config = read_dflash(fields, given)
+        config = read_dflash(fields, given, kind)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
         is_reduced = config.draft_vocab_size < config.vocab_size
-        params = dflash_params(
-            config, has_head=is_reduced or "lm_head.weight" in names, has_map=is_reduced or "d2t" in names
+        params = head_params(
+            config,
+            has_embed="embed_tokens.weight" in names,
+            has_head=is_reduced or "lm_head.weight" in names,
+            has_map=is_reduced or "d2t" in names,
         )
         return config, renamed(weight_rows(config, params, names), names)
 
+    def from_json(fields: Fields) -> DFlashConfig:
+        if fields.text("method") != kind:
+            raise fields.error("method", f"{kind!r}, the kind of the checkpoint")
+        return DFlashConfig.from_json(fields)
+
     def params(config: DFlashConfig, names: Collection[str]) -> Params:
         check_count("num_layers", config.num_layers, names)
-        return dflash_params(config, has_head="head" in names, has_map="draft_to_target" in names)
+        owned = {"has_embed": "embed", "has_head": "head", "has_map": "draft_to_target"}
+        return head_params(config, **{option: name in names for option, name in owned.items()})
 
-    return Format(from_hf, DFlashConfig.from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
-def read_dflash(config: Mapping[str, Any], overrides: Overrides | None = None) -> DFlashConfig:
-    """Read the config.json of a DFlash head.
+def head_params(config: DFlashConfig, **owned: bool) -> dict[str, ParamSpec]:
+    """Return the `ParamSpec` of each parameter of a DFlash or DSpark head, by name; ``owned`` as in `dflash_params`."""
+    params = dflash_params(config, **owned)
+    return params | dspark_params(config) if isinstance(config, DSparkConfig) else params
+
+
+def read_dflash(
+    config: Mapping[str, Any], overrides: Overrides | None = None, kind: str = "dflash"
+) -> DFlashConfig | DSparkConfig:
+    """Read the config.json of a DFlash or DSpark head.
 
     Args:
         config: parsed config.json.
         overrides: config values that replace those of the file.
+        kind: "dflash" or "dspark", the kind of head by its tensors.
 
     Raises:
         CheckpointError: keys are missing, a value has another type, or values contradict each other.
@@ -82,20 +105,22 @@ def read_dflash(config: Mapping[str, Any], overrides: Overrides | None = None) -
     overrides, fields = overrides or Overrides(), Fields.of(config)
     parts = _parts(fields)
     _check_options(parts)
-    kind = parts.layer.text("model_type", "qwen3")
-    if kind not in LAYERS:
-        raise unsupported("model_type", kind, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
-    read = FAMILIES[kind].decoder(parts.layer, rope_theta=overrides.rope_theta)
-    layers = tuple(replace(layer, attention=replace(layer.attention, qk_norm="head")) for layer in read["layers"])
-    mask = parts.one("mask_token_id")
-    return DFlashConfig(
+    family = parts.layer.text("model_type", "qwen3")
+    if family not in LAYERS:
+        raise unsupported("model_type", family, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
+    read = FAMILIES[family].decoder(_with_windows(parts), rope_theta=overrides.rope_theta)
+    layers = tuple(replace(layer, attention=_in_block(layer.attention, parts)) for layer in read["layers"])
+    record, heads = (DSparkConfig, _heads(parts)) if kind == "dspark" else (DFlashConfig, _no_heads(parts))
+    return record(
         **{**read, "layers": layers},
         draft_vocab_size=parts.integer("draft_vocab_size", default=read["vocab_size"]),
         target_hidden_size=parts.integer("target_hidden_size", default=read["hidden_size"]),
         feature_layers=overrides.feature_layers or _feature_layers(parts, len(layers)),
         source_format=parts.source_format,
-        block_size=Fields({"block_size": parts.one("block_size")}, fields.place).integer("block_size"),
-        mask_token_id=Fields({"mask_token_id": mask}, fields.place).integer("mask_token_id", least=0),
+        block_size=_integer(parts, "block_size", least=1),
+        mask_token_id=_integer(parts, "mask_token_id"),
+        sample_from_anchor=_sample_from_anchor(parts),
+        **heads,
     )
 
 
@@ -113,30 +138,110 @@ def _check_options(parts: Parts) -> None:
         for got in parts.values(name):
             if got != value or isinstance(got, bool) != isinstance(value, bool):
                 raise unsupported(name, got, str(value))
+    for got in parts.values("projector_type"):
+        if got not in PROJECTORS:
+            raise unsupported("projector_type", got, " or ".join(PROJECTORS))
     for name in parts.nested:
         if name not in READ | OPTIONS.keys() and parts.nested[name] is not None:
             raise unsupported(f"dflash_config: {name}", parts.nested[name], "none")
 
 
+def _with_windows(parts: Parts) -> Fields:
+    """Return the part of a config.json that describes the layers, with windows under the keys of Qwen.
+
+    ModelOpt writes `use_swa` and `swa_window_size` for windows of all layers.
+    """
+    layer, types = parts.layer, parts.layer.texts("layer_types")
+    if parts.flag("use_swa") and SLIDING not in types:
+        types = [SLIDING] * layer.integer("num_hidden_layers")
+    elif SLIDING not in types:
+        return layer
+    elif layer.get("use_sliding_window") is False:
+        raise layer.error("use_sliding_window", f"true, because layer_types has {SLIDING!r}")
+    window = Fields({"sliding_window": parts.one("swa_window_size", "sliding_window")}, layer.place)
+    own = {"layer_types": types, "use_sliding_window": True, "sliding_window": window.integer("sliding_window")}
+    return Fields({**layer, **own}, layer.place)
+
+
+def _in_block(attention: GQA, parts: Parts) -> GQA:
+    """Return a layer's attention with the options that all layers of DFlash heads have.
+
+    A token attends to no later token of its block in layers with a window, unless the file says otherwise.
+    """
+    slides = attention.window is not None and not parts.flag("use_swa")
+    causal = parts.flag("causal", "is_causal", default=slides and not parts.flag("sliding_window_non_causal"))
+    return replace(attention, qk_norm="head", causal=causal)
+
+
+def _integer(parts: Parts, name: str, default: int | None = None, *, least: int = 0) -> int:
+    return Fields({name: parts.one(name)}, parts.outer.place).integer(name, default, least=least)
+
+
+def _heads(parts: Parts) -> dict[str, Any]:
+    """Read which Markov head and which confidence head there are, as fields of `DSparkConfig`."""
+    is_trained = parts.one("confidence_head_alpha", default=0) not in (0, None)
+    return dict(
+        markov_rank=_integer(parts, "markov_rank", 0),
+        markov_head_type=Fields({"type": parts.one("markov_head_type")}, parts.outer.place).text("type", "vanilla"),
+        confidence_head=parts.flag("enable_confidence_head", default=is_trained),
+        confidence_head_with_markov=parts.flag("confidence_head_with_markov"),
+    )
+
+
+def _no_heads(parts: Parts) -> dict[str, Any]:
+    """Check that the config names neither a Markov head nor a confidence head, because the file has none."""
+    heads = _heads(parts)
+    for key, name, tensors in (
+        ("markov_rank", "markov_rank", "markov_head.*"),
+        ("confidence_head", "enable_confidence_head", "confidence_head.*"),
+    ):
+        if heads[key]:
+            raise CheckpointError(
+                name, f"expected the tensors {tensors}, because config.json has {name} {heads[key]}, got none; "
+                "download the file again, or correct config.json",
+            )  # fmt: skip
+    return {}
+
+
+def _sample_from_anchor(parts: Parts) -> bool:
+    """Read whether the root's output drafts a token.
+
+    It does in the code of the DSpark authors and SpecForge, whose configs do not say so. Older versions of speculators
+    trained DSpark heads whose root drafts nothing, and their configs do not say so either.
+    """
+    if parts.values("sample_from_anchor"):
+        return parts.flag("sample_from_anchor")
+    if parts.outer.text("speculators_model_type", "") == "dspark":
+        raise CheckpointError(
+            "sample_from_anchor", "expected true or false in a speculators config.json of a DSpark head, got none; add "
+            "true if the root's output drafts the first token, else false",
+        )  # fmt: skip
+    return "DSpark" in " ".join(parts.outer.texts("architectures")) or parts.one("projector_type") == "dspark"
+
+
 def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
     """Read the indices of the target states that the head reads, in the order in which they are concatenated.
 
-    The ids in the file are indices of layers. The output of layer j is state j + 1; for the target's last layer it is
-    the state after the final norm, as transformers returns it.
+    The ids of speculators (`aux_hidden_state_layer_ids`) are indices of states, the others are indices of layers. The
+    output of layer j is state j + 1; for the target's last layer it is the state after the final norm, as transformers
+    returns it.
     """
-    found = {tuple(part.integers(name)) for part in (parts.nested, parts.outer) for name in ID_KEYS}
-    ids = sorted(found - {()})
-    if len(ids) > 1:
-        raise CheckpointError(
-            "target_layer_ids", f"expected one list in config.json, got {ids}; pass feature_layers= with the target's "
-            "state indices",
-        )  # fmt: skip
     count = parts.integer("num_target_layers", default=MOST_LAYERS)
-    own = ids[0] if ids else _default_layers(parts, num_layers)
-    return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in own)
+
+    def after(layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in layers)
+
+    found = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
+    found |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
+    states = sorted(found - {()})
+    if len(states) > 1:
+        raise CheckpointError(
+            "target_layer_ids", f"expected one list in config.json, got the states {states}; pass feature_layers= with "
+            "the target's state indices",
+        )  # fmt: skip
+    return states[0] if states else after(_default_layers(parts, num_layers))
 
 
-ID_KEYS = ("target_layer_ids", "aux_hidden_state_layer_ids")
 MOST_LAYERS = 2**30  # number of a target's layers if the file does not give it
 
 

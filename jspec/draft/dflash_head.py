@@ -1,12 +1,13 @@
 """The weights and the computation of DFlash heads (arXiv:2602.06036).
 
-A head is a decoder without embedding and, mostly, without output head: it uses the target's. Its context rows hold the
-keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one token into a
-context vector, from which each layer projects a key and a value. A context vector has no query and no residual stream.
+A head is a decoder, mostly without an embedding and an output head of its own: it uses the target's. Its context rows
+hold the keys and values of the target's hidden states. The projection ``fc`` and a norm fuse several states of one
+token into a context vector, from which each layer projects a key and a value. A context vector has no query and no
+residual stream.
 
 The tokens of a block are the root and the mask token, repeated. They run through the layers together: each of them
 attends to all context rows and to the whole block, also to later tokens. The output for the mask token at depth d
-gives the logits of the token at depth d.
+gives the logits of the token at depth d, or of the token at depth d + 1 if the head samples from the anchor, the root.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
+from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
 from jspec.models.layer_config import GQA
-from jspec.models.params import ParamSpec, layer_params, norm, prefixed
+from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
 from jspec.models.rope import tables
 from pallas_kernels.attention.kv_pages import append
 from pallas_kernels.attention.rope_append import KEYS, rotate
@@ -42,6 +46,7 @@ class DFlashHead:
     fc: Weight  # projection of the concatenated target states [hidden, features]
     hidden_norm: Float[Array, "hidden"]  # norm after fc
     norm: Float[Array, "hidden"]  # norm before the output head
+    embed: Float[Array, "vocab hidden"] | None = None  # embedding; None: the target's
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     config: DFlashConfig = struct.field(pytree_node=False, kw_only=True)
@@ -53,19 +58,24 @@ class DFlashHead:
         return cls(layers=[Layer(**layer) for layer in weights["layers"]], config=config, **own)
 
 
-def dflash_params(config: DFlashConfig, *, has_head: bool, has_map: bool) -> dict[str, ParamSpec]:
+def dflash_params(
+    config: DFlashConfig, *, has_embed: bool = False, has_head: bool = False, has_map: bool = False
+) -> dict[str, ParamSpec]:
     """Return the `ParamSpec` of each parameter of a DFlash head, by name.
 
     Args:
         config: config of the head.
+        has_embed: whether the head has an embedding of its own; if not, it uses the target's.
         has_head: whether the head has an output head of its own; if not, it uses the target's.
         has_map: whether the head has the target id of each draft id; if not, the ids are equal.
     """
-    hidden, features = config.hidden_size, config.num_features * config.target_hidden_size
-    params = {"fc": ParamSpec((hidden, features), ("hidden", "features")), "hidden_norm": norm(hidden)}
+    hidden = config.hidden_size
+    params = {"fc": _fc(config), "hidden_norm": norm(hidden)}
     for index, layer in enumerate(config.layers):
         params |= prefixed(f"layers.{index}", {**layer_params(layer, hidden, hidden), "attn_norm": norm(hidden)})
     params["norm"] = norm(hidden)
+    if has_embed:
+        params["embed"] = ParamSpec((config.vocab_size, hidden), ("tokens", "hidden"))
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
     if has_map:
@@ -73,14 +83,37 @@ def dflash_params(config: DFlashConfig, *, has_head: bool, has_map: bool) -> dic
     return params
 
 
+def _fc(config: DFlashConfig) -> ParamSpec:
+    shape = (config.hidden_size, config.num_features * config.target_hidden_size)
+    return ParamSpec(shape, ("fused", "features"))
+
+
+@struct.dataclass
+class Context:
+    """The weights that give the keys and values of committed tokens."""
+
+    fc: Weight  # as in `DFlashHead`, like the next field
+    hidden_norm: Float[Array, "hidden"]
+    kv: Weight  # rows of the layers' QKV projections that give keys and values, all layers in order [kv, hidden]
+    config: DFlashConfig = struct.field(pytree_node=False, kw_only=True)
+    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+
+    def declared(self) -> Params:
+        """Return the declarations of the weights, by name."""
+        config = self.config
+        sizes = tuple(layer.attention.kv_size for layer in config.layers for _ in ("keys", "values"))
+        shape, unit = (sum(sizes), config.hidden_size), config.layers[0].attention.head_dim
+        kv = ParamSpec(shape, ("heads", "hidden"), parts=sizes, unit=unit)
+        return {"fc": _fc(config), "hidden_norm": norm(config.hidden_size), "kv": kv}
+
+
 @struct.dataclass
 class BoundDFlash:
     """The weights of a DFlash head that is bound to a target."""
 
     model: Model  # the head's layers and norm, with the embedding and the output head that it uses
-    fc: Weight  # as in `DFlashHead`, like the next field
-    hidden_norm: Float[Array, "hidden"]
-    context: Weight  # rows of the layers' QKV projections that give keys and values, all layers in order [kv, hidden]
+    context: Context
     draft_to_target: Int[Array, "draft_vocab"] | None  # as in `DFlashHead`
     target_size: int = struct.field(pytree_node=False)  # number of tokens of the target's vocabulary
 
@@ -89,32 +122,38 @@ class BoundDFlash:
         return Vocabulary(self.draft_to_target, self.target_size)
 
 
-def bind_head(head: DFlashHead, target: Model) -> BoundDFlash:
-    """Join a head with the embedding and, if the head has none of its own, the output head of a target.
+def bind_head(head: DFlashHead, target: Model, ids: Int[np.ndarray, "draft_vocab"] | None = None) -> BoundDFlash:
+    """Join a head with the embedding and the output head of a target, unless the head has its own.
 
     Args:
         head: the head; its weights are arrays or `jax.ShapeDtypeStruct`.
         target: a target with the head's sizes.
+        ids: target ids of a reduced vocabulary for a head with the target's output head; None: it is not reduced.
     """
     config, own = target.config, head.config
     shares_head = head.head is None
+    rows = own.draft_vocab_size if ids is None else len(ids)
     decoder = ModelConfig(
-        vocab_size=own.vocab_size,
+        vocab_size=rows,
         hidden_size=own.hidden_size,
         layers=own.layers,
         norm_eps=own.norm_eps,
         family=config.family,
         tie_word_embeddings=False,
         max_position=config.max_position,
-        embed_scale=config.embed_scale,
+        embed_scale=config.embed_scale if head.embed is None else 1.0,
         logit_divisor=config.logit_divisor if shares_head else 1.0,
         logit_softcap=config.logit_softcap if shares_head else None,
     )
-    output = target.output_head if shares_head else head.head
-    model = Model(embed=target.embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
+    output, to_target = target.output_head if shares_head else head.head, head.draft_to_target
+    if ids is not None:
+        output, to_target = reduced_head(target.output_head, ids)
+    embed = target.embed if head.embed is None else head.embed
+    model = Model(embed=embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
     is_abstract = isinstance(head.hidden_norm, jax.ShapeDtypeStruct)
-    context = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
-    return BoundDFlash(model, head.fc, head.hidden_norm, context, head.draft_to_target, config.vocab_size)
+    kv = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
+    context = Context(head.fc, head.hidden_norm, kv, config=own)
+    return BoundDFlash(model, context, to_target, config.vocab_size)
 
 
 def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
@@ -122,7 +161,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
     parts = []
     for layer, config in zip(head.layers, head.config.layers, strict=True):
         qkv, first = layer.qkv, config.attention.q_size
-        assert not isinstance(qkv, Shard), "`DFlash.on_mesh` refuses several devices"
+        assert not isinstance(qkv, Shard), "weights are divided after `bind`"
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
             continue
@@ -141,16 +180,16 @@ def write_context(
         batch: positions and cache rows of the tokens; its ids are not read.
         features: the target's hidden states at the tokens, concatenated.
     """
-    dtype, eps, model = head.hidden_norm.dtype, head.model.config.norm_eps, head.model
+    own, eps, model = head.context, head.model.config.norm_eps, head.model
     with jax.named_scope("context"):
-        fused = rms_norm(matmul(features.astype(dtype), head.fc), head.hidden_norm, eps)
-        projected = matmul(fused, head.context)
+        fused = rms_norm(matmul(features.astype(own.hidden_norm.dtype), own.fc), own.hidden_norm, eps)
+        projected = matmul(fused, own.kv)
         k_pools, v_pools, first = [], [], 0
         for layer, config, *pools in zip(model.layers, model.config.layers, cache.k, cache.v, strict=True):
             attention = config.attention
-            own = projected[..., first : first + 2 * attention.kv_size]
+            columns = projected[..., first : first + 2 * attention.kv_size]
             first += 2 * attention.kv_size
-            k, v = _keys_and_values(layer, attention, own, batch, eps)
+            k, v = _keys_and_values(layer, attention, columns, batch, eps)
             rows = batch.page_table, batch.first_row, batch.valid
             k_pool, v_pool = append(*pools, k, v, *rows, implementation=batch.implementation)
             k_pools.append(k_pool)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
@@ -29,10 +29,14 @@ from jspec.draft.base import (
     check_window,
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
+from jspec.models import load
+from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
+from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import PoolShape, commit, create
-from jspec.models.tensor_parallel import place
-from pallas_kernels.layers.quantized import PartialSums, Scaled, reduce_partials
+from jspec.models.tensor_parallel import local_config, place
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ
 
@@ -59,10 +63,12 @@ class BoundModel:
         """Replace ids that the draft model lacks by its last id."""
         return tokens if self.size == self.target_size else jnp.minimum(tokens, self.size - 1)
 
-    def common(self, logits: PartialSums) -> Float[Array, "_ *rows common"] | Scaled:
+    def common(self, logits: PartialSums) -> PartialSums:
         """Cut off the logits [..., draft_vocab] of ids that the target lacks."""
         if self.size == self.model.config.vocab_size:
             return logits
+        if isinstance(logits, OwnColumns):
+            return replace(logits, size=self.size)
         return reduce_partials(logits, jnp.float32)[None, ..., : self.size]
 
 
@@ -88,26 +94,40 @@ class DraftModel(Drafter):
         model: the draft model; its vocabulary may differ from the target's by up to `MAX_PADDING` rows.
         tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the model attends to; None: all.
+        device: device of the model, if it is not to be on the target's devices; or several devices or a mesh of one
+            axis named "model", over which the model is divided. None: the target's devices. On other devices a round is
+            several programs, and tokens cross between the devices.
 
     Raises:
         ValueError: a node of the tree has more children than the vocabulary has tokens, or the window is not larger
-            than the tree's depth.
+            than the tree's depth, or the model cannot be divided over the devices.
+        TypeError: ``device`` is of another type.
     """
 
     has_pending_rows = True
 
-    def __init__(self, model: Model, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tree: Tree | str = DEFAULT_TREE,
+        *,
+        draft_window: int | None = None,
+        device: Place | None = None,
+    ) -> None:
         tree = tree_of("DraftModel", tree)
         check_part("DraftModel", "model", model, Model, "DraftModel.from_pretrained(path)")
         _check_width(tree, model.config.vocab_size)
-        self.model = model
+        self.mesh = None if device is None else _mesh_for(model.config, device)
+        self.model = model if self.mesh is None else place(model, self.mesh)
         self.tree = tree
         self.draft_window = check_window("DraftModel", draft_window, tree)
 
     def with_window(self, draft_window: int) -> DraftModel:
-        return DraftModel(self.model, self.tree, draft_window=draft_window)
+        return DraftModel(self.model, self.tree, draft_window=draft_window, device=self.mesh)
 
     def on_mesh(self, mesh: Mesh) -> DraftModel:
+        if self.mesh is not None:
+            return self
         return DraftModel(place(self.model, mesh), self.tree, draft_window=self.draft_window)
 
     @classmethod
@@ -119,6 +139,7 @@ class DraftModel(Drafter):
         dtype: str | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        device: Place | None = None,
     ) -> Self:
         """Load a draft model.
 
@@ -129,8 +150,17 @@ class DraftModel(Drafter):
             quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the model attends to; None: all.
+            device: as for `DraftModel`; the weights are read onto these devices only.
         """
-        return cls(Model.from_pretrained(path, dtype=dtype, quantize=quantize), tree, draft_window=draft_window)
+        mesh = None if device is None else mesh_over("DraftModel: device", device)
+
+        def check(config: DecoderConfig, folder: Path) -> None:
+            if mesh is not None:
+                _mesh_for(config, mesh)
+
+        found = load.load(path, dtype=dtype, quantize=quantize, mesh=mesh, check=check)
+        model = Model.from_weights(found.config, found.weights, mesh)
+        return cls(model, tree, draft_window=draft_window, device=mesh)
 
     @property
     def advice(self) -> str:
@@ -202,6 +232,16 @@ class DraftModel(Drafter):
         window = self.draft_window
         _, cache = _run_root(params, state.cache, view, previous, window=window, with_logits=False)
         return replace(state, cache=cache)
+
+
+def _mesh_for(config: DecoderConfig, device: Place) -> Mesh:
+    """Return the mesh over a draft model's own devices, over which the model must be divisible."""
+    mesh = mesh_over("DraftModel: device", device)
+    try:
+        local_config(config, mesh.size)
+    except ValueError as error:
+        raise ValueError(f"DraftModel: device: {error}") from error
+    return mesh
 
 
 def _check_width(tree: Tree, size: int) -> None:

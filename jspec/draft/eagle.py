@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -33,6 +34,7 @@ from jspec.draft.base import (
     check_part,
     check_window,
 )
+from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
 from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
@@ -43,10 +45,12 @@ from jspec.draft.eagle_head import (
     precompute_first_layer,
     project_draft_tokens,
     project_inputs,
+    reduce_vocabulary,
     run_layers,
 )
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
-from jspec.draft.head_config import Overrides
+from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.models import load
 from jspec.models.attention import attend
@@ -76,36 +80,43 @@ class EagleDrafter(Drafter):
         head: weights and config of the head.
         tree: draft tree of any kind, or its text such as "chain:4".
         draft_window: number of newest tokens that the head attends to; None: all.
+        draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 
     Raises:
         ValueError: the head is of another method, a node of the tree has more children than the draft vocabulary has
-            tokens, or a window is not larger than the tree's depth.
+            tokens, a window is not larger than the tree's depth, or ``draft_vocab`` is given for a head with an output
+            head of its own.
     """
 
     method: ClassVar[str]
     has_pending_rows = True
 
-    def __init__(self, head: EagleHead, tree: Tree | str = DEFAULT_TREE, *, draft_window: int | None = None) -> None:
+    @refuses_device(READS_FEATURES)
+    def __init__(
+        self,
+        head: EagleHead,
+        tree: Tree | str = DEFAULT_TREE,
+        *,
+        draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
+    ) -> None:
         name = type(self).__name__
         check_part(name, "head", head, EagleHead, f"{name}.from_pretrained(path)")
         tree, config = tree_of(name, tree), head.config
         if config.method != self.method:
             raise ValueError(f"{name}: expected a head of method {self.method!r}, got {config.method!r}")
-        if tree.branching > config.draft_vocab_size:
-            raise ValueError(
-                f"{name}: {tree} needs {tree.branching} children of a node, the draft vocabulary has "
-                f"{config.draft_vocab_size} tokens; take a narrower tree"
-            )
+        self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
         self.head = head
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
         check_layer_windows(f"{name}: a layer of the head", config, tree)
 
     def with_window(self, draft_window: int) -> Self:
-        return type(self)(self.head, self.tree, draft_window=draft_window)
+        return type(self)(self.head, self.tree, draft_window=draft_window, draft_vocab=self.draft_vocab)
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        return type(self)(place(self.head, mesh), self.tree, draft_window=self.draft_window)
+        head, vocab = place(self.head, mesh), self.draft_vocab
+        return type(self)(head, self.tree, draft_window=self.draft_window, draft_vocab=vocab)
 
     @property
     def advice(self) -> str:
@@ -122,7 +133,7 @@ class EagleDrafter(Drafter):
         if head.head is None:
             limits = config.logit_divisor, config.logit_softcap
             head = replace(head, head=target.output_head, logit_limits=limits)
-        return precompute_first_layer(head)
+        return precompute_first_layer(head if self.draft_vocab is None else reduce_vocabulary(head, self.draft_vocab))
 
     def init(self, params: EagleHead, pool: PoolShape) -> EagleState:
         pairs, width = (pool.slots, self.tree.depth + 1), params.config.hidden_size
@@ -207,6 +218,7 @@ class Eagle3(EagleDrafter):
     method = "eagle3"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -219,6 +231,7 @@ class Eagle3(EagleDrafter):
         norm_output: bool | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load an EAGLE-3 head. Options that are None are taken from the head's config.json.
 
@@ -234,11 +247,12 @@ class Eagle3(EagleDrafter):
             quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
         layers = None if feature_layers is None else tuple(feature_layers)
         overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
-        head = _load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window)
+        head = load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
 @final
@@ -251,6 +265,7 @@ class Eagle(EagleDrafter):
     method = "eagle"
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(
         cls,
         path: str | Path,
@@ -260,6 +275,7 @@ class Eagle(EagleDrafter):
         rope_theta: float | None = None,
         quantize: str | None = None,
         draft_window: int | None = None,
+        draft_vocab: DraftVocab = None,
     ) -> Self:
         """Load an EAGLE-1 or EAGLE-2 head.
 
@@ -271,43 +287,52 @@ class Eagle(EagleDrafter):
             quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
+            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
         """
-        head = _load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window)
+        head = load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
+        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
 
 
-def _load_head(
+def load_head(
     path: str | Path, method: str, overrides: Overrides, *, dtype: str | None, quantize: str | None
 ) -> EagleHead:
+    """Load an EAGLE head of a method, which is a kind of checkpoint (`convert.detect.KINDS`)."""
     format_of = partial(head_format, overrides=overrides)
     found = load.read_checkpoint(path, format_of, kind=method, dtype=dtype, quantize=quantize)
     return EagleHead.from_weights(found.config, found.weights)
 
 
 def write_pending_rows(
-    params: EagleHead, state: EagleState, view: SlotView, window: int | None = None
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None = None, masks: int = 0
 ) -> tuple[HeadOut, PartialSums, KVCache]:
-    """Write the draft cache rows of the pending pairs, and run the head on the root's pair.
+    """Write the draft cache rows of the pending pairs, and run the head on the root's pair and the mask pairs after it.
 
-    In the last layer, only the root's pair runs through attention and feed-forward. The other pending pairs need only
-    keys and values, because the tokens after them are committed.
+    In the last layer, only these pairs run through attention and feed-forward. The other pending pairs need only keys
+    and values, because the tokens after them are committed.
+
+    Args:
+        window: number of newest tokens that the head attends to; None: all.
+        masks: number of mask pairs after the root's pair, for a P-EAGLE head.
 
     Returns:
-        The head's output for the root, its logits before the scales of a quantised output head, and the draft cache.
+        The head's output for the root and the mask pairs, its logits before the scales of a quantised output head, and
+        the draft cache.
     """
-    last, q, residual, cache = _write_pending(params, state, view, window)
-    q = jnp.take_along_axis(q, last[..., None, None], axis=1)
-    residual = jnp.take_along_axis(residual, last[..., None], axis=1)
-    root = _pairs(view, view.root[:, None], view.lengths, view.active[:, None], window)
+    last, q, residual, cache = _write_pending(params, state, view, window, masks)
+    block = last + np.arange(1 + masks)
+    q = jnp.take_along_axis(q, block[..., None, None], axis=1)
+    residual = jnp.take_along_axis(residual, block[..., None], axis=1)
+    rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
+    pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
     options: dict[str, Any] = {"start": FIRST_ROW, "quantize_output": has_dynamic_activations(params.layers[-1].o)}
-    attended = attend(q, cache.k[-1], cache.v[-1], root, params.config.layers[-1].attention, **options)
+    attended = attend(q, cache.k[-1], cache.v[-1], pairs, params.config.layers[-1].attention, **options)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 
 def _write_pending(
-    params: EagleHead, state: EagleState, view: SlotView, window: int | None
+    params: EagleHead, state: EagleState, view: SlotView, window: int | None, masks: int = 0
 ) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
-    """Write the draft cache rows of the pending pairs.
+    """Write the draft cache rows of the pending pairs and of the mask pairs after them.
 
     Returns:
         The index of the root's pair, all pairs' queries in the last layer, the residual stream, and the draft cache.
@@ -316,9 +341,14 @@ def _write_pending(
     pending = state.tokens.at[view.slots].get(mode="fill", fill_value=0)
     count = state.count.at[view.slots].get(mode="fill", fill_value=0)
     last = jnp.where(view.active, jnp.maximum(count - 1, 0), 0)[:, None]
-    steps = jnp.arange(features.shape[1])
+    steps = jnp.arange(features.shape[1] + masks)
+    if masks:
+        assert isinstance(params.config, PEagleConfig) and params.mask_feature is not None
+        is_mask = steps > last
+        features = jnp.where(is_mask[..., None], params.mask_feature, jnp.pad(features, ((0, 0), (0, masks), (0, 0))))
+        pending = jnp.where(is_mask, params.config.mask_token_id, jnp.pad(pending, ((0, 0), (0, masks))))
     tokens = jnp.where(steps == last, view.root[:, None], pending)
-    valid = (steps <= last) & view.active[:, None]
+    valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
     return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
 

@@ -1,8 +1,8 @@
 """Reads the files of EAGLE heads (config.json, tensor names, vocabulary maps) in the formats of all known exporters.
 
-The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it. The
-exporter speculators puts the layer's config under `transformer_layer_config`. vLLM's EAGLE-1 files put the authors'
-config under `model`.
+The config.json of the EAGLE authors is a Llama config. SpecForge and ModelOpt add the key `eagle_config` to it, and
+AutoModel further keys. The exporter speculators puts the layer's config under `transformer_layer_config`. vLLM's
+EAGLE-1 files put the authors' config under `model`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from convert.detect import bare_name
 from convert.fields import CheckpointError, Fields, require, short
 from convert.huggingface import Row, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
-from jspec.draft.head_layers import check_tensors, read_layers, with_count
+from jspec.draft.head_layers import check_tensors, common_name, read_layers, with_count
 from jspec.draft.head_weights import head_weights
 from jspec.models.layer_config import unsupported
-from jspec.models.load import Format, check_count
+from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.params import Params
 
+MASK_TOKEN = ("mask_token_id", "ptd_token_id", "pard_token")  # names of the mask token's id
 IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET_LAYERS = ("num_target_layers", "target_num_hidden_layers")
 
@@ -37,11 +37,11 @@ MODELOPT = {
 OPTIONS: dict[str, Any] = {
     "parallel_draft_step": 1,
     "parallel_drafting": False,
-    "mask_token_id": None,  # P-EAGLE drafts in parallel from this token
-    "ptd_token_id": None,
+    **dict.fromkeys(MASK_TOKEN),  # P-EAGLE heads only
     "dflash_config": None,
 }
 EAGLE3 = {**OPTIONS, **MODELOPT}
+PEAGLE = {name: value for name, value in EAGLE3.items() if name not in (*MASK_TOKEN, "parallel_drafting")}
 EAGLE = {
     **OPTIONS,
     **MODELOPT,
@@ -53,6 +53,7 @@ EAGLE = {
     "skip_output_norm": True,
     "logit_scale": 1.0,
 }
+SUPPORTED: dict[str, Mapping[str, Any]] = {"eagle3": EAGLE3, "peagle": PEAGLE, "eagle": EAGLE}
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ class Parts:
         if config.text("model_type", "") == "eagle":
             require(config, ("model",))
             return cls("vllm", config.object("model"), config, nested)
+        if "LlamaEagle3DraftModel" in (architectures := config.texts("architectures")):
+            return cls("automodel", config, config, nested)
         if nested.keys() & (MODELOPT.keys() | {"parallel_draft_step", "return_hidden_post_norm"}):
             return cls("modelopt", config, config, nested)
-        specforge = nested or config.keys() & {"fc_norm", "norm_output"}
+        specforge = nested or config.keys() & {"fc_norm", "norm_output"} or "PEagleDraftModel" in architectures
         return cls("specforge" if specforge else "official", config, config, nested)
 
     def values(self, *names: str) -> list[Any]:
@@ -124,17 +127,18 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     """Return the format of EAGLE heads, for files of any exporter.
 
     Args:
-        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
     """
     given = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[Row]]:
-        names = {bare_name(name): name for name in source.tensors}
+        names = {common_name(name): name for name in source.tensors}
         check_tensors(names)
         config = read_head(fields, method, given, names)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
-        return config, renamed(head_weights(config, names), names)
+        shapes = {bare: source.tensors[name].shape for bare, name in names.items()}
+        return config, renamed(head_weights(config, shapes), names)
 
     def from_json(fields: Fields) -> HeadConfig:
         if fields.text("method") != method:
@@ -145,7 +149,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         check_count("num_layers", config.num_layers, names)
         return head_params(config, has_embed="embed" in names, has_head="head" in names)
 
-    return Format(from_hf, from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
 def read_head(
@@ -155,7 +159,7 @@ def read_head(
 
     Args:
         config: parsed config.json.
-        method: "eagle3", or "eagle" for EAGLE-1 and 2.
+        method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
         names: names of the tensors in the file, without the prefix `model.`, for what the config leaves open: biases
             and norms of the layers, and the number of layers.
@@ -170,13 +174,15 @@ def read_head(
     """
     overrides = overrides or Overrides()
     parts = Parts.of(Fields.of(config))
-    _check_options(parts, EAGLE3 if method == "eagle3" else EAGLE)
+    _check_options(parts, SUPPORTED[method])
     layer = Fields({**parts.layer, "qkv_bias": parts.flag("qkv_bias")}, parts.layer.place)
-    if method == "eagle3" and parts.source_format != "speculators":
+    if method != "eagle" and parts.source_format != "speculators":
         layer = with_count(layer, names)
     is_exact = parts.source_format == "speculators"
     fields = read_layers(layer, names, theta=overrides.rope_theta, is_exact=is_exact)
-    fuses = method == "eagle3" and parts.flag("use_aux_hidden_state", default=True)
+    fuses = method != "eagle" and parts.flag("use_aux_hidden_state", default=True)
+    if method == "peagle":
+        fields["mask_token_id"] = _mask_token(parts, overrides.mask_token_id)
     return METHODS[method].of_method(
         **fields,
         draft_vocab_size=parts.integer("draft_vocab_size", "truncated_vocab_size", default=fields["vocab_size"]),
@@ -186,7 +192,7 @@ def read_head(
         norm_before_residual=_norm_before_residual(parts, overrides.norm_before_residual),
         norm_before_fc=parts.flag("norm_before_fc"),
         fc_norm=parts.flag("fc_norm"),
-        norm_output=_norm_output(parts, overrides.norm_output),
+        norm_output=method != "peagle" and _norm_output(parts, overrides.norm_output),
         fc_bias=_fc_bias(parts, method),
         fuse=fuses,
     )
@@ -220,6 +226,19 @@ def _norm_output(parts: Parts, override: bool | None) -> bool:
             f"newer versions of SpecForge understand differently; {remedy}",
         )  # fmt: skip
     return value
+
+
+def _mask_token(parts: Parts, override: int | None) -> int:
+    """Read the id of the token that stands for tokens that are not drafted yet."""
+    if override is not None:
+        return override
+    remedy = "pass mask_token_id= with the id that the head was trained with"
+    found = parts.one(*MASK_TOKEN, remedy=remedy)
+    if found is None:
+        raise CheckpointError(
+            "mask_token_id", f"expected {' or '.join(MASK_TOKEN)} in a P-EAGLE config.json, got none; {remedy}"
+        )
+    return Fields({"mask_token_id": found}, parts.outer.place).integer("mask_token_id", least=0)
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:

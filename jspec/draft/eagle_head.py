@@ -8,25 +8,30 @@ reads the normed embedding and the normed feature, concatenated in this order.
 EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): The feature is the target's hidden state after its final norm. ``fc`` maps
 the concatenated embedding and feature to the input of layer 0, which has no norm before its attention. The output of
 the last layer goes to the target's output head without a norm.
+P-EAGLE (arXiv:2602.01469): A head as in EAGLE-3 that is never fed its own output. The draft tokens of a block are mask
+pairs: the mask token beside a trained feature, which stands for the feature that is not known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
-from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig
+from jspec.draft.draft_vocab import reduced_head
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
+from jspec.models.tensor_parallel import place, put
 from pallas_kernels.layers.quantized import (
     Inputs,
     PartialSums,
@@ -78,6 +83,8 @@ class EagleHead:
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
     precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
+    mask_hidden: Float[Array, "features"] | None = None  # target states of a mask pair, concatenated; P-EAGLE only
+    mask_feature: Float[Array, "hidden"] | None = None  # feature of a mask pair, set by `bind`; P-EAGLE only
     # Divisor and limit of the logits (`jspec.models.layers.limited`): the target's, if the output head is the target's.
     logit_limits: tuple[float, float | None] = struct.field(pytree_node=False, default=(1.0, None))
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
@@ -86,12 +93,14 @@ class EagleHead:
 
     def declared(self) -> Params:
         """Return the declarations of the weights, by name; those of `PrecomputedFirstLayer` too."""
-        params = head_params(self.config, has_embed=True)
-        head = ParamSpec((self.config.draft_vocab_size, self.config.hidden_size), ("draft_vocab", "hidden"))
+        params, hidden = head_params(self.config, has_embed=True), self.config.hidden_size
+        params["draft_to_target"] = draft_ids(self.config)
+        head = ParamSpec((self.config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
         qkv = params["layers.0.qkv"]
         projected = ParamSpec((self.config.draft_vocab_size, qkv.shape[0]), ("draft_ids", "projection"))
-        half = ParamSpec((qkv.shape[0], self.config.hidden_size), ("heads", "hidden"))
-        return {**params, "head": head, "precomputed.projected": projected, "precomputed.qkv": half}
+        half = ParamSpec((qkv.shape[0], hidden), ("heads", "hidden"))
+        tables = {"precomputed.projected": projected, "precomputed.qkv": half, "mask_feature": norm(hidden)}
+        return {**params, "head": head, **tables}
 
     @classmethod
     def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> EagleHead:
@@ -122,6 +131,8 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         params["embed"] = ParamSpec((config.vocab_size, hidden), ("tokens", "hidden"))
     if isinstance(config, Eagle3Config) and config.norm_before_fc:
         params["input_norm"] = norm(states * width, "features")
+    if isinstance(config, PEagleConfig):
+        params["mask_hidden"] = ParamSpec((states * width,), ("features",))
     if isinstance(config, Eagle3Config) and config.fc_norm:
         params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
     if config.fuses_states or isinstance(config, EagleConfig):
@@ -142,7 +153,12 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     params["norm"] = norm(hidden)
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
-    return params | {"draft_to_target": ParamSpec((config.draft_vocab_size,), ("draft_ids",), "range", "int32")}
+    return params | {"draft_to_target": draft_ids(config)}
+
+
+def draft_ids(config: HeadConfig) -> ParamSpec:
+    """Return the declaration of the target id of each draft id."""
+    return ParamSpec((config.draft_vocab_size,), ("draft_ids",), "range", "int32")
 
 
 class HeadOut(NamedTuple):
@@ -168,20 +184,50 @@ def fuse(head: EagleHead, features: Float[Array, "... features"]) -> Float[Array
         return fused if head.fc_bias is None else fused + head.fc_bias
 
 
+def reduce_vocabulary(head: EagleHead, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
+    """Return a head that has the target's output head with the rows of a reduced vocabulary only.
+
+    Args:
+        head: a head with the target's output head.
+        ids: target ids of the reduced vocabulary.
+    """
+    assert head.head is not None
+    rows, to_target = reduced_head(head.head, ids)
+    config = replace(head.config, draft_vocab_size=len(ids))
+    head = replace(head, head=rows, draft_to_target=to_target, config=config)
+    return head if head.mesh is None else place(head, head.mesh)
+
+
 def precompute_first_layer(head: EagleHead) -> EagleHead:
     """Add a `PrecomputedFirstLayer` to an EAGLE-3 head with a reduced draft vocabulary; return the head.
 
-    Other heads are returned unchanged, because for a whole vocabulary the table would be larger than the head.
+    Other heads are returned unchanged, because for a whole vocabulary the table would be larger than the head, and
+    P-EAGLE feeds no draft token to the head.
 
     Args:
         head: a head with an embedding; its weights are arrays or `jax.ShapeDtypeStruct`.
     """
     config = head.config
-    if not isinstance(config, Eagle3Config) or config.draft_vocab_size == config.vocab_size:
+    if config.method != "eagle3" or config.draft_vocab_size == config.vocab_size:
         return head
+    return replace(head, precomputed=_evaluated(_precomputed, head))
+
+
+def with_mask_feature(head: EagleHead) -> EagleHead:
+    """Add the feature of mask pairs to a P-EAGLE head, whose weights are arrays or `jax.ShapeDtypeStruct`."""
+    feature = _evaluated(_mask_feature, head)
+    return replace(head, mask_feature=feature if head.mesh is None else put(feature, norm(feature.size), head.mesh))
+
+
+def _mask_feature(head: EagleHead) -> Float[Array, "hidden"]:
+    assert head.mask_hidden is not None
+    return fuse(head, head.mask_hidden[None])[0]
+
+
+def _evaluated(function: Callable[[EagleHead], Any], head: EagleHead) -> Any:
+    """Compute a function of a head's weights, or only the shapes of its values if the weights are shapes."""
     is_abstract = isinstance(head.layers[0].mlp_norm, jax.ShapeDtypeStruct)
-    precomputed = jax.eval_shape(_precomputed, head) if is_abstract else jax.jit(_precomputed)(head)
-    return replace(head, precomputed=precomputed)
+    return jax.eval_shape(function, head) if is_abstract else jax.jit(function)(head)
 
 
 def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:

@@ -1,23 +1,34 @@
 """Drafts a tree from one distribution for each depth, for drafters that compute a whole block in one pass.
 
-The distributions do not depend on each other: the probability of a path is the product of its tokens' probabilities.
+The distributions of `expand_block` do not depend on each other: the probability of a path is the product of its tokens'
+probabilities. Those of `expand_corrected` depend on the token before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
-from jspec.draft.expand_tree import Candidates, Vocabulary, select_nodes
+from jspec.draft.expand_tree import Candidates, Level, Vocabulary, expand_tree, select_nodes
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
-from pallas_kernels.sampling.top_log_probs import top, top_log_probs
+from pallas_kernels.layers.shard import OwnColumns
+from pallas_kernels.sampling import divided
+from pallas_kernels.sampling.top_log_probs import top
+
+# Corrections of the logits after the nodes of one level: (depth, target ids [batch, nodes], state) -> (corrections
+# [batch, nodes, draft_vocab], new state). A state of arrays has the shape [batch, nodes, ...].
+Correct = Callable[[int, Array, Any], tuple[Float[Array, "batch nodes draft_vocab"], Any]]
 
 
 def expand_block(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
@@ -33,19 +44,64 @@ def expand_block(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Par
     return run(tree, view, vocabulary, logits)
 
 
+def expand_corrected(
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, correct: Correct, state: Any = None
+) -> Draft:
+    """Draft a tree of any kind from the logits of a block, which the token before each position corrects.
+
+    A dynamic tree has the nodes of highest score, the joint log-probability, as `expand_tree` finds them.
+
+    Args:
+        tree, view, vocabulary, logits: as for `expand_block`.
+        correct: function that computes the corrections of the logits after the nodes of one level.
+        state: state of ``correct`` before the root.
+    """
+    columns = logits if isinstance(logits, OwnColumns) else None
+    sums = reduce_partials(logits if columns is None else columns.own, jnp.float32)
+
+    def after(depth: int, tokens: Array, state: Any) -> tuple[PartialSums, Any]:
+        corrections, state = correct(depth, tokens, state)
+        if columns is None:
+            return (sums[:, depth, None] + corrections)[None], state
+        own = (sums[:, depth, None] + divided.own_part(columns, corrections))[None]
+        return replace(columns, own=own), state
+
+    def feed(state: Any, level: Level) -> tuple[PartialSums, Any]:
+        parents = level.parents[:, :, None]
+        return after(
+            level.depth, level.tokens, jax.tree.map(lambda own: jnp.take_along_axis(own, parents, axis=1), state)
+        )
+
+    first, state = after(0, view.root[:, None], state)
+    expanded, _ = expand_tree(tree, view, vocabulary, first, state, feed)
+    return expanded.draft
+
+
 def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
-    """Draft a chain or a static tree; a node of rank r gets the r-th token that was chosen at its depth."""
+    """Draft a chain or a static tree; a node of rank r gets the r-th token that was chosen at its depth.
+
+    If tokens are drawn, they are drawn for each parent: accept rules need the children of different nodes to be
+    independent. With `OwnColumns` every row is greedy, and nothing is drawn.
+    """
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
-    ids, probs = choose(logits, np.arange(1, tree.depth + 1), tree.branching)
+    is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION and not isinstance(logits, OwnColumns)
+    levels = tree.levels[1:]
+    counts = [level.num_parents if is_drawn else 1 for level in levels]
+    depths = np.repeat(np.arange(tree.depth), counts)
+    if len(depths) > tree.depth:
+        logits = reduce_partials(logits, jnp.float32)[None, :, depths]
+    ids, probs = choose(logits, 1 + depths, tree.branching)
     with jax.named_scope("scores"):
         own = sampler.log_prob(reduce_partials(logits, jnp.float32), ids)
-    tokens, log_probs, parent_probs = [], [], []
-    for depth, level in enumerate(tree.levels[1:]):
-        ranks = np.array(level.ranks)
-        tokens.append(vocabulary.lift(ids[:, depth, ranks]))
-        log_probs.append(own[:, depth, ranks])
+    tokens, log_probs, parent_probs, first = [], [], [], 0
+    for level, count in zip(levels, counts, strict=True):
+        place_of = first + np.minimum(np.arange(level.num_parents), count - 1)
+        chosen = (slice(None), place_of[np.array(level.fed_parents)], np.array(level.ranks))
+        tokens.append(vocabulary.lift(ids[chosen]))
+        log_probs.append(own[chosen])
         if probs is not None:
-            parent_probs.append([probs[:, depth]] * level.num_parents)
+            parent_probs.append([probs[:, place] for place in place_of])
+        first += count
     return static_draft(tree, view, tokens, log_probs, parent_probs, vocabulary.to_target)
 
 
@@ -55,10 +111,9 @@ def _expand_dynamic(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: 
     A level has as many candidates as the tree has nodes, so the nodes are the best of all such paths. A node's score is
     at most its parent's, and of equal scores the earlier candidate is chosen, so that a node's parent is a node too.
     """
-    sums = reduce_partials(logits, jnp.float32)
-    rows, depth, vocab = sums.shape
+    rows, depth = logits.shape[1:3]
     options: dict[str, Any] = {"implementation": view.implementation}
-    found = top_log_probs(sums.reshape(rows * depth, vocab), tree.k, **options)
+    found = sampler.most_likely(logits, tree.k, **options)
     log_probs, ids = (field.reshape(rows, depth, tree.k) for field in found)
     scores, first, levels = jnp.zeros((rows, 1)), -1, []  # of the level above, and its first candidate's index
     for index in range(depth):

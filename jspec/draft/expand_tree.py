@@ -23,7 +23,7 @@ from jspec.draft.base import static_draft
 from jspec.sampling import sampler
 from pallas_kernels.attention.ancestor_bits import WORD, num_words, own_bits
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
-from pallas_kernels.sampling.top_log_probs import top, top_in_order, top_log_probs
+from pallas_kernels.sampling.top_log_probs import top, top_in_order
 
 
 @struct.dataclass
@@ -158,7 +158,7 @@ def _expand_dynamic(
     bits, levels, count = _root_bits(tree, rows), [], 0
     for depth in range(1, tree.depth + 1):
         with jax.named_scope(f"draft{depth}"):
-            level = _children(scores, fed, reduce_partials(logits, jnp.float32), k, view.implementation)
+            level = _children(scores, fed, logits, k, view.implementation)
             if depth < tree.depth:
                 first = 1 + (depth - 1) * k
                 scores, best, parents = top(level.scores, k, group=k, implementation=view.implementation)
@@ -176,17 +176,16 @@ def _expand_dynamic(
         return select_nodes(tree, view, vocabulary, candidates), state
 
 
-def _children(scores: Array, fed: Array, logits: Array, k: int, implementation: str) -> Candidates:
+def _children(scores: Array, fed: Array, logits: PartialSums, k: int, implementation: str) -> Candidates:
     """Return the k most likely children of every fed node (node with children), as candidates.
 
     Args:
         scores: scores of the fed nodes [batch, fed].
         fed: candidate indices of the fed nodes [batch, fed].
-        logits: logits after the fed nodes [batch, fed, draft_vocab].
+        logits: logits after the fed nodes [1, batch, fed, draft_vocab].
     """
-    rows, count, vocab = logits.shape
-    base = scores.reshape(rows * count)
-    scores, ids = top_log_probs(logits.reshape(rows * count, vocab), k, base=base, implementation=implementation)
+    rows, count = scores.shape
+    scores, ids = sampler.most_likely(logits, k, base=scores.reshape(rows * count), implementation=implementation)
     return Candidates(
         ids=ids.reshape(rows, count * k),
         scores=scores.reshape(rows, count * k),

@@ -1,4 +1,4 @@
-"""Configs of EAGLE and DFlash heads, with one class per method, and the config values that a caller may override."""
+"""Configs of draft heads, with one class per method, and the config values that a caller may override."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 OVERRIDABLE = {
     "target": {"rope_theta"},
     "eagle3": {"rope_theta", "feature_layers", "norm_before_residual", "norm_output"},
+    "peagle": {"rope_theta", "feature_layers", "norm_before_residual", "mask_token_id"},
     "eagle": {"rope_theta", "feature_layers"},
     "dflash": {"rope_theta", "feature_layers"},
+    "dspark": {"rope_theta", "feature_layers"},
     "medusa": set(),
 }
+MARKOV_HEADS = ("vanilla", "gated", "rnn")  # kinds of Markov heads (`jspec.draft.dspark_head`)
 
 
 def default_states(num_layers: int) -> tuple[int, int, int]:
@@ -177,15 +180,33 @@ class Eagle3Config(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """The config of a P-EAGLE head (arXiv:2602.01469), an EAGLE-3 head that drafts several tokens in one pass.
+
+    Its output is never fed back, so ``norm_output`` has no effect and is False.
+
+    Attributes:
+        mask_token_id: target id whose embedding stands for each token that is not drafted yet.
+    """
+
+    method: ClassVar[str] = "peagle"
+
+    mask_token_id: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_mask_token(self.mask_token_id, self.vocab_size)
+
+    @classmethod
+    def of_method(cls, **fields: Any) -> Self:
+        return cls(**{**fields, "norm_output": False})
+
+
+@dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
     """The config of an EAGLE-1 or EAGLE-2 head (arXiv:2401.15077, 2406.16858); both methods have the same heads."""
 
     method: ClassVar[str] = "eagle"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size != self.vocab_size:
-            raise unsupported("draft_vocab_size", self.draft_vocab_size, f"the target's {self.vocab_size}")
 
     @property
     def fuses_states(self) -> bool:
@@ -193,6 +214,8 @@ class EagleConfig(HeadConfig):
 
     @classmethod
     def of_method(cls, **fields: Any) -> Self:
+        if fields["draft_vocab_size"] != fields["vocab_size"]:
+            raise unsupported("draft_vocab_size", fields["draft_vocab_size"], f"the target's {fields['vocab_size']}")
         given = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
         _refuse(given, "a head that fuses no states", "norm_before_fc", "fc_norm")
         _refuse(given, "method 'eagle'", "norm_before_residual", "norm_output")
@@ -204,37 +227,89 @@ class DFlashConfig(HeadConfig):
     """The config of a DFlash head (arXiv:2602.06036).
 
     Attributes:
-        block_size: number of tokens of a block, the root included; at most ``block_size - 1`` tokens are drafted.
-        mask_token_id: target id whose embedding stands for each token to draft.
+        block_size: number of tokens of a block, the root included.
+        mask_token_id: target id whose embedding stands for each token of a block after the root.
+        sample_from_anchor: whether the output for a token of the block gives the token after it. If so, the root's
+            output drafts too. False: the output for a mask token gives the token in its place.
     """
 
     method: ClassVar[str] = "dflash"
 
     block_size: int
     mask_token_id: int
+    sample_from_anchor: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size < 2:
             raise CheckpointError("block_size", f"expected at least 2, got {self.block_size}; correct config.json")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise CheckpointError(
-                "mask_token_id",
-                f"expected an id below vocab_size ({self.vocab_size}), got {self.mask_token_id}; correct config.json",
-            )
-        if self.windows:
-            raise unsupported("layer_types", "sliding_attention", "full_attention in all layers of a DFlash head")
+        for attention in (layer.attention for layer in self.layers):
+            if attention.window is not None and attention.window < self.block_size and not attention.causal:
+                raise CheckpointError(
+                    "sliding_window", f"expected at least {self.block_size}, the block_size, in layers whose tokens "
+                    f"see the whole block, got {attention.window}; correct config.json",
+                )  # fmt: skip
+        _check_mask_token(self.mask_token_id, self.vocab_size)
 
     @property
     def fuses_states(self) -> bool:
         return True
 
+    @property
+    def max_depth(self) -> int:
+        """The largest number of tokens that one block drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """The config of a DSpark head (arXiv:2607.05147), a DFlash head with a Markov head and a confidence head.
+
+    Attributes:
+        markov_rank: number of channels of the Markov head; 0: there is none.
+        markov_head_type: one of `MARKOV_HEADS`.
+        confidence_head: whether there is a confidence head.
+        confidence_head_with_markov: whether the confidence head also reads the Markov embedding of the token before.
+    """
+
+    method: ClassVar[str] = "dspark"
+
+    sample_from_anchor: bool = True
+    markov_rank: int
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head_type not in MARKOV_HEADS:
+            raise unsupported("markov_head_type", self.markov_head_type, " or ".join(map(repr, MARKOV_HEADS)))
+        if self.reads_markov and self.markov_rank == 0:
+            raise CheckpointError(
+                "confidence_head_with_markov",
+                "expected false for a head without a Markov head (markov_rank 0), got true; correct config.json",
+            )
+
+    @property
+    def reads_markov(self) -> bool:
+        """Whether there is a confidence head that reads the Markov embedding."""
+        return self.confidence_head and self.confidence_head_with_markov
+
 
 METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[DFlashConfig]] = {
     "eagle3": Eagle3Config,
+    "peagle": PEagleConfig,
     "eagle": EagleConfig,
     "dflash": DFlashConfig,
+    "dspark": DSparkConfig,
 }
+
+
+def _check_mask_token(mask_token_id: int, vocab_size: int) -> None:
+    if not 0 <= mask_token_id < vocab_size:
+        raise CheckpointError(
+            "mask_token_id", f"expected an id below vocab_size ({vocab_size}), got {mask_token_id}; correct config.json"
+        )
 
 
 def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
@@ -250,6 +325,7 @@ class Overrides:
     feature_layers: tuple[int, ...] | None = None  # as in `HeadConfig`
     norm_before_residual: bool | None = None  # as in `Eagle3Config`
     norm_output: bool | None = None  # as in `Eagle3Config`
+    mask_token_id: int | None = None  # as in `PEagleConfig`
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not None, by name."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from convert.detect import bare_name
 from convert.fields import Fields
 from jspec.models.families.llama import Llama
 from jspec.models.families.phi import Phi3
@@ -45,6 +46,7 @@ FUSED = {  # names of fused tensors, by parameter
     "qkv_bias": "self_attn.qkv_proj.bias",
     "gate_up": "mlp.gate_up_proj.weight",
 }
+MIDLAYER = re.compile(r"midlayer\.([0-9]{1,6})\.(.*)")
 LATER = re.compile(r"layers\.([0-9]{1,6})\..*")
 
 
@@ -94,6 +96,18 @@ def with_count(fields: Fields, names: Collection[str]) -> Fields:
     count = min(count, fields.integer("num_hidden_layers", count))
     types = fields.texts("layer_types")[:count] or None
     return Fields({**fields, "num_hidden_layers": count, "layer_types": types}, fields.place)
+
+
+def common_name(name: str) -> str:
+    """Return the name that most exporters give a head's tensor.
+
+    ModelOpt numbers the layers of a deep head `midlayer.0`, `midlayer.1`, and calls the norm before a later layer
+    `hidden_norm`.
+    """
+    if (match := MIDLAYER.fullmatch(name := bare_name(name))) is None:
+        return name
+    rest = "input_layernorm.weight" if match[1] != "0" and match[2] == "hidden_norm.weight" else match[2]
+    return f"layers.{match[1]}.{rest}"
 
 
 def check_tensors(names: Collection[str]) -> None:

@@ -34,7 +34,7 @@ class Size:
 
 
 def common_sizes(head: HeadConfig, target: ModelConfig, *, has_embed: bool, has_head: bool) -> list[Size]:
-    """List the sizes that an EAGLE or DFlash head and its target must have in common.
+    """List the sizes that an EAGLE, DFlash or DSpark head and its target must have in common.
 
     Args:
         head: config of the head.

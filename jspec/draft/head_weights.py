@@ -1,8 +1,9 @@
-"""Weight maps of EAGLE and DFlash heads, for files of any exporter: from which tensors each parameter is made."""
+"""Weight maps of EAGLE, DFlash and DSpark heads of any exporter: from which tensors each parameter is made."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -10,11 +11,12 @@ from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
 from convert.fields import CheckpointError
-from convert.huggingface import Row, side_by_side
-from convert.sources import Source
+from convert.huggingface import Row, flat, side_by_side
+from convert.sources import Shape, Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_layers import tensor_names
+from jspec.models.layer_config import unsupported
 from jspec.models.params import Params, rows
 from jspec.models.weight_map import layer_tensors, rotated_first
 
@@ -26,21 +28,40 @@ TENSORS = {
     "hidden_norm": "hidden_norm.weight",
     "norm": "norm.weight",
     "head": "lm_head.weight",
+    "markov.embed": "markov_head.markov_w1.weight",
+    "markov.project": "markov_head.markov_w2.weight",
+    "markov.gate.weight": "markov_head.gate_proj.weight",
+    "markov.gate.bias": "markov_head.gate_proj.bias",
+    "markov.joint.weight": "markov_head.joint_proj.weight",
+    "markov.joint.bias": "markov_head.joint_proj.bias",
+    "confidence.weight": "confidence_head.proj.weight",
+    "confidence.bias": "confidence_head.proj.bias",
 }
+MASK = "mask_hidden"  # target states of P-EAGLE's mask pairs: tensor and parameter
 
 
-def head_weights(config: HeadConfig, names: Collection[str]) -> list[Row]:
+def head_weights(config: HeadConfig, shapes: Mapping[str, Shape]) -> list[Row]:
     """Make the rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
         config: config of the head.
-        names: names of the tensors in the file, without the prefix `model.`. The first layer is named `midlayer` or
-            `layers.0`. `embed_tokens` and `t2d` are optional. `d2t` and `lm_head` are optional if the head drafts from
-            the whole vocabulary.
+        shapes: shape of each tensor in the file, by its name without the prefix `model.`. The first layer is named
+            `midlayer` or `layers.0`. `embed_tokens` and `t2d` are optional. `d2t` and `lm_head` are optional if the
+            head drafts from the whole vocabulary.
+
+    Raises:
+        NotImplementedError: a P-EAGLE head has another number of mask features than one.
     """
     drafts_all = config.draft_vocab_size == config.vocab_size
-    has_head = "lm_head.weight" in names or not drafts_all
-    return weight_rows(config, head_params(config, has_embed="embed_tokens.weight" in names, has_head=has_head), names)
+    has_head = "lm_head.weight" in shapes or not drafts_all
+    params = head_params(config, has_embed="embed_tokens.weight" in shapes, has_head=has_head)
+    found = weight_rows(config, params, shapes)
+    if (mask := params.get(MASK)) is not None:
+        first = shapes.get(MASK, (1, 1, 0))[:-1]
+        if math.prod(first) != 1:
+            raise unsupported(MASK, shapes[MASK], f"one vector of {mask.shape[0]} values for all positions")
+        found.append(flat(MASK, MASK, (*first, *mask.shape)))
+    return found
 
 
 def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> list[Row]:

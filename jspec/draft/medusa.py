@@ -1,8 +1,8 @@
 """Drafting with Medusa heads (arXiv:2401.10774).
 
 All heads read one hidden state of the target: the state after the final norm, at the position before the root (the
-newest token). Head h predicts token h + 1 after the root. No head sees the choices of other heads, so a node's token
-depends only on the node's depth and rank. The drafter stores this hidden state for each slot.
+newest token). Head h predicts token h + 1 after the root. No head sees the choices of other heads, so the distribution
+of a node's children depends only on the node's depth. The drafter stores this hidden state for each slot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
@@ -25,7 +24,10 @@ from convert.huggingface import Row, renamed
 from convert.sources import Source, Tensor
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static, static_draft
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static
+from jspec.draft.elsewhere import READS_FEATURES, refuses_device
+from jspec.draft.expand_block import expand_block
+from jspec.draft.expand_tree import Vocabulary
 from jspec.models import load
 from jspec.models.config import from_json
 from jspec.models.decoder import Model
@@ -34,7 +36,6 @@ from jspec.models.layer_config import positive
 from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
 from jspec.models.params import ParamSpec, rows
-from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import matmul
 
 
@@ -117,6 +118,7 @@ class Medusa(Drafter):
             tokens.
     """
 
+    @refuses_device(READS_FEATURES)
     def __init__(self, heads: MedusaHeads, tree: Tree | str | None = None) -> None:
         check_part("Medusa", "heads", heads, MedusaHeads, "Medusa.from_pretrained(path)")
         default = Tree.chain(min(DEFAULT_TREE.depth, len(heads.heads)))
@@ -135,6 +137,7 @@ class Medusa(Drafter):
             )
 
     @classmethod
+    @refuses_device(READS_FEATURES)
     def from_pretrained(cls, path: str | Path, *, tree: Tree | str | None = None, dtype: str | None = None) -> Self:
         """Load Medusa heads.
 
@@ -177,18 +180,12 @@ class Medusa(Drafter):
 
     def draft(self, params: MedusaHeads, state: MedusaState, view: SlotView) -> tuple[Draft, MedusaState]:
         hidden = state.hidden.at[view.slots].get(mode="fill", fill_value=0)[:, None]
-        choose_children = sampler.child_chooser(view, self.tree.depth, None, params.config.vocab_size)
-        tokens, log_probs, probs = [], [], []
-        for depth, level in enumerate(self.tree.levels[1:], 1):
-            with jax.named_scope(f"head{depth}"):
-                logits = head_logits(params.heads[depth - 1], hidden)
-                ids, parent_probs = choose_children(logits[None], depth, max(level.ranks) + 1)
-                ranks = np.array(level.ranks)
-                tokens.append(ids[:, 0, ranks])
-                log_probs.append(sampler.log_prob(logits, ids)[:, 0, ranks])
-                if parent_probs is not None:
-                    probs.append([parent_probs[:, 0]] * level.num_parents)
-        return static_draft(self.tree, view, tokens, log_probs, probs), state
+        logits = []
+        for index, head in enumerate(params.heads[: self.tree.depth], 1):
+            with jax.named_scope(f"head{index}"):
+                logits.append(head_logits(head, hidden))
+        vocabulary = Vocabulary(None, params.config.vocab_size)
+        return expand_block(self.tree, view, vocabulary, jnp.concatenate(logits, axis=1)[None]), state
 
     def commit(
         self,

@@ -57,9 +57,10 @@ def _remedy(source: Any) -> str:
         return f"; pass an object: {name}.from_pretrained(path)" if loads else f"; pass an object: {name}()"
     calls = {
         "Model": "jspec.DraftModel(model)",
-        "EagleHead": "jspec.Eagle3(head) or jspec.Eagle(head)",
+        "EagleHead": "jspec.Eagle3(head), jspec.PEagle(head) or jspec.Eagle(head)",
         "MedusaHeads": "jspec.Medusa(heads)",
         "DFlashHead": "jspec.DFlash(head)",
+        "DSparkHead": "jspec.DSpark(head)",
     }
     call = calls.get(type(source).__name__)
     if call is not None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
+from jspec.draft.elsewhere import NO_WEIGHTS, refuses_device
 from jspec.draft.lookup import LookupDrafter, LookupState, history_rows, newest_tokens, write_roots
 
 
@@ -35,6 +36,7 @@ class NGram(LookupDrafter):
         match; this class takes the most recent match, and merges several matches into a tree.
     """
 
+    @refuses_device(NO_WEIGHTS)
     def __init__(self, tree: Tree | str = DEFAULT_TREE, *, max_n: int = 4, min_n: int = 1) -> None:
         super().__init__(tree, max_n=max_n, min_n=min_n)
 

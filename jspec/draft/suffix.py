@@ -12,6 +12,7 @@ from jspec.core.records import Draft, PromptBatch, SlotView
 from jspec.core.shorten import short
 from jspec.core.tree import DEFAULT_TREE, Tree
 from jspec.draft.base import Params
+from jspec.draft.elsewhere import NO_WEIGHTS, refuses_device
 from jspec.draft.lookup import (
     GAP,
     History,
@@ -65,6 +66,7 @@ class Suffix(LookupDrafter):
         class compares all positions on the device and counts only the best matches.
     """
 
+    @refuses_device(NO_WEIGHTS)
     def __init__(
         self,
         tree: Tree | str = DEFAULT_TREE,

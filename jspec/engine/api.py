@@ -16,6 +16,7 @@ from jspec.engine.build import build_core, engine_config, model_options
 from jspec.engine.caller_input import PARAMETERS, read_ids
 from jspec.engine.input_processor import InputProcessor
 from jspec.engine.loop import EngineLoop
+from jspec.engine.program_choice import gathering
 from jspec.engine.request import Chunk, Request
 from jspec.engine.text_generator import OPTIONS, TextGenerator
 from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
@@ -79,7 +80,10 @@ class Engine(EngineLoop, TextGenerator):
         tokenizer = load_tokenizer(tokenizer)
         check_size(tokenizer, target.config.vocab_size)
         self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
-        proposes = make_drafter(drafter, mesh=mesh_for(config, target))
+        mesh = mesh_for(config, target)
+        if mesh is not None and mesh.size > 1:
+            self.input_processor.gathers_logits = gathering(config, edits_all=logits_processor is not None)
+        proposes = make_drafter(drafter, mesh=mesh)
         core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
         super().__init__(config, core)
         self._async_steps = streams.AsyncSteps()

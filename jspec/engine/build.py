@@ -27,6 +27,7 @@ from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Params, Program
+from jspec.step.side import check_apart
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def build_core(
         drafter = drafter.with_window(config.draft_window)
     target = _for_length(target, config.max_len)
     mesh = mesh_for(config, target)
+    check_apart(config, mesh, target, drafter)
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
     if config.quantize is not None:
@@ -124,9 +126,10 @@ def build_core(
     )
     draft = _for_length(drafter.bind(target), config.max_len)
     params = Params(target=target, draft=draft)
-    params = params if mesh is None else place(params, mesh)  # quantised weights and the drafter's tables
+    if mesh is not None:  # quantised weights and the drafter's tables
+        params = place(params, mesh) if drafter.mesh is None else replace(params, target=place(target, mesh))
     if config.deterministic:
-        check_deterministic(on_one(program, params)[1].target, config.implementation)
+        check_deterministic(on_one(program, replace(params, draft=()))[1].main, config.implementation)
     runner = ModelRunner(program, params, config, round_sizes(depths, nodes))
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)

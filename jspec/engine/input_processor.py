@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -38,6 +38,7 @@ class InputProcessor:
         eos_ids: the model's end-of-sequence tokens.
         config: the engine's options.
         ids: iterator that gives each request its number.
+        gathers_logits: function that returns `Request.gathers_logits` for a request's parameters.
     """
 
     tokenizer: Tokenizer | None
@@ -45,6 +46,7 @@ class InputProcessor:
     eos_ids: tuple[int, ...]
     config: EngineConfig
     ids: Iterator[int] = field(default_factory=lambda: count(1))
+    gathers_logits: Callable[[SamplingParams], bool] = lambda params: False
 
     def __post_init__(self) -> None:
         wrong = [token for token in self.eos_ids if not 0 <= token < self.vocab_size]
@@ -103,6 +105,7 @@ class InputProcessor:
                 bad_words=words,
                 grammar=grammar if isinstance(grammar, Grammar) else None,
                 matcher=Matcher(grammar) if isinstance(grammar, LarkGrammar) else None,
+                gathers_logits=self.gathers_logits(params),
                 index=index,
                 siblings=siblings,
                 owner=self,

@@ -177,17 +177,23 @@ class EngineLoop:
     @property
     def memory_plan(self) -> MemoryPlan:
         """Return the bytes of device memory of weights, KV pools and programs; ``str(plan)`` is a readable summary."""
-        return self.core.runner.memory_plan
+        return self.core.runner.memory_plans[0]
+
+    @property
+    def draft_memory_plan(self) -> MemoryPlan | None:
+        """Return the memory plan of the draft model's devices; None: they are the target's."""
+        _, *others = self.core.runner.memory_plans
+        return others[0] if others else None
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Return the seconds that compiling each program took, by the program's name."""
-        return dict(self.core.runner.programs.seconds)
+        return self.core.runner.seconds("seconds")
 
     @property
     def lower_seconds(self) -> dict[str, float]:
         """Return the seconds that tracing and lowering each program took before compilation, by the program's name."""
-        return dict(self.core.runner.programs.lower_seconds)
+        return self.core.runner.seconds("lower_seconds")
 
     @property
     def metrics(self) -> Metrics:

@@ -5,22 +5,21 @@ This is the only file of `jspec.engine` that imports jax. It also packs requests
 
 from __future__ import annotations
 
-import logging
-import traceback
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, StepOutput
+from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece, SlotState, StepOutput
 from jspec.engine.draft_length import RoundSize
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.penalty_input import pack_controls
-from jspec.engine.program_choice import ProgramChoice, prefill_key, round_keys
+from jspec.engine.program_choice import ProgramChoice, prefill_key
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
@@ -30,12 +29,10 @@ from jspec.sampling import grammar_mask
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
-from jspec.step.on_mesh import log_devices, make_state, on_one, sender
 from jspec.step.program import Params, Program
-from jspec.step.split_decode import Step, masked_prefill, split_step
+from jspec.step.side import sides_of
+from jspec.step.split_decode import draft_masks, first_masks
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
-
-logger = logging.getLogger(__name__)
 
 
 @final
@@ -46,11 +43,9 @@ class ModelRunner:
         sizes: sizes for which rounds are compiled, the depths ascending.
 
     Attributes:
-        memory_plan: device memory of weights, KV pools and programs, in bytes; ``str(plan)`` is a readable summary.
-        planner: the planner that made ``memory_plan``.
         pool: the shapes of the KV pools.
-        state: the device's state of all slots and pools; each step takes its buffers and returns a new state.
-        programs: the compiled programs.
+        target_side: the devices that run the target.
+        draft_side: the devices that run the drafter, the same object unless the draft model is on other devices.
         choice: chooses the programs to compile.
 
     Raises:
@@ -59,31 +54,54 @@ class ModelRunner:
 
     def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
         self.program, self.params, self._config = program, params, config
-        target = params.target
+        target = params.main
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
         devices = () if program.mesh is None else program.mesh.devices.flat
         check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
-        self._send = sender(program.mesh)
-        log_devices(program.mesh)
-        self.planner = memory.MemoryPlanner(*on_one(program, params), config, memory.device_memory(*devices))
-        self.pool, _ = memory.fit(self.planner, pool)
-        with memory.explain_oom(self.planner, self.pool):
-            self.state = make_state(program, params, self.pool)
-            jax.block_until_ready(self.state)
-            self.programs = Executables(program, params, self.state, config)
-            self.choice = ProgramChoice(config, sizes, self.programs.helpers, edits_all=program.processor is not None)
-            self._update_memory_plan([])
-            if config.compile_ahead:
-                self.compile(self.choice.all_keys())
+        self.target_side, self.draft_side = sides_of(program, params, config)
+        self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
+        fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
+        self.pool = min(fitting, key=lambda own: own.pages)
+        for side in self._sides:
+            with memory.explain_oom(side.planner, self.pool):
+                side.start(self.pool, self.draft_side)
+        self.choice = ProgramChoice(
+            config,
+            sizes,
+            tuple(dict.fromkeys(kind for side in self._sides for kind in side.programs.helpers)),
+            edits_all=program.processor is not None,
+            is_divided=program.mesh is not None and program.mesh.size > 1,
+            is_split=len(self._sides) > 1,
+        )
+        if config.compile_ahead:
+            for side in self._sides:
+                with memory.explain_oom(side.planner, self.pool):
+                    side.compile(self.choice.all_keys())
         self._tables = TablePool(config.slots)
-        self._rows: tuple[int | None, ...] = ()
-        self._slots = self._send(np.zeros(0, np.int32))
 
-    def _update_memory_plan(self, executables: Sequence[Any]) -> None:
-        """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
-        self.memory_plan = memory.measured(self.planner, self.pool, executables)
-        logger.info("%s", self.memory_plan)
+    @property
+    def state(self) -> SlotState:
+        """The state of the target's side, which is the whole state unless the draft model is on other devices."""
+        return self.target_side.state
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self.target_side.state = state
+
+    @property
+    def programs(self) -> Executables:
+        """The programs of the target's side."""
+        return self.target_side.programs
+
+    @property
+    def memory_plans(self) -> tuple[memory.MemoryPlan, ...]:
+        """The memory of each of the target's devices and, if the draft model is on others, of each of those."""
+        return tuple(side.memory_plan for side in reversed(self._sides))
+
+    def seconds(self, name: str) -> dict[str, float]:
+        """Return the attribute ``seconds`` or ``lower_seconds`` of `Executables`, added up over all sides."""
+        return dict(sum((Counter(getattr(side.programs, name)) for side in self._sides), Counter()))
 
     def compile(self, keys: Sequence[ExecutableKey]) -> None:
         """Compile the programs with the given keys, except those that are compiled already.
@@ -91,13 +109,15 @@ class ModelRunner:
         Other threads may step the engine meanwhile.
 
         Raises:
-            ValueError: the programs do not fit into the device's memory; none is stored then.
+            ValueError: the programs do not fit into the memory of the devices; a side stores none of its own then.
         """
-        self.programs.compile(keys, self._update_memory_plan)
+        for side in self._sides:
+            side.compile(keys)
 
     def missing(self, keys: Sequence[ExecutableKey]) -> list[ExecutableKey]:
         """Return those of the keys whose programs are not compiled yet."""
-        return [key for key in keys if key not in self.programs.compiled]
+        lacking = {key for side in self._sides for key in side.own(keys) if key not in side.programs.compiled}
+        return [key for key in keys if key in lacking]
 
     def dispatch(self, plan: Plan, size: RoundSize, running: Collection[Request]) -> StepOutput:
         """Start a plan's step and the copy of its result to the host; return the result without waiting for it.
@@ -110,34 +130,49 @@ class ModelRunner:
             for piece in plan.pieces:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
-            step, rows = self._prefill_of(plan)
-            packed = self._send(self._pack(plan, rows))
+            output = self._prefill(plan)
         else:
-            self._enter_pages(plan.new_pages)
-            step, rows = self._round_of(plan, size)
-            packed = self._slots_of(plan, rows)
-        self.state, output = step(self.params, self.state, packed)
+            for side in self._sides:
+                side.enter_pages(plan.new_pages)
+            output = self._round(plan, size)
         jax.copy_to_host_async(output)
         return output
 
-    def _prefill_of(self, plan: PrefillPlan) -> tuple[Step, int]:
-        """Return the compiled program for pieces of prompts, and its number of tokens."""
-        key = self.programs.cover(prefill_key(plan))
-        prefill = self.programs.compiled[key]
+    def _prefill(self, plan: PrefillPlan) -> StepOutput:
+        """Start a prefill of pieces of prompts."""
+        target, drafting = self.target_side, self.draft_side
+        key = target.programs.cover(prefill_key(plan))
+        packed, masks = self._pack(plan, key.size), []
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
-            prefill = masked_prefill(prefill, [None if one is None else one.first for one in matchers], self._send)
-        return prefill, key.size
+            functions = [None if one is None else one.first for one in matchers]
+            masks = [target.send(first_masks(packed.pieces.shape[0], functions, self._vocab_size))]
+        output = target.run(key, target.send(packed), *masks)
+        if drafting is not target:
+            first_tokens = drafting.receive(output.report)
+            drafting.update(ExecutableKey("draft_prefill", key.size), drafting.send(packed), first_tokens)
+        return output
 
-    def _round_of(self, plan: RoundPlan, size: RoundSize) -> tuple[Step, int]:
-        """Return the compiled program for a round, and its number of batch rows."""
-        *drafts, key = round_keys(plan, size)
-        key = self.programs.cover(key)
-        if not drafts:
-            return self.programs.compiled[key], key.size
-        draft = self.programs.compiled[replace(drafts[0], size=key.size)]
-        mask_functions = [None if request.matcher is None else request.matcher.masks for request in plan.requests]
-        return split_step(draft, self.programs.compiled[key], mask_functions, self._send), key.size
+    def _round(self, plan: RoundPlan, size: RoundSize) -> StepOutput:
+        """Start the programs of a round."""
+        target, drafting = self.target_side, self.draft_side
+        *others, key = self.choice.keys_of(plan, size)
+        key = target.programs.cover(key)
+        padding = [self._config.slots] * (key.size - len(plan.requests))
+        rows = (*(request.state.slot for request in plan.requests), *padding)
+        if not others:
+            return target.run(key, target.slots_of(rows))
+        draft_key, *commits = (replace(other, size=key.size) for other in others)
+        draft, masks = drafting.run(draft_key, drafting.slots_of(rows)), []
+        if key.masked:
+            matchers = [request.matcher for request in plan.requests]
+            functions = [None if one is None else one.masks for one in matchers]
+            masks = [target.send(draft_masks(draft, functions, self._vocab_size))]
+        output = target.run(key, target.slots_of(rows), target.receive(draft), *masks)
+        for commit in commits:
+            verdict = drafting.receive((output.report, output.path))
+            drafting.update(commit, drafting.slots_of(rows), draft, *verdict)
+        return replace(output, path=None)
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -156,8 +191,7 @@ class ModelRunner:
             if is_new:
                 self._load_table(table, request.grammar.class_of, request.grammar.next)
         packed = pack_controls(request, self._vocab_size, table, self._config.processor_args)
-        admit = self.programs.compiled[ExecutableKey("controls")]
-        self.state = replace(self.state, controls=admit(self.state.controls, self._send(packed)))
+        self.target_side.edit(ExecutableKey("controls"), "controls", packed)
 
     def _load_table(self, table: int, class_of: np.ndarray, next_state: np.ndarray) -> None:
         """Replace one of the device's grammar tables.
@@ -169,20 +203,7 @@ class ModelRunner:
         """
         assert self.state.grammars is not None
         packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
-        load = self.programs.compiled[ExecutableKey("grammar")]
-        self.state = replace(self.state, grammars=load(self.state.grammars, self._send(packed)))
-
-    def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
-        """Write pages into the device's page table.
-
-        Args:
-            new: (slot, column, page) of each entry to write; the page table has one row per slot.
-        """
-        update, size = self.programs.compiled[ExecutableKey("update_page_table")], self.programs.page_updates
-        for start in range(0, len(new), size):
-            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
-            packed[: len(new) - start] = new[start : start + size]
-            self.state = replace(self.state, page_table=update(self.state.page_table, self._send(packed)))
+        self.target_side.edit(ExecutableKey("grammar"), "grammars", packed)
 
     def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
         tree = self.program.drafter.tree
@@ -190,14 +211,6 @@ class ModelRunner:
         pieces = [pack_piece(piece, **sizes) for piece in plan.pieces]
         tokens = [piece.request.tokens_between(piece.start, piece.start + piece.count) for piece in plan.pieces]
         return PrefillInput.pack(pieces, tokens, size, slots=self._config.slots)
-
-    def _slots_of(self, plan: RoundPlan, size: int) -> jax.Array:
-        """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
-        slots = self._config.slots
-        rows = (*(request.state.slot for request in plan.requests), *[slots] * (size - len(plan.requests)))
-        if rows != self._rows:
-            self._rows, self._slots = rows, self._send(np.array(rows, np.int32))
-        return self._slots
 
     def write_pending_rows(self, request: Request, pages: Sequence[int]) -> None:
         """Write the missing draft cache rows of a request that has ended, if they complete one of its pages.
@@ -208,10 +221,10 @@ class ModelRunner:
             pages: pages of the request, in the order of their rows.
         """
         lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
-        write = self.programs.compiled.get(ExecutableKey("write_pending_rows"))
-        if write is not None and lengths[0] // page_size < lengths[1] // page_size:
-            packed = pack_pending_rows(request, pages, width=self.state.page_table.shape[1])
-            self.state = write(self.params, self.state, self._send(packed))
+        key, side = ExecutableKey("write_pending_rows"), self.draft_side
+        if key in side.programs.compiled and lengths[0] // page_size < lengths[1] // page_size:
+            packed = pack_pending_rows(request, pages, width=side.state.page_table.shape[1])
+            side.update(key, side.send(packed))
 
     def clear(self) -> None:
         """Mark all grammar tables as empty, because the device's state was lost."""
@@ -219,25 +232,15 @@ class ModelRunner:
 
     def reset_state(self, error: BaseException) -> None:
         """Replace the device's state by a new one after a failed step with the given error; weights are kept."""
-        delete_buffers(self.state, error)
-        self.state = None  # type: ignore[assignment]
-        self.state = make_state(self.program, self.params, self.pool)
-        jax.block_until_ready(self.state)
+        for side in self._sides:
+            side.drop_state(error)
+        for side in self._sides:
+            side.make_state()
 
     def close(self) -> None:
         """Free the device memory of the state."""
-        self.state = None  # type: ignore[assignment]
-
-
-def delete_buffers(state: Any, error: BaseException) -> None:
-    """Free the device buffers of a state at once, although the traceback of an error still refers to them.
-
-    Requests keep the error, so without this the old state would stay in memory beside the new one.
-    """
-    for leaf in jax.tree.leaves(state):
-        if not leaf.is_deleted():
-            leaf.delete()
-    traceback.clear_frames(error.__traceback__)
+        for side in self._sides:
+            side.close()
 
 
 def check_deterministic(target: Model, implementation: str) -> None:

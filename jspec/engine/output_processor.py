@@ -91,6 +91,7 @@ def _round(trace: Trace, at: tuple[int, int], accept_len: int, emitted: list[int
         path=[int(node) for node in trace.path[at][: accept_len + 1]],
         accept_len=accept_len,
         emitted=emitted,
+        confidence=None if trace.confidence is None else np.asarray(trace.confidence[at]),
     )
 
 

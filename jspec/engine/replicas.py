@@ -284,7 +284,7 @@ def _traits(engine: Engine) -> dict[str, object]:
     drafter = engine.core.runner.program.drafter
     options = {one.name: getattr(engine.config, one.name) for one in fields(EngineConfig)}
     return {name: value for name, value in options.items() if name not in OWN_OPTIONS} | {
-        "target": engine.core.runner.params.target.config,
+        "target": engine.core.runner.params.main.config,
         "drafter": (type(drafter), drafter.tree),
         "eos_ids": engine.eos_ids,
         "tokenizer": engine.tokenizer and _traits_of_tokenizer(engine.tokenizer),

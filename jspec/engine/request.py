@@ -122,6 +122,7 @@ class Request:
         bad_words: the bad words as token ids.
         grammar: the request's grammar as a table for the device; None: no grammar, or ``matcher`` serves it.
         matcher: parser that computes masks on the host for a grammar that fits no table; else None.
+        gathers_logits: whether, on several devices, the request's rounds gather the logits of the whole vocabulary.
         index: index among the ``n`` completions of the prompt.
         siblings: the other completions of the prompt; empty except in the first completion.
         owner: the input processor that made the request; it tells an engine its own requests from those of others.
@@ -138,6 +139,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     matcher: Matcher | None = None
+    gathers_logits: bool = False
     index: int = 0
     siblings: tuple[Request, ...] = ()
     owner: object = field(default=None, repr=False)

@@ -47,6 +47,8 @@ class Round:
         emitted: emitted tokens, cut where the request ended.
         start: number of the request's output tokens before the round.
         logprobs: one record per emitted token, if the request asked for log-probabilities; else None.
+        confidence: [N] the drafter's estimate of the probability that a node is accepted if its parent is; root: 1.
+            None: the drafter makes no estimate.
     """
 
     tokens: np.ndarray
@@ -57,6 +59,7 @@ class Round:
     emitted: list[int]
     start: int = 0
     logprobs: list[TokenLogprob] | None = None
+    confidence: np.ndarray | None = None
 
     @property
     def break_off(self) -> BreakOff | None:

@@ -5,6 +5,7 @@ Attention splits the fused QKV projection, rotates queries and keys, writes keys
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,7 @@ def project_and_attend(
         The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
     options: dict[str, Any] = {"start": start, "quantize_output": quantize_output}
+    batch = replace(batch, bits=None) if config.causal else batch
     if batch.base is not None or batch.deterministic or isinstance(batch, PromptBatch):
         q, k_pool, v_pool = project(qkv, k_pool, v_pool, batch, transform, config, dtype)
         return attend(q, k_pool, v_pool, batch, config, sinks=sinks, **options), k_pool, v_pool

@@ -171,7 +171,7 @@ def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
 def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
     """Read a rotary embedding from `rope_parameters` or `rope_scaling` (form) of a config.json (outer)."""
     kind = form.text("rope_type", form.text("type", "default"))
-    kind = "longrope" if kind == "su" else kind
+    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)  # mrope differs for positions of images alone
     match kind:
         case "linear":
             return Rope(theta=theta, kind=kind, factor=_required(form, "factor"))

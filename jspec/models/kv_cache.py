@@ -69,7 +69,7 @@ def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCach
         ValueError: a pool would reach 2**31 elements; index arithmetic is verified only below that size.
     """
     shapes = [(pool.pages, layer.attention.kv_heads, pool.page_size, layer.attention.head_dim) for layer in layers]
-    largest = max(shapes, key=math.prod)
+    largest = max(shapes, key=math.prod, default=(0,))
     if math.prod(largest) >= MAX_POOL_ELEMENTS:
         most = MAX_POOL_ELEMENTS // math.prod(largest[1:]) - 1
         raise ValueError(

@@ -149,6 +149,8 @@ class GQA:
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
+        causal: whether a query attends to no later token, whatever the batch's mask says, which lets the tokens of a
+            DFlash block attend to each other.
     """
 
     heads: int
@@ -162,6 +164,7 @@ class GQA:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    causal: bool = False
 
     @property
     def q_size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,6 +19,7 @@ from pallas_kernels.layers.quantized import (
     matmul_unscaled,
     reduce_partials,
 )
+from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.layers.split_matmul import split_matmul
 
 
@@ -79,6 +82,8 @@ def limited(sums: PartialSums, divisor: float, softcap: float | None) -> Partial
     """
     if divisor == 1.0 and softcap is None:
         return sums
+    if isinstance(sums, OwnColumns):
+        return replace(sums, own=limited(sums.own, divisor, softcap))
     logits = reduce_partials(sums, jnp.float32) / divisor
     return (logits if softcap is None else softcap * jnp.tanh(logits / softcap))[None]
 

@@ -48,6 +48,9 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
 IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 
+FromHF = Callable[[Fields, Source], tuple[Any, list[Row]]]
+
+
 @dataclass(frozen=True)
 class Format:
     """The functions that read one kind of checkpoint.
@@ -61,7 +64,7 @@ class Format:
         override: function that applies the caller's overrides to the config record of a converted folder.
     """
 
-    from_hf: Callable[[Fields, Source], tuple[Any, list[Row]]]
+    from_hf: FromHF
     from_json: Callable[[Fields], Any]
     params: Callable[[Any, Collection[str]], Params]
     override: Callable[[Any], Any] = lambda config: config
@@ -130,17 +133,11 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
-        scheme = read_scheme(fields, source.folder)
-        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
-        fields, names = text_model(plain, source)
+        fields, names = text_model(fields, source)
         names |= {_unpacked(name): _unpacked(stored) for name, stored in names.items() if name.endswith(PACKED)}
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
-        rows = renamed(families.family_of(config.family).weights(config, names), names)
-        if scheme is None:
-            return config, rows
-        logger.info("%s: %s", source.folder, scheme)
-        return config, quantized_rows(rows, scheme, source.tensors, dequantize=dequantize)
+        return config, renamed(families.family_of(config.family).weights(config, names), names)
 
     def override(config: ModelConfig) -> ModelConfig:
         return config if rope_theta is None else config.with_theta(rope_theta)
@@ -153,7 +150,27 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
         check_count("num_layers", config.num_layers, names)
         return model_params(config)
 
-    return Format(from_hf, from_json, params, override)
+    return Format(with_scheme(from_hf, dequantize=dequantize), from_json, params, override)
+
+
+def with_scheme(from_hf: FromHF, *, dequantize: bool = False) -> FromHF:
+    """Return a function as in `Format` that also reads quantised weights; ``from_hf`` is called as if there were none.
+
+    Args:
+        from_hf: function that reads unquantised weights.
+        dequantize: whether quantised weights are widened.
+    """
+
+    def read(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+        scheme = read_scheme(fields, source.folder)
+        plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
+        config, rows = from_hf(plain, source)
+        if scheme is None:
+            return config, rows
+        logger.info("%s: %s", source.folder, scheme)
+        return config, quantized_rows(rows, scheme, source.tensors, dequantize=dequantize)
+
+    return read
 
 
 def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
@@ -234,7 +251,6 @@ def read_checkpoint(
         raise ValueError(
             f"quantize: expected a Hugging Face folder for 'none', got the converted {folder}; leave it out"
         )
-    quantize = None if quantize == DEQUANTIZE else quantize  # the weight map has no quantised parameters then
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
@@ -254,6 +270,7 @@ def read_checkpoint(
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    quantize = None if quantize == DEQUANTIZE else quantize  # the weight map has no quantised parameters then
     check_stored(orbax.unflatten(parameters_of(plan)), quantize)
     if check is not None:
         check(plan.config, folder)

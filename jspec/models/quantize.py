@@ -35,6 +35,8 @@ def check_scope(kind: object, model: str | None) -> None:
     """
     if kind is not None and kind != DEQUANTIZE and kind not in KINDS:
         raise ValueError(f"quantize: expected None or one of {', '.join(KINDS)}, got {kind!r}; pass one of them")
+    if kind == DEQUANTIZE and model not in (None, "target"):
+        raise ValueError(f"quantize: expected a target or a draft model for 'none', got a head ({model}); leave it out")
     if kind is not None and model == "medusa":
         raise ValueError("quantize: expected a model or an EAGLE head, got Medusa heads; leave it out")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
@@ -163,7 +164,8 @@ def place(tree: Tree, mesh: Mesh) -> Tree:
     without a divided axis stay as they are, because another record shares them.
 
     Raises:
-        ValueError: a number of heads or channels cannot be divided; the message names it.
+        ValueError: a number of heads or channels cannot be divided; the message names it. Or weights are divided over
+            other devices.
     """
     return jax.tree.map(lambda node: _place(node, mesh), tree, is_leaf=_is_weights)
 
@@ -176,6 +178,10 @@ def _place(node: Any, mesh: Mesh) -> Any:
     if not isinstance(node, Weights):
         return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
     local_config(node.config, mesh.size)  # raises an error that names what cannot be divided
+    if node.mesh not in (None, mesh):
+        raise ValueError(
+            f"mesh: expected weights that are on one device or over {mesh}, got some over {node.mesh}; load them again"
+        )
     is_ordered = node.mesh == mesh
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
@@ -232,18 +238,19 @@ def state_layout(state: Any) -> Any:
     return jax.tree.map(lambda node: P(None, AXIS) if is_cache(node) else P(), state, is_leaf=is_cache)
 
 
-def local(tree: Any, specs: Any, devices: int) -> Any:
+def local(tree: Any, specs: Any, devices: int, *, gathers: bool = True) -> Any:
     """Return the weights of one of several devices as `Shard`, with configs of its heads and channels.
 
     Args:
         tree: tree of weights, whose arrays are the parts of one device.
         specs: `layout` of the whole arrays.
         devices: number of devices.
+        gathers: whether products by rows, such as logits, are gathered (`Shard.gathers`).
     """
-    return jax.tree.map(lambda node, own: _local(node, own, devices), tree, specs, is_leaf=_is_weights)
+    return jax.tree.map(partial(_local, devices=devices, gathers=gathers), tree, specs, is_leaf=_is_weights)
 
 
-def _local(node: Any, specs: Any, devices: int) -> Any:
+def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
     if not isinstance(node, Weights):
         return node
     if devices == 1:
@@ -252,7 +259,7 @@ def _local(node: Any, specs: Any, devices: int) -> Any:
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)
         if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
-            return Shard(leaf, "rows", param.shape[0])
+            return Shard(leaf, "rows", param.shape[0], gathers)
         is_inner = own[1:2] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 MAX_BAD_WORDS = 128  # largest number of bad words of several tokens per request
 MAX_BAD_WORD_TOKENS = 16
@@ -168,6 +169,8 @@ def decide_with_penalties(
     if view.controls is None:
         return decide(logits), None
     no_state = None if view.grammars is None else jnp.full(view.lengths.shape, grammar_mask.NO_STATE, jnp.int32)
+    if isinstance(logits, OwnColumns):  # then no row uses controls
+        return decide(logits), no_state
 
     def with_controls() -> tuple[Decision, Array | None]:
         paths = get_paths()

@@ -22,6 +22,8 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Sampling, SlotView
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.shard import OwnColumns
+from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import sample_tokens
 from pallas_kernels.sampling.threshold import sampling_threshold
 from pallas_kernels.sampling.top_log_probs import top_log_probs
@@ -113,12 +115,15 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
     if not view.deterministic:
         return _draw(logits, view.lengths, offset, view.sampling, None, view.implementation)
 
-    def draw(logits: Array, root: Array, offset: Array, sampling: Sampling) -> Array:
-        return _draw(logits[None], root, offset, sampling, None, view.implementation)
+    def draw(logits: PartialSums, root: Array, offset: Array, sampling: Sampling) -> Array:
+        one_part = jax.tree.map(lambda rows: rows[None], logits)
+        return _draw(one_part, root, offset, sampling, None, view.implementation)
 
     # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
-    rows, each = reduce_partials(logits, jnp.float32).reshape(offset.size, -1), offset.shape[1]
-    shared = jax.tree.map(lambda field: jnp.repeat(field, each, axis=0), (view.lengths, view.sampling))
+    own = logits.own if isinstance(logits, OwnColumns) else logits
+    sums = reduce_partials(own, jnp.float32).reshape(offset.size, -1)
+    rows = replace(logits, own=sums) if isinstance(logits, OwnColumns) else sums
+    shared = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], offset.reshape(-1), shared[1]
     return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
 
@@ -134,11 +139,13 @@ def _draw(
     """Sample one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
 
     Args:
+        logits: [1, *rows, vocab]; if they are `OwnColumns`, no row has top-k, top-p or min-p.
         ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
             index.
     """
     place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
-    return sample_tokens(logits, *place, *_filters(sampling), ids, **options)
+    sample = divided.sample_tokens_of_devices if isinstance(logits, OwnColumns) else sample_tokens
+    return sample(logits, *place, *_filters(sampling), ids=ids, **options)
 
 
 def processed_probs(
@@ -190,13 +197,21 @@ def child_chooser(
             offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
             drawn = _draw(partial_logits, view.lengths, offset, view.sampling, vocab_map, view.implementation)
             return drawn[..., None], None
-        logits = reduce_partials(partial_logits, jnp.float32)
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
-            return by_temperature(view, lambda branch: _draw_children(logits, branch, level, count))
-        if draft_sampling is DraftSampling.TARGET_NOISE:
-            noisy = process(logits, view.sampling, view.implementation) + noise()[:, np.atleast_1d(level) - 1]
-            logits = jnp.where(view.sampling.temperature[:, None, None] > 0, noisy, logits)
-        return _largest(logits, count, view), None
+            if isinstance(partial_logits, OwnColumns):  # then every row is greedy (`AcceptRule.reads_probabilities`)
+                return _draw_children(partial_logits, replace(view, all_greedy=True), level, count)
+            return by_temperature(view, lambda branch: _draw_children(partial_logits, branch, level, count))
+        if draft_sampling is DraftSampling.MOST_LIKELY:
+            return _largest(partial_logits, count, view), None
+        is_sampled, own_noise = view.sampling.temperature[:, None, None] > 0, noise()[:, np.atleast_1d(level) - 1]
+        if not isinstance(partial_logits, OwnColumns):
+            logits = reduce_partials(partial_logits, jnp.float32)
+            noisy = process(logits, view.sampling, view.implementation) + own_noise
+            return _largest(jnp.where(is_sampled, noisy, logits)[None], count, view), None
+        logits = reduce_partials(divided.own_logits(partial_logits), jnp.float32)
+        noisy = process(logits, view.sampling, view.implementation) + divided.own_part(partial_logits, own_noise)
+        own = jnp.where(is_sampled, noisy, logits)[None]
+        return _largest(replace(partial_logits, own=own), count, view), None
 
     return choose
 
@@ -218,29 +233,43 @@ def _target_noise(
 
 
 def _draw_children(
-    logits: Float[Array, "batch fed vocab"], view: SlotView, depth: int | np.ndarray, count: int
+    partial_logits: PartialSums, view: SlotView, depth: int | np.ndarray, count: int
 ) -> tuple[Array, Array]:
     """Draw children without replacement, and return their ids and the probabilities from which they were drawn.
 
     Greedy rows take the tokens with the largest logits, and have one-hot probabilities.
     """
     if view.all_greedy:
-        one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-        return _largest(logits, count, view), one_hot
+        ids = _largest(partial_logits, count, view)
+        return ids, jax.nn.one_hot(ids[..., 0], partial_logits.shape[-1], dtype=jnp.float32)
+    logits = reduce_partials(partial_logits, jnp.float32)
     probs = processed_probs(logits, view.sampling, view.implementation)
     place = (view.lengths[:, None], jnp.atleast_1d(jnp.asarray(depth))[None], jnp.arange(logits.shape[1])[None])
     noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
     is_sampled = view.sampling.temperature[:, None, None] > 0
-    return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits), count, view), probs
+    return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits)[None], count, view), probs
 
 
-def _largest(scores: Float[Array, "batch fed vocab"], count: int, view: SlotView) -> Int[Array, "batch fed count"]:
+def _largest(scores: PartialSums, count: int, view: SlotView) -> Int[Array, "batch fed count"]:
     """Return the token ids of the ``count`` largest scores, largest first; among equal scores, the smaller id first."""
-    if count == 1:
-        return jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
-    rows, fed, vocab = scores.shape
-    _, ids = top_log_probs(scores.reshape(rows * fed, vocab), count, implementation=view.implementation)
-    return ids.reshape(rows, fed, count)
+    if count == 1 and not isinstance(scores, OwnColumns):
+        return jnp.argmax(reduce_partials(scores, jnp.float32), axis=-1, keepdims=True).astype(jnp.int32)
+    _, ids = most_likely(scores, count, implementation=view.implementation)
+    return ids.reshape(*scores.shape[1:-1], count)
+
+
+def most_likely(
+    logits: PartialSums, k: int, *, base: Float[Array, "rows"] | None = None, implementation: Any
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Return the k largest natural log-probabilities of each row of logits [1, *rows, vocab], and their token ids.
+
+    Args:
+        k, base, implementation: as in `pallas_kernels.sampling.top_log_probs.top_log_probs`.
+    """
+    if isinstance(logits, OwnColumns):
+        return divided.top_log_probs_of_devices(logits, k, base=base, implementation=implementation)
+    rows = reduce_partials(logits, jnp.float32).reshape(-1, logits.shape[-1])
+    return top_log_probs(rows, k, base=base, implementation=implementation)
 
 
 def log_prob(

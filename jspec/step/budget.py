@@ -20,24 +20,32 @@ from jspec.core.packing import NO_ROW, Packing
 from jspec.core.records import Draft
 
 
-def apply_budget(draft: Draft, active: Bool[Array, "batch"], count: int) -> tuple[Draft, Packing]:
+def apply_budget(
+    draft: Draft, active: Bool[Array, "batch"], count: int, *, is_chain: bool = False
+) -> tuple[Draft, Packing]:
     """Select the nodes to verify: the roots of active rows, then the nodes whose paths are most probable.
 
-    A node's path is never more probable than its parent's, and of equal nodes the shallower one is selected, so all
-    ancestors of a selected node are selected.
+    The probability of a node's path is the drafter's own. In a chain it is the product of the drafter's confidences, if
+    the drafter has a confidence head; siblings in a tree have the same confidence. A path is never more probable than
+    that of the node's parent, and of equal nodes the shallower one is selected, so all ancestors of a selected node are
+    selected.
 
     Args:
         draft: drafted trees.
         active: whether each row is active.
         count: number of nodes to select in the whole batch.
+        is_chain: whether the trees are chains.
 
     Returns:
         The draft with all other nodes marked as invalid, and the packing of the selected nodes.
     """
     with jax.named_scope("select"):
         batch, nodes = draft.tokens.shape
-        usable = draft.valid & active[:, None] & ~jnp.isnan(draft.scores)
-        scores = jnp.where(usable, draft.scores, -jnp.inf).at[:, 0].set(jnp.where(active, jnp.inf, -jnp.inf))
+        scores = draft.scores
+        if is_chain and draft.confidence is not None:
+            scores = jnp.cumsum(jnp.log(draft.confidence), axis=1)
+        usable = draft.valid & active[:, None] & ~jnp.isnan(scores)
+        scores = jnp.where(usable, scores, -jnp.inf).at[:, 0].set(jnp.where(active, jnp.inf, -jnp.inf))
         by_node = scores.T.reshape(-1)  # node after node: a node comes before its descendants in any row
         best = jnp.argsort(-by_node, stable=True)[:count].astype(jnp.int32)
         rows = jnp.sort(best % batch * nodes + best // batch)

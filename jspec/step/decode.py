@@ -63,7 +63,7 @@ def spec_step(
 
 
 def output_of_one(results: Sequence[Any]) -> StepOutput:
-    """Make the output of a step with one round from the results of `verify_and_commit` except the state."""
+    """Make the output of a step with one round from the results of `spec_round` except the state."""
     return _output_of([jax.tree.map(lambda x: x[None], result) for result in results])
 
 
@@ -84,12 +84,13 @@ def spec_round(
     """
     view = view_of(state, slots, program)
     draft, draft_state = draft_stage(program, params, state, view)
-    return verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
+    state, _, results = verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
+    return state, *results
 
 
 def verify_and_commit(
     program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft
-) -> tuple[SlotState, Int[Array, "batch columns"], Trace | None, LogProbs | None]:
+) -> tuple[SlotState, Verdict, tuple[Int[Array, "batch columns"], Trace | None, LogProbs | None]]:
     """Run the stages of a round after the draft stage (verify, accept and commit), and return its results.
 
     Args:
@@ -97,11 +98,12 @@ def verify_and_commit(
         draft: the result of the draft stage.
 
     Returns:
-        The results of `spec_round`.
+        The new state, the verdict, and the other results of `spec_round`.
     """
     packing = None
     if program.nodes is not None:
-        draft, packing = apply_budget(draft, view.active, draft.tokens.shape[0] * (1 + program.nodes))
+        count, is_chain = draft.tokens.shape[0] * (1 + program.nodes), program.drafter.tree.is_chain
+        draft, packing = apply_budget(draft, view.active, count, is_chain=is_chain)
     out, target = verify_stage(program, params, state, view, draft, packing)
     verdict = accept_stage(program, out, view, draft)
     scores = logprobs_stage(program, out, view, draft, verdict)
@@ -110,8 +112,9 @@ def verify_and_commit(
     if program.trace:
         with jax.named_scope("trace"):
             parents = jnp.where(draft.valid, draft.parents, -1)
-            trace = Trace(tokens=draft.tokens, parents=parents, scores=draft.scores, path=verdict.path)
-    return state, report_stage(view, draft, verdict), trace, scores
+            fields = {name: getattr(draft, name) for name in ("tokens", "scores", "confidence")}
+            trace = Trace(**fields, parents=parents, path=verdict.path)
+    return state, verdict, (report_stage(view, draft, verdict), trace, scores)
 
 
 def draft_stage(program: Program, params: Params, state: SlotState, view: SlotView) -> tuple[Draft, Any]:
@@ -141,6 +144,7 @@ def verify_stage(
     Args:
         packing: nodes to run the target on; None: all.
     """
+    assert params.target is not None
     with jax.named_scope("verify"):
         tree, fixed = program.drafter.tree, view.deterministic
         batch = TokenBatch(
@@ -187,15 +191,7 @@ def commit_stage(
         tree = program.drafter.tree
         target = kv_cache.commit(state.target, tree, view, verdict)
         draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, out.features)
-        newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
-        updates = dict(
-            root=newest,
-            lengths=view.lengths + verdict.counts,
-            active=view.active & ~verdict.ended,
-            remaining=view.remaining - verdict.counts,
-        )
-        fields = {name: getattr(state, name) for name in updates}
-        written = scatter_rows(fields, view.slots, updates, implementation=view.implementation)
+        written = _advanced(state, view, verdict)
         if state.token_history is not None:
             rows = jnp.concatenate([view.root[:, None], verdict.tokens[:, :-1]], axis=1)
             count = jnp.where(view.active, verdict.counts, 0)
@@ -206,6 +202,28 @@ def commit_stage(
                 state.controls, view.slots, verdict.tokens, verdict.counts, verdict.grammar_state
             )
         return replace(state, target=target, draft=draft_state, **written)
+
+
+def draft_commit_stage(
+    program: Program, params: Params, state: SlotState, view: SlotView, draft: Draft, verdict: Verdict
+) -> SlotState:
+    """Do the part of `commit_stage` of devices that have only the draft model."""
+    with jax.named_scope("commit"):
+        draft_state = program.drafter.commit(params.draft, state.draft, view, draft, verdict, None)
+        return replace(state, draft=draft_state, **_advanced(state, view, verdict))
+
+
+def _advanced(state: SlotState, view: SlotView, verdict: Verdict) -> dict[str, Any]:
+    """Return the fields of the slot state that say how far each slot is, after a round."""
+    newest = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.counts - 1, 0)[:, None], axis=1)[:, 0]
+    updates = dict(
+        root=newest,
+        lengths=view.lengths + verdict.counts,
+        active=view.active & ~verdict.ended,
+        remaining=view.remaining - verdict.counts,
+    )
+    fields = {name: getattr(state, name) for name in updates}
+    return scatter_rows(fields, view.slots, updates, implementation=view.implementation)
 
 
 def report_stage(view: SlotView, draft: Draft, verdict: Verdict) -> Int[Array, "batch columns"]:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["round", "draft", "verify", "prefill", "update_page_table", "controls", "grammar", "write_pending_rows"]
+Kind = Literal[
+    "round",
+    "draft",
+    "verify",
+    "commit",
+    "prefill",
+    "draft_prefill",
+    "update_page_table",
+    "controls",
+    "grammar",
+    "write_pending_rows",
+]
+CUT = ("round", "draft", "verify", "commit")  # kinds of programs whose drafter's tree is cut at a depth
 
 
 @dataclass(frozen=True)
@@ -14,7 +26,8 @@ class ExecutableKey:
 
     Attributes:
         kind: "round" is a decode step in one program, "draft" and "verify" are a decode step in two programs, and
-            "prefill" is pieces of prompts. The other kinds are helpers with one executable each.
+            "prefill" is pieces of prompts. If the draft model is on other devices, "commit" and "draft_prefill" do its
+            part of "verify" and "prefill" there. The other kinds are helpers with one executable each.
         size: number of batch rows of a decode step, or number of tokens of a prefill.
         depth: depth to which a decode step drafts; the drafter's tree is cut there.
         nodes: number of draft nodes that a decode step verifies per batch row, on average; None: all.
@@ -22,6 +35,8 @@ class ExecutableKey:
         prompt_logprobs: whether a prefill returns log-probabilities of its prompt tokens.
         traced: whether a decode step returns its drafts.
         masked: whether the program takes token masks from the host.
+        gathers_logits: whether, on several devices, a round gathers the logits of the whole vocabulary on each device,
+            for rows that need more than `Program.divides_logits` allows. Log-probabilities need it too.
     """
 
     kind: Kind
@@ -32,23 +47,37 @@ class ExecutableKey:
     traced: bool = False
     masked: bool = False
     nodes: int | None = None
+    gathers_logits: bool = False
 
     @classmethod
-    def round(
-        cls, rows: int, depth: int, *, logprobs: bool = False, traced: bool = False, nodes: int | None = None
-    ) -> ExecutableKey:
-        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts."""
-        return cls("round", rows, depth, logprobs=logprobs, traced=traced or logprobs, nodes=nodes)
+    def round(cls, rows: int, depth: int, *, nodes: int | None = None, **outputs: bool) -> ExecutableKey:
+        """Make the key of a decode step in one program. A step with log-probabilities also returns its drafts.
+
+        Args:
+            outputs: the fields ``logprobs``, ``traced`` and ``gathers_logits``.
+        """
+        key = cls("round", rows, depth, nodes=nodes, **outputs)
+        return replace(key, traced=key.traced or key.logprobs)
 
     @classmethod
-    def split(cls, rows: int, depth: int, *, logprobs: bool = False) -> tuple[ExecutableKey, ExecutableKey]:
-        """Make the keys of a decode step in two programs, draft and verify; "verify" always returns the drafts."""
-        return cls("draft", rows, depth), cls("verify", rows, depth, logprobs=logprobs, traced=True, masked=True)
+    def split(
+        cls,
+        rows: int,
+        depth: int,
+        *,
+        logprobs: bool = False,
+        traced: bool = True,
+        masked: bool = True,
+        nodes: int | None = None,
+    ) -> tuple[ExecutableKey, ExecutableKey]:
+        """Make the keys of a decode step in two programs, draft and verify; with masks it also returns its drafts."""
+        outputs = dict(logprobs=logprobs, traced=traced or logprobs or masked, masked=masked)
+        return cls("draft", rows, depth), cls("verify", rows, depth, nodes=nodes, **outputs)
 
     def covers(self, other: ExecutableKey) -> bool:
         """Return whether this program has at least the rows or tokens and the outputs of another program."""
         same = ("kind", "depth", "nodes", "prompt_logprobs", "masked")
-        more = ("size", "logprobs", "traced")
+        more = ("size", "logprobs", "traced", "gathers_logits")
         return all(getattr(self, name) == getattr(other, name) for name in same) and all(
             getattr(self, name) >= getattr(other, name) for name in more
         )
@@ -59,14 +88,19 @@ class ExecutableKey:
         Args:
             full_depth: depth of the drafter's whole tree.
         """
-        scored = " with logprobs" * self.logprobs
+        scored, traced = " with logprobs" * self.logprobs, " traced" * (self.traced and not self.masked)
         match self.kind:
             case "round":
                 cut = f", depth {self.depth}" * (self.depth != full_depth)
                 cut += "" if self.nodes is None else f", {self.nodes} nodes"
-                return f"round[{self.size}{cut}]" + (scored or " traced" * self.traced)
-            case "draft" | "verify":
-                return f"{self.kind}[{self.size}, depth {self.depth}]" + scored
+                gathers = " of gathered logits" * self.gathers_logits
+                return f"round[{self.size}{cut}]" + (scored or traced) + gathers
+            case "draft" | "verify" | "commit":
+                masked = "masked " * self.masked
+                nodes = "" if self.nodes is None else f", {self.nodes} nodes"
+                return f"{masked}{self.kind}[{self.size}, depth {self.depth}{nodes}]" + (scored or traced)
+            case "draft_prefill":
+                return f"draft prefill[{self.size}]"
             case "prefill" if self.masked:
                 return f"masked prefill[{self.size}]" + scored + " of prompts" * self.prompt_logprobs
             case "prefill":

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 
 from jspec.core.config import EngineConfig
 from jspec.core.progress import progress_bar
-from jspec.core.records import PrefillInput, SlotState
+from jspec.core.records import Draft, PrefillInput, SlotState, StepResult
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
-from jspec.step.executable_key import ExecutableKey, Kind
+from jspec.step.executable_key import CUT, ExecutableKey, Kind
 from jspec.step.on_mesh import helper_on, shapes_of, step_on
-from jspec.step.prefill import prefill_step, write_pending_rows_step
+from jspec.step.prefill import draft_prefill_step, prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
-from jspec.step.split_decode import draft_step, mask_shape, verify_step
+from jspec.step.split_decode import commit_step, draft_step, mask_shape, verify_step
 from pallas_kernels.dispatch import describe, resolve
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Executables:
         params: the weights; only their shapes and shardings are used.
         state: the slot state; only its shapes and shardings are used.
         config: the engine's options.
+        drafting: the executables of the devices that draft, if those are others.
 
     Attributes:
         compiled: the executables by key.
@@ -54,14 +55,23 @@ class Executables:
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
     """
 
-    def __init__(self, program: Program, params: Params, state: SlotState, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        program: Program,
+        params: Params,
+        state: SlotState,
+        config: EngineConfig,
+        drafting: Executables | None = None,
+    ) -> None:
         (device, *_) = state.root.devices()
         self._program = replace(program, implementation=resolve(program.implementation, device))
         self._params = params
         self._config = config
+        self._drafting = drafting
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
+        self._divides = program.mesh is not None and program.mesh.size > 1
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.seconds: dict[str, float] = {}
@@ -121,12 +131,13 @@ class Executables:
         drafter = self._program.drafter
         return replace(
             self._program,
-            drafter=drafter.cut(key.depth) if key.kind in ("round", "draft", "verify") else drafter,
+            drafter=drafter.cut(key.depth) if key.kind in CUT else drafter,
             rounds=self._config.rounds_per_dispatch if key.kind == "round" else 1,
             nodes=key.nodes,
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
+            divides_logits=self._divides and key.kind == "round" and not key.gathers_logits,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -144,8 +155,7 @@ class Executables:
 
         A step donates the whole state; a helper donates only the part of the state that it changes.
         """
-        state, vocab = self._shapes, self._params.target.config.vocab_size
-        mesh = self._program.mesh
+        state, mesh = self._shapes, self._program.mesh
         match key.kind:
             case "update_page_table":
                 return helper_on(mesh, update_page_table), 0, (state.page_table, _int32(self.page_updates, 3))
@@ -164,18 +174,33 @@ class Executables:
             case "draft":
                 step, inputs = draft_step, [slots]
             case "verify":
-                draft_on_mesh = step_on(mesh, partial(draft_step, program), self._params)
-                _, draft = jax.eval_shape(draft_on_mesh, self._params, state, slots)
-                step, inputs = verify_step, [slots, draft, mask_shape(key.size, draft.tokens.shape[1], vocab)]
+                draft = (self._drafting or self).draft_shape(key)
+                step, inputs = verify_step, [slots, draft, *self._masks(key, *draft.tokens.shape)]
+            case "commit":
+                outputs = _report(key.size, key.depth), _int32(1, key.size, key.depth + 1)
+                step, inputs = commit_step, [slots, self.draft_shape(key), *outputs]
             case "prefill":
                 prompts = PrefillInput.shapes(key.size, slots=state.root.shape[0], pages=self._pages)
-                masks = [mask_shape(prompts.pieces.shape[0], 1, vocab)] if key.masked else []
-                step, inputs = prefill_step, [prompts, *masks]
+                step, inputs = prefill_step, [prompts, *self._masks(key, prompts.pieces.shape[0], 1)]
+            case "draft_prefill":
+                prompts = PrefillInput.shapes(key.size, slots=state.root.shape[0], pages=self._pages)
+                step, inputs = draft_prefill_step, [prompts, _report(prompts.pieces.shape[0], 0)]
             case "write_pending_rows":
                 step, inputs = write_pending_rows_step, [_int32(PENDING_ROWS_HEAD + self._pages)]
-        has_output = key.kind != "write_pending_rows"
-        step = step_on(mesh, partial(step, program), self._params, has_output=has_output)
+        has_output = key.kind not in ("write_pending_rows", "commit", "draft_prefill")
+        options = dict(has_output=has_output, divides_logits=program.divides_logits)
+        step = step_on(mesh, partial(step, program), self._params, **options)
         return step, 1, (self._params, state, *inputs)
+
+    def draft_shape(self, key: ExecutableKey) -> Draft:
+        """Return the shapes of the draft of a program, which these executables draft."""
+        draft = step_on(self._program.mesh, partial(draft_step, self._program_of(key)), self._params)
+        _, shapes = jax.eval_shape(draft, self._params, self._shapes, _int32(key.size))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
+
+    def _masks(self, key: ExecutableKey, rows: int, nodes: int) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of a program's token masks, if it takes any."""
+        return [mask_shape(rows, nodes, self._params.main.config.vocab_size)] if key.masked else []
 
     def _compile_one(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()
@@ -186,6 +211,11 @@ class Executables:
 
     def _name(self, key: ExecutableKey) -> str:
         return key.name(self._program.drafter.tree.depth)
+
+
+def _report(rows: int, depth: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of the report of a step with one round (`jspec.core.records.pack_result`)."""
+    return _int32(1, rows, depth + 1 + len(StepResult._fields) - 1)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ The plan also sets the number of cache pages, unless the user gives one or the d
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,11 @@ from typing import Any, NoReturn
 
 import jax
 
+from jspec import verify
+from jspec.core.accept_rule import DraftSampling
 from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState, block_rows
+from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.step.program import Params, Program, init_state
 
@@ -66,6 +70,7 @@ class MemoryPlan:
         slots: page table, controls and grammar tables, and the token history if the state has one.
         workspace: temporary memory of the largest program while it runs: logits, noise, activations.
         other: other arrays of this process on the device.
+        exchanges: memory that the kernels keep by which several devices exchange arrays, in all compiled programs.
         pages: number of pages in each pool.
         limit: largest total allowed, which is ``memory_fraction`` of ``device``.
         device: memory of the device that the allocator may use.
@@ -83,12 +88,14 @@ class MemoryPlan:
     pages: int
     limit: int
     device: int
+    exchanges: int = 0
     is_measured: bool = False
 
     @property
     def total(self) -> int:
         """The total number of bytes in use while the engine runs."""
-        return self.target_weights + self.draft_weights + self.state + self.workspace + self.other
+        weights = self.target_weights + self.draft_weights
+        return weights + self.state + self.workspace + self.exchanges + self.other
 
     @property
     def state(self) -> int:
@@ -107,8 +114,10 @@ class MemoryPlan:
             workspace: self.workspace,
             "other arrays": self.other,
         }
+        rows |= {"exchanges": self.exchanges} if self.exchanges else {}
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
-        return f"memory: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
+        place = "" if self.target_weights else " of the draft model's devices"
+        return f"memory{place}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
 
 
 def size(count: int) -> str:
@@ -119,12 +128,20 @@ def size(count: int) -> str:
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans the memory of an engine on a device before the engine is made."""
+    """Plans the memory of an engine on a device before the engine is made.
+
+    Attributes:
+        program, params: program and parameters of one device.
+        config: options of the engine.
+        device: memory of the device.
+        devices: number of devices over which the weights are divided.
+    """
 
     program: Program
     params: Params
     config: EngineConfig
     device: DeviceMemory
+    devices: int = 1
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
         """Plan the memory of an engine whose KV pools have the given shapes."""
@@ -155,15 +172,24 @@ class MemoryPlanner:
         and min-p. If the program applies controls, it counts a fourth copy for the edited logits.
         """
         assert self.config.prefill_buckets is not None
-        own, tree = self.params.target.config, self.program.drafter.tree
+        own, tree = self.params.main.config, self.program.drafter.tree
         heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         features = len(self.program.feature_layers) * own.hidden_size
         token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
-        token *= self.params.target.embed.dtype.itemsize
+        token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
-        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node)
+        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node) + self.received(pool)
+
+    def received(self, pool: PoolShape) -> int:
+        """Return the bytes of two drafts that arrive from other devices, one of which a running program reads."""
+        if not isinstance(self.program.drafter, Elsewhere):
+            return 0
+        tree, sampling = self.program.drafter.tree, verify.resolve(self.program.accept).draft_sampling
+        has_probs = sampling is DraftSampling.OWN_DISTRIBUTION and tree.paths is not None  # dynamic trees have none
+        node = 4 * (4 + has_probs * self.params.main.config.vocab_size)  # token, parent, score, flag; probabilities
+        return 2 * pool.slots * tree.nodes * node
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
@@ -254,12 +280,16 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
     Raises:
         ValueError: the total exceeds the device's memory.
     """
-    plan = planner.plan(pool)
+    plan, programs = planner.plan(pool), list(programs)
     analyses = [analysis for program in programs if (analysis := program.memory_analysis()) is not None]
     if not analyses:
         return plan
     workspace = max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
-    plan = replace(plan, workspace=workspace, is_measured=True)
+    workspace += planner.received(pool)
+    exchanges = 0
+    if planner.devices > 1:
+        exchanges = sum(exchange_bytes(program.as_text(), planner.devices) for program in programs)
+    plan = replace(plan, workspace=workspace, exchanges=exchanges, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device
         raise ValueError(
@@ -267,6 +297,26 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
             f"{planner.suggest_smaller(pool, planner.plan(pool).total - over)}"
         )
     return plan
+
+
+def exchange_bytes(text: str, devices: int) -> int:
+    """Return the bytes that the exchanges of a program keep on each device as long as the program exists.
+
+    A kernel that exchanges arrays has two buffers of its own for what the device sends. `memory_analysis` of the
+    compiled program does not count them.
+
+    Args:
+        text: the compiled program.
+        devices: number of devices.
+    """
+    sent = 0
+    for shapes, kind in re.findall(r"= (.*) all-(gather|reduce)\(.*\"KERNEL_STRATEGY_TRITON", text):
+        arrays = re.findall(r"([a-z]+)(\d*)\w*\[([\d,]*)\]", shapes)
+        received = sum(
+            int(bits or 8) // 8 * math.prod(map(int, filter(None, sizes.split(",")))) for _, bits, sizes in arrays
+        )
+        sent += received // devices if kind == "gather" else received
+    return 2 * sent
 
 
 @contextmanager

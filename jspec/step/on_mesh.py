@@ -95,7 +95,9 @@ def log_devices(mesh: Mesh | None) -> None:
     logger.info("weights are divided over %d devices (%s)%s", mesh.size, first.device_kind, late)
 
 
-def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True) -> Step:
+def step_on(
+    mesh: Mesh | None, step: Step, params: Params, *, has_output: bool = True, divides_logits: bool = False
+) -> Step:
     """Return a step (params, state, *inputs) -> (state, output) that runs on all devices of a mesh.
 
     Args:
@@ -103,13 +105,14 @@ def step_on(mesh: Mesh | None, step: Step, params: Params, *, has_output: bool =
         step: the step on one device. Its inputs and its output are equal on all devices.
         params: the parameters, on the mesh; only their shardings are used.
         has_output: whether the step returns an output; False: it returns the state alone.
+        divides_logits: as in `Program`.
     """
     if mesh is None:
         return step
     specs, devices = layout(params), mesh.size
 
     def on_device(params: Params, *arguments: Any) -> Any:
-        return step(local(params, specs, devices), *arguments)
+        return step(local(params, specs, devices, gathers=not divides_logits), *arguments)
 
     def on_all(params: Params, state: SlotState, *inputs: Any) -> Any:
         pools = state_layout(state)

@@ -18,6 +18,7 @@ from jspec.core.records import (
     SlotState,
     SlotView,
     StepOutput,
+    StepResult,
     Verdict,
     of_piece,
     pack_result,
@@ -43,12 +44,9 @@ def prefill_step(
         packed: the pieces and their tokens; their shapes are fixed for the program.
         masks: mask of each piece's first token, if the host masks a request's grammar (`jspec.step.split_decode`).
     """
-    pieces, tokens = packed.unpack()
-    state = _admit(state, pieces)
-    # A slot becomes active only in its last piece, but the view of an inactive slot would be empty.
-    view = view_of(replace(state, active=state.active.at[pieces.slot].set(True, mode="drop")), pieces.slot, program)
+    assert params.target is not None
+    state, pieces, view, batch = _begin(program, state, packed)
     view = replace(view, masks=masks)
-    batch = _blocks(pieces, tokens, view)
     if state.token_history is not None:
         count = jnp.sum(batch.valid, axis=1)
         history = kv_cache.write_token_history(
@@ -77,6 +75,34 @@ def prefill_step(
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
     state, output = _first_tokens(program, replace(state, target=target, draft=draft_state), pieces, batch, view, out)
     return state, replace(output, prompt=prompt)
+
+
+@jax.named_scope("draft_prefill")
+def draft_prefill_step(
+    program: Program, params: Params, state: SlotState, packed: PrefillInput, report: Int[Array, "1 pieces columns"]
+) -> SlotState:
+    """Run pieces of prompts on devices that have only the draft model.
+
+    Args:
+        state: the slot state; its buffers are donated.
+        packed: the input of `prefill_step`.
+        report: that of the output of `prefill_step`, which has the first tokens.
+    """
+    state, pieces, view, batch = _begin(program, state, packed)
+    draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, None)
+    result = StepResult.read(report[0])
+    return _end(replace(state, draft=draft_state), pieces, batch, result.tokens[:, 0], result.ended == 1)
+
+
+def _begin(
+    program: Program, state: SlotState, packed: PrefillInput
+) -> tuple[SlotState, PromptPiece, SlotView, PromptBatch]:
+    """Enter the pieces into the slot state, and return them with their view and their tokens."""
+    pieces, tokens = packed.unpack()
+    state = _admit(state, pieces)
+    # A slot becomes active only in its last piece, but the view of an inactive slot would be empty.
+    view = view_of(replace(state, active=state.active.at[pieces.slot].set(True, mode="drop")), pieces.slot, program)
+    return state, pieces, view, _blocks(pieces, tokens, view)
 
 
 @jax.named_scope("admit")
@@ -133,9 +159,8 @@ def _first_tokens(
     program: Program, state: SlotState, pieces: PromptPiece, batch: PromptBatch, view: SlotView, out: TargetOut
 ) -> tuple[SlotState, StepOutput]:
     """Sample the token after each piece, or take it from ``pieces.root``; a last piece's token becomes the root."""
-    length = batch.ends
     newest = batch.newest_of(batch.tokens[..., None])[:, 0]
-    of_newest = replace(view, root=newest, lengths=length - 1)
+    of_newest = replace(view, root=newest, lengths=batch.ends - 1)
     logits = penalties.apply_penalties_at_root(out.logits, of_newest)
     token = sampler.target_tokens(logits[None], of_newest, jnp.ones((len(newest), 1), jnp.int32))
     token = jnp.where(pieces.root[:, None] >= 0, pieces.root[:, None], token)
@@ -146,23 +171,32 @@ def _first_tokens(
     verdict = verify.cut(
         Verdict(accept_len=0 * ones, path=0 * ones[:, None], tokens=token, counts=ones, ended=~view.active), view
     )
-    is_last: Bool[Array, "pieces"] = pieces.last == 1
-
-    put = partial(_put, pieces)
-    state = replace(
-        state,
-        root=put(state.root, token[:, 0]),
-        lengths=put(state.lengths, length),
-        active=put(state.active, is_last & ~verdict.ended),
-        remaining=put(state.remaining, pieces.remaining - is_last),
-    )
+    state = _end(state, pieces, batch, token[:, 0], verdict.ended)
     if state.controls is not None:
-        is_new = is_last & (pieces.root < 0)
+        is_new = (pieces.last == 1) & (pieces.root < 0)
         grammar_state = None if state.grammars is None else grammar_mask.states(view, token[..., None])[:, 0]
         count = is_new.astype(jnp.int32)
         state = replace(state, controls=penalties.advance(state.controls, view.slots, token, count, grammar_state))
     scores = jax.tree.map(lambda x: x[None], scores)
     return state, StepOutput(report=pack_result(verdict, 0 * ones)[None], trace=None, logprobs=scores)
+
+
+def _end(
+    state: SlotState,
+    pieces: PromptPiece,
+    batch: PromptBatch,
+    token: Int[Array, "pieces"],
+    ended: Bool[Array, "pieces"],
+) -> SlotState:
+    """Enter the tokens after the pieces into the slot state; a last piece activates its slot."""
+    put, is_last = partial(_put, pieces), pieces.last == 1
+    return replace(
+        state,
+        root=put(state.root, token),
+        lengths=put(state.lengths, batch.ends),
+        active=put(state.active, is_last & ~ended),
+        remaining=put(state.remaining, pieces.remaining - is_last),
+    )
 
 
 def write_pending_rows_step(

@@ -84,6 +84,8 @@ class Program:
         deterministic: whether every program computes a token's logits with the same bits.
         nodes: number of draft nodes that a round verifies per batch row, on average (`jspec.step.budget`); None: all.
         mesh: mesh over whose devices the weights and the KV pools are divided; None: one device.
+        divides_logits: whether each device chooses tokens among its own part of the vocabulary, so that no logits are
+            gathered. The rows of such a program need no `SamplingParams` that cut or edit logits, and no probabilities.
     """
 
     drafter: Drafter
@@ -101,6 +103,7 @@ class Program:
     deterministic: bool = False
     nodes: int | None = None
     mesh: Mesh | None = None
+    divides_logits: bool = False
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -122,8 +125,13 @@ class Program:
 class Params:
     """The weights of target and drafter, whose buffers are never donated."""
 
-    target: Model
-    draft: Any
+    target: Model | None  # None: the devices have only the draft model
+    draft: Any  # (): the devices have only the target
+
+    @property
+    def main(self) -> Model:
+        """The target, or the draft model on devices that have only this."""
+        return self.draft.model if self.target is None else self.target
 
 
 def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> SlotView:
@@ -158,7 +166,8 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
         return jnp.full((pool.slots, *inner), value, dtype)  # a new array per field, because each is donated
 
-    config, cells = params.target.config, program.grammar_cells
+    vocab_size, cells = params.main.config.vocab_size, program.grammar_cells
+    layers = [] if params.target is None else params.target.config.layers
     return SlotState(
         root=fill(0),
         lengths=fill(0),
@@ -166,13 +175,13 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
         remaining=fill(0),
         page_table=fill(0, jnp.int32, pool.width(program.drafter.tree)),
         sampling=Sampling.greedy(pool.slots),
-        target=kv_cache.create(config.layers, pool, pool.dtype),
+        target=kv_cache.create(layers, pool, pool.dtype),
         draft=program.drafter.init(params.draft, pool),
         token_history=jnp.zeros((pool.pages, pool.page_size), jnp.int32)
         if _needs_token_history(program, pool)
         else None,
-        controls=penalties.unused(pool.slots, config.vocab_size, program.processor_args) if program.controls else None,
-        grammars=grammar_mask.unused(pool.slots, cells, config.vocab_size) if cells else None,
+        controls=penalties.unused(pool.slots, vocab_size, program.processor_args) if program.controls else None,
+        grammars=grammar_mask.unused(pool.slots, cells, vocab_size) if cells else None,
     )
 
 

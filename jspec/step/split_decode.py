@@ -1,16 +1,19 @@
-"""The decode step as two programs, for grammars whose token masks only the host can compute.
+"""The decode step as two programs: one drafts, the other verifies the draft.
 
-The first program drafts. Then the draft goes to the host, the host computes which tokens may follow each node, and the
-masks go back to the device. The second program verifies the draft. In all else the two programs equal the single
-program of `jspec.step.decode`, so the output equals masked decoding token by token. A batch runs as two programs only
-if one of its requests has such a grammar. The masks of all other rows allow every token.
+In all else the two programs equal the single program of `jspec.step.decode`, so they emit the same tokens. There are
+two uses:
+
+- Grammars whose token masks only the host can compute. The draft goes to the host, the host computes which tokens may
+  follow each node, and the masks go back to the device. A batch runs as two programs only if one of its requests has
+  such a grammar. The masks of all other rows allow every token.
+- A draft model on other devices than the target (`jspec.step.side`). The draft goes to the target's devices; its
+  verdict goes back, where `commit_step` applies it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +21,12 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, words_of
-from jspec.core.records import Draft, PrefillInput, SlotState, StepOutput
-from jspec.step.decode import draft_stage, output_of_one, verify_and_commit
+from jspec.core.records import Draft, SlotState, StepOutput, Verdict
+from jspec.step.decode import draft_commit_stage, draft_stage, output_of_one, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
-Step = Callable[[Params, SlotState, Any], tuple[SlotState, StepOutput]]
-Send = Callable[[Any], Any]
+FirstMask = Callable[[], np.ndarray]  # returns the mask of an output's first token, [1, words] uint32
 # Takes the fields tokens, parents and valid of one row's draft, [nodes] each; returns masks [nodes, words] uint32.
-FirstMask = Callable[[], np.ndarray]
 DraftMasks = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -39,6 +40,8 @@ def draft_step(
         slots: slot of each batch row; a padding row has the number of slots.
     """
     draft, draft_state = draft_stage(program, params, state, view_of(state, slots, program))
+    if draft.probs is None:  # the map is of no use then, and may have to cross to other devices
+        draft = replace(draft, vocab_map=None)
     return replace(state, draft=draft_state), draft
 
 
@@ -48,65 +51,77 @@ def verify_step(
     state: SlotState,
     slots: Int[Array, "batch"],
     draft: Draft,
-    masks: UInt32[Array, "batch nodes words"],
+    masks: UInt32[Array, "batch nodes words"] | None = None,
 ) -> tuple[SlotState, StepOutput]:
-    """Run the stages of a round that follow the draft stage, with token masks from the host.
+    """Run the stages of a round that follow the draft stage.
 
     Args:
         state: the slot state; its buffers are donated.
         draft: the draft that `draft_step` returned for ``slots``.
-        masks: tokens that may follow each node, one bit per token (`jspec.core.bitmask`).
+        masks: tokens that may follow each node, one bit per token (`jspec.core.bitmask`), if the host computes them.
     """
     view = replace(view_of(state, slots, program), masks=masks)
-    state, *results = verify_and_commit(program, params, state, view, draft)
-    return state, output_of_one(results)
+    draft = replace(draft, tokens=draft.tokens.at[:, 0].set(view.root))  # other devices' state changes no output
+    state, verdict, results = verify_and_commit(program, params, state, view, draft)
+    return state, replace(output_of_one(results), path=verdict.path[None])
 
 
-def split_step(
-    draft: Any, verify: Any, mask_functions: Sequence[DraftMasks | None], send: Send = jax.device_put
-) -> Step:
-    """Combine a compiled draft step and verify step into one function that is called like `spec_step`.
-
-    Args:
-        draft: the compiled `draft_step`.
-        verify: the compiled `verify_step`.
-        mask_functions: for each of the first batch rows, the function that computes its masks. The masks of later rows,
-            and of rows with None, allow every token.
-        send: function that sends arrays of the host to the devices.
-    """
-
-    def step(params: Params, state: SlotState, slots: Array) -> tuple[SlotState, StepOutput]:
-        state, drafted = draft(params, state, slots)
-        nodes = jax.device_get((drafted.tokens, drafted.parents, drafted.valid))
-        words = words_of(params.target.config.vocab_size)
-        masks = np.full((*nodes[0].shape, words), EVERYTHING, np.uint32)
-        for row, mask_function in enumerate(mask_functions):
-            if mask_function is not None:
-                masks[row] = mask_function(*(field[row] for field in nodes))
-        return verify(params, state, slots, drafted, send(masks))
-
-    return step
-
-
-def masked_prefill(prefill: Any, first_masks: Sequence[FirstMask | None], send: Send = jax.device_put) -> Step:
-    """Make a function that passes masks to a compiled prefill, and is called like a prefill without masks.
+def commit_step(
+    program: Program,
+    params: Params,
+    state: SlotState,
+    slots: Int[Array, "batch"],
+    draft: Draft,
+    report: Int[Array, "1 batch columns"],
+    path: Int[Array, "1 batch depth1"],
+) -> SlotState:
+    """Apply the verdict of a round on devices that have only the draft model.
 
     Args:
-        prefill: the compiled `jspec.step.prefill.prefill_step` with masks.
-        first_masks: for each of the first pieces, a function that returns the mask of the output's first token,
-            [1, words] uint32. The masks of later pieces, and of pieces with None, allow every token.
-        send: function that sends arrays of the host to the devices.
+        state: the slot state; its buffers are donated.
+        draft: the draft that `draft_step` returned for ``slots``.
+        report, path: those of the output of `verify_step`.
     """
+    verdict = Verdict.read(report[0], path[0])
+    return draft_commit_stage(program, params, state, view_of(state, slots, program), draft, verdict)
 
-    def step(params: Params, state: SlotState, packed: PrefillInput) -> tuple[SlotState, StepOutput]:
-        shape = (packed.pieces.shape[0], 1, words_of(params.target.config.vocab_size))
-        masks = np.full(shape, EVERYTHING, np.uint32)
-        for row, first_mask in enumerate(first_masks):
-            if first_mask is not None:
-                masks[row] = first_mask()
-        return prefill(params, state, packed, send(masks))
 
-    return step
+def draft_masks(draft: Draft, functions: Sequence[DraftMasks | None], vocab_size: int) -> np.ndarray:
+    """Compute on the host the masks that `verify_step` takes, [batch, nodes, words] uint32.
+
+    Args:
+        draft: the draft, whose result is waited for.
+        functions: for each of the first batch rows, the function that computes its masks. The masks of later rows, and
+            of rows with None, allow every token.
+        vocab_size: number of tokens of the vocabulary.
+    """
+    nodes = jax.device_get((draft.tokens, draft.parents, draft.valid))
+    rows, count = nodes[0].shape
+    masks = _every_token(rows, count, vocab_size)
+    for row, function in enumerate(functions):
+        if function is not None:
+            masks[row] = function(*(field[row] for field in nodes))
+    return masks
+
+
+def first_masks(pieces: int, functions: Sequence[FirstMask | None], vocab_size: int) -> np.ndarray:
+    """Compute on the host the masks that `jspec.step.prefill.prefill_step` takes, [pieces, 1, words] uint32.
+
+    Args:
+        pieces: number of pieces of the compiled prefill.
+        functions: for each of the first pieces, the function that computes its mask. The masks of later pieces, and of
+            pieces with None, allow every token.
+        vocab_size: number of tokens of the vocabulary.
+    """
+    masks = _every_token(pieces, 1, vocab_size)
+    for row, function in enumerate(functions):
+        if function is not None:
+            masks[row] = function()
+    return masks
+
+
+def _every_token(rows: int, nodes: int, vocab_size: int) -> np.ndarray:
+    return np.full((rows, nodes, words_of(vocab_size)), EVERYTHING, np.uint32)
 
 
 def mask_shape(rows: int, nodes: int, vocab_size: int) -> jax.ShapeDtypeStruct:

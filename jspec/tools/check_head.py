@@ -25,7 +25,7 @@ from jaxtyping import Bool, Int
 from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import EagleDrafter
-from jspec.draft.head_config import Eagle3Config, HeadConfig
+from jspec.draft.head_config import Eagle3Config, HeadConfig, PEagleConfig
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
@@ -204,7 +204,8 @@ def _changes(config: HeadConfig, target: Model) -> Iterator[tuple[str, dict[str,
         if theta != config.rope.theta:
             yield f"rope_theta={theta:g}", {"rope": replace(config.rope, theta=theta)}
     if isinstance(config, Eagle3Config):
-        for name in ("norm_output", "norm_before_residual"):
+        fed_back = [] if isinstance(config, PEagleConfig) else ["norm_output"]
+        for name in (*fed_back, "norm_before_residual"):
             value = not getattr(config, name)
             yield f"{name}={value}", {name: value}
 

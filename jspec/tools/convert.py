@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,8 @@ def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
     orbax.check_vacant(folder, options.overwrite)
     for left in hub.leftovers(folder):
         print(f"note: {left} was left by an interrupted conversion; delete it unless another one is running")
-    given = (options.rope_theta, options.feature_layers, options.norm_before_residual, options.norm_output)
-    planned = plan(options.src, Overrides(*given))
+    overrides = Overrides(**{field.name: getattr(options, field.name) for field in fields(Overrides)})
+    planned = plan(options.src, overrides)
     dtype = planned.dtype(options.dtype)
     print(f"{planned.folder}: {planned.kind}, {dtype}, {_summary(planned)}")
     if options.verbose:
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     either = argparse.BooleanOptionalAction
     overrides.add_argument("--norm-before-residual", action=either, help="a head's first residual is normed")
     overrides.add_argument("--norm-output", action=either, help="a head's normed output is fed back (EAGLE-3.1)")
+    overrides.add_argument("--mask-token-id", type=int, help="id that stands for tokens not drafted yet (P-EAGLE)")
     return parser
 
 

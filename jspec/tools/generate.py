@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from convert import hub
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.draft.ngram import NGram
+from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
 from jspec.engine.api import Engine
 from jspec.engine.request import Chunk
@@ -30,12 +34,15 @@ from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "eagle3": Eagle3.from_pretrained,
+    "peagle": PEagle.from_pretrained,
     "eagle": Eagle.from_pretrained,
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
+    "dspark": DSpark.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-QUANTIZABLE = ("eagle3", "eagle", "dflash", "draft_model")
+HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
+QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
 
@@ -67,10 +74,18 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--target", required=needs_target, metavar="PATH", help=about)
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument("--eagle3", metavar="PATH", help='draft with an EAGLE-3 head; "demo": the embedded one')
+    drafters.add_argument("--peagle", metavar="PATH", help="draft with a P-EAGLE head")
     drafters.add_argument("--eagle", metavar="PATH", help="draft with an EAGLE-1 or EAGLE-2 head")
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
+    drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
+    parser.add_argument(
+        "--draft-device",
+        type=int,
+        metavar="N",
+        help="device of the draft model, counted from 0; default: the target's devices",
+    )
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
     parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
@@ -80,7 +95,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise an EAGLE or DFlash head or a draft model")
+    parser.add_argument(
+        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
+    )
+    parser.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"
     )
@@ -175,29 +193,55 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
-    tree, quantize = draft_options(arguments)
+    tree, options = draft_options(arguments)
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype, **quantize)
+            return load(path, tree=tree, dtype=arguments.dtype, **options)
     if arguments.ngram:
         return NGram(tree)
     return Suffix(tree) if arguments.suffix else None
 
 
-def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, str]]:
-    """Return the draft tree of a parsed command line, and the drafter's keyword arguments for quantisation.
+def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
+    """Return the draft tree of a parsed command line, and the drafter's keyword arguments that the line gives.
 
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    tree = Tree.parse(TREE if arguments.tree is None else arguments.tree)
-    quantize = {} if arguments.draft_quantize is None else {"quantize": arguments.draft_quantize}
-    if quantize and not any(getattr(arguments, name) for name in QUANTIZABLE):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in QUANTIZABLE)
-        raise ValueError(f"--draft-quantize: expected one of {names}, got none of them; leave it out")
+    tree, options = Tree.parse(TREE if arguments.tree is None else arguments.tree), {}
+    for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
+        if (value := getattr(arguments, option)) is None:
+            continue
+        if not any(getattr(arguments, drafter) for drafter in drafters):
+            flags = ", ".join(_flag(drafter) for drafter in drafters)
+            raise ValueError(f"{_flag(option)}: expected one of {flags}, got none of them; leave it out")
+        options[name] = int(value) if value.isdecimal() else value
     if arguments.tree is not None and not any(getattr(arguments, name) for name in (*PRETRAINED, "ngram", "suffix")):
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
-    return tree, quantize
+    if arguments.draft_device is not None:
+        options["device"] = _draft_device(arguments)
+    return tree, options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _draft_device(arguments: argparse.Namespace) -> jax.Device:
+    """Return the device that --draft-device names.
+
+    Raises:
+        ValueError: there is no draft model or no such device.
+    """
+    devices, index = jax.devices(), arguments.draft_device
+    if not arguments.draft_model:
+        raise ValueError("--draft-device: expected --draft-model, whose device it is, got none; leave it out")
+    if not 0 <= index < len(devices):
+        raise ValueError(
+            f"--draft-device: expected a number from 0 to {len(devices) - 1}, as there are {len(devices)} "
+            f"{devices[0].platform} devices, got {index}"
+        )
+    return devices[index]
 
 
 # -- the command

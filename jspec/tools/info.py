@@ -10,14 +10,20 @@ import numpy as np
 from convert import hub, orbax
 from convert.orbax import Header
 from jspec.draft import auto
-from jspec.draft.head_config import DFlashConfig, EagleConfig, HeadConfig
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
 from pallas_kernels.layers.quantized import Quantized
 
-METHODS = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}  # method of a head: its name
+METHODS = {  # names of methods
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "eagle": "EAGLE-1/2",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+}
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -101,9 +107,10 @@ def _model(config: ModelConfig) -> list[str]:
 
 def _head(found: Header, config: HeadConfig) -> list[str]:
     method = METHODS[config.method]
-    block = [] if not isinstance(config, DFlashConfig) else [f"block: {_block(config)}"]
+    version = ".1" if isinstance(config, Eagle3Config) and config.norm_output else ""
+    block = _block(config) if isinstance(config, DFlashConfig | PEagleConfig) else []
     return [
-        f"model: {method} head ({config.source_format} format), hidden {config.hidden_size}, "
+        f"model: {method}{version} head ({config.source_format} format), hidden {config.hidden_size}, "
         f"target hidden {config.target_hidden_size}",
         f"flags beside plain {method}: {_flags(config)}",
         *block,
@@ -114,8 +121,17 @@ def _head(found: Header, config: HeadConfig) -> list[str]:
     ]
 
 
-def _block(config: DFlashConfig) -> str:
-    return f"{config.block_size} tokens with the root, mask token {config.mask_token_id}"
+def _block(config: DFlashConfig | PEagleConfig) -> list[str]:
+    size = "any number of tokens in one pass"
+    if isinstance(config, DFlashConfig):
+        size = f"{config.block_size} tokens with the root, of which {config.max_depth} draft"
+    lines = [f"block: {size}, mask token {config.mask_token_id}"]
+    if isinstance(config, DSparkConfig):
+        kind, rank = config.markov_head_type, config.markov_rank
+        inputs = "state and Markov embedding" if config.confidence_head_with_markov else "state"
+        lines.append(f"Markov head: {f'{kind}, rank {rank}' if rank else 'none'}")
+        lines.append(f"confidence head: {f'reads {inputs}' if config.confidence_head else 'none'}")
+    return lines
 
 
 def _flags(config: HeadConfig) -> str:

@@ -53,6 +53,8 @@ def _attention(config: GQA) -> str:
         parts.append(f"scores limited to {config.softcap:g}")
     if config.sinks:
         parts.append("sinks")
+    if config.causal:
+        parts.append("causal within a block")
     return ", ".join(parts)
 
 

@@ -6,6 +6,7 @@ from jspec.verify.coupled import Coupled
 from jspec.verify.multi_candidate import Candidate, MultiCandidate, multi_candidate
 from jspec.verify.rejection import Rejection
 from jspec.verify.rules import accept, cut, resolve, verdict_of
+from jspec.verify.traversal import Traversal
 from jspec.verify.typical import Typical
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Coupled",
     "MultiCandidate",
     "Rejection",
+    "Traversal",
     "Typical",
     "accept",
     "cut",

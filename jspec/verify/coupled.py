@@ -33,6 +33,9 @@ class Coupled(AcceptRule):
     def check(self, tree: Tree) -> None:
         """Allow every tree."""
 
+    def reads_probabilities(self, *, is_sampled: bool) -> bool:
+        return False
+
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:

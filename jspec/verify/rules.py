@@ -9,6 +9,7 @@ draft.
 | "coupled" | `coupled` | accept a draft token if the target draws the same token (sample and match) |
 | "rejection" | `rejection` | rejection sampling with the draft's probabilities, siblings without replacement |
 | "block" | `block` | verify a sampled chain as a whole |
+| "traversal" | `traversal` | verify a sampled tree from its leaves to its root; on a chain, "block" |
 | "multi_candidate" | `multi_candidate` | try siblings in order as point masses, for deterministic drafts |
 | "typical" | `typical` | accept tokens that are likely enough (lossy) |
 
@@ -33,11 +34,14 @@ from jspec.verify.block import Block
 from jspec.verify.coupled import Coupled
 from jspec.verify.multi_candidate import MultiCandidate
 from jspec.verify.rejection import Rejection
+from jspec.verify.traversal import Traversal
 from jspec.verify.tree_walk import at_node
 from jspec.verify.typical import Typical
 from pallas_kernels.layers.quantized import PartialSums
 
-RULES: dict[str, type[AcceptRule]] = {rule.name: rule for rule in (Coupled, Rejection, Block, MultiCandidate, Typical)}
+RULES: dict[str, type[AcceptRule]] = {
+    rule.name: rule for rule in (Coupled, Rejection, Block, Traversal, MultiCandidate, Typical)
+}
 
 
 def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:

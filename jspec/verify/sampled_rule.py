@@ -14,8 +14,9 @@ from jspec.core.records import NO_TOKEN, AncestorMask, Draft, SlotView
 from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.verify.coupled import match_target_tokens
-from jspec.verify.tree_walk import AcceptResult, at_node, ranks
+from jspec.verify.tree_walk import AcceptResult, at_node
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.shard import OwnColumns
 
 AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 
@@ -23,9 +24,15 @@ AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]
 class SampledRule(AcceptRule):
     """An accept rule that compares probabilities. In a batch with only greedy rows, it matches the target's argmax."""
 
+    def reads_probabilities(self, *, is_sampled: bool) -> bool:
+        return is_sampled
+
     def decide(
         self, logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView
     ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+        if isinstance(logits, OwnColumns):  # then `reads_probabilities` is False for every row
+            return match_target_tokens(logits, draft, ancestor_mask, view)
+
         def run(branch: SlotView) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
             if branch.all_greedy:
                 return match_target_tokens(logits, draft, ancestor_mask, branch)
@@ -49,7 +56,8 @@ def draw_and_accept(
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """Call an accept function with this round's uniforms, and draw the last token from the residual that it returns.
 
-    The random keys contain the root's position. A root has a given position in one round only, so no key is used twice.
+    The random keys contain the root's position, and a node's depth and place among the nodes of this depth. A root has
+    a given position in one round only, so no key is used twice.
 
     Args:
         accept_function: function of target probabilities, draft, ancestor mask and uniforms.
@@ -58,9 +66,9 @@ def draw_and_accept(
     Returns:
         The last accepted node [batch], and the token after that node [batch].
     """
-    rank = ranks(draft)
-    seed, root = view.sampling.seed, view.lengths
-    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depths(ancestor_mask), rank)
+    seed, root, depth = view.sampling.seed, view.lengths, depths(ancestor_mask)
+    place = jnp.sum(jnp.tril(depth[:, :, None] == depth[:, None], -1), axis=-1, dtype=jnp.int32)
+    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depth, place)
     target_probs = sampler.processed_probs(logits, view.sampling, view.implementation)
     result = accept_function(target_probs, draft, ancestor_mask, sampler.uniform(keys))
     noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])

@@ -69,7 +69,7 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
         index, shift = start // WORD, (start & (WORD - 1)).astype(jnp.uint32)
         word, following = _word(words, index), _word(words, index + 1)
         bits = (word >> shift) | ((following << 1) << (WORD - 1 - shift))
-        return bits & _low_ones(high - start) & (_low_ones(low - start) ^ ALL_ONES)
+        return bits & low_ones(high - start) & (low_ones(low - start) ^ ALL_ONES)
 
     column = jnp.arange(tile)
     shifted = word_at(first)[:, None]
@@ -86,7 +86,7 @@ def _word(words: list[Array], index: Array) -> Array:
     return word
 
 
-def _low_ones(count: Array) -> Array:
+def low_ones(count: Array) -> Array:
     """Returns a word whose lowest `count` bits are 1; `count` may be below 0 or above 32."""
     ones = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
     return jnp.where(count >= WORD, ALL_ONES, ones)

@@ -11,6 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.attention.ancestor_bits import WORD, low_ones
 from pallas_kernels.attention.kv_range import KVRange, kv_range, tile_ranges, visible_rows
 from pallas_kernels.attention.ptx import count_ones, divmod_u32, replace_nonfinite, scaled_tanh, unpack_fp8
 from pallas_kernels.attention.softmax import Arithmetic, SoftmaxSums, online_softmax_update, sink_weight
@@ -131,6 +132,8 @@ class ContextReader:
         if self.tiles.is_causal:
             return self.rows.window_start + query
         if words:
+            if self.tiles.queries == self.tiles.new:  # new rows after the query's own are not counted
+                words = [word & low_ones(query + 1 - index * WORD) for index, word in enumerate(words)]
             seen = sum(count_ones(word, self.arithmetic.interpret) for word in words)
         else:
             depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))

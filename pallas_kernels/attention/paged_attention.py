@@ -6,7 +6,8 @@ Query t of sequence b sees row r if r >= start and one of these is true:
     r < lengths[b]                                       the row is committed
     r = lengths[b] + j and bit j of bits[b,t] is set     the row is one of M new rows; without bits: j <= t, and M = T
 If a window is given, query t sees the newest `window` of these rows only, its own row included: a query that sees n new
-rows sees the committed rows r >= lengths[b] + n - window. With bits or paths, n must be from 1 to the window.
+rows up to its own sees the committed rows r >= lengths[b] + n - window, and all new rows whose bit is set. With bits or
+paths, n must be from 1 to the window.
 
 With a softcap, a score x = scale * q . K becomes softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118). With sinks,
 exp(sinks[h]) is added to the sum that divides the softmax (gpt-oss, arXiv:2508.10925).

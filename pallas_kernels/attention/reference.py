@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.ancestor_bits import WORD
+from pallas_kernels.attention.ancestor_bits import WORD, low_ones
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
@@ -13,7 +13,13 @@ FIXED_TILE = 32  # rows of context that the deterministic reference adds up at o
 
 
 def _visible(
-    lengths: Array, bits: Array | None, queries: int, rows: int, start: int | Array, window: int | None
+    lengths: Array,
+    bits: Array | None,
+    queries: int,
+    rows: int,
+    start: int | Array,
+    window: int | None,
+    new_rows: int,
 ) -> Array:
     """Returns the attention mask, bool [B, T, rows]; element [b, t, r] says whether query t of sequence b sees row r.
 
@@ -34,6 +40,9 @@ def _visible(
     if bits is None:
         count = jnp.arange(1, queries + 1, dtype=jnp.int32)
     else:
+        if queries == new_rows:  # new rows after the query's own are not counted
+            own_row = jnp.arange(new_rows, dtype=jnp.int32)[:, None]
+            bits = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
         count = jax.lax.population_count(bits).sum(-1).astype(jnp.int32)  # new rows that the query sees
     return seen & (new[:, None] >= count[..., None] - window)
 
@@ -88,7 +97,7 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, 
     group = heads // kv_heads
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
     rows = keys.shape[2]
-    visible = _visible(lengths, bits, queries, rows, start, window)
+    visible = _visible(lengths, bits, queries, rows, start, window, new_rows)
     # 0 * NaN is NaN, so set the values of rows that no query sees to 0. A padding query sees its own new row, which may
     # hold any value, so set infinities and NaN in new rows to 0 too.
     new = jnp.arange(rows) >= lengths[:, None]

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import Activation, gated
+from pallas_kernels.layers.quantized import PartialSums, join
 from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
@@ -116,7 +117,7 @@ def deterministic_matmul(
     gate: Activation | None = None,
     is_whole: bool = False,
     implementation: Implementation = "auto",
-) -> Float[Array, "parts *rows out"]:
+) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out]; the bits of a row do not depend on the number of rows.
 
     Args:
@@ -133,7 +134,7 @@ def deterministic_matmul(
     """
     if isinstance(weight, Shard):
         multiply = functools.partial(deterministic_matmul, gate=gate, is_whole=is_whole, implementation=implementation)
-        return weight.join(multiply(x, weight.weight, jnp.float32), jnp.float32, deterministic=True)
+        return join(multiply(x, weight.weight, jnp.float32), weight, jnp.float32, deterministic=True)
     (out, inner), rows = weight.shape, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     if gate:

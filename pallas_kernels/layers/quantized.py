@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, Int, Num, UInt8
 
 from pallas_kernels.layers import int4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
-from pallas_kernels.layers.shard import Shard
+from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
 Kind = Literal["int8", "fp8", "fp8_dynamic", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -66,6 +66,11 @@ class Quantized:
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
         return None if self.scale.ndim < len(self.shape) else self.shape[1] // self.scale.shape[1]
+
+    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
+        """Returns some rows of the weight, as a weight with the same values."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> "Quantized":
         """Returns columns `start` to `stop - 1` of the weight, as a weight with the same values."""
@@ -113,7 +118,8 @@ class Scaled:
         return self.values.shape
 
 
-PartialSums = Float[Array, "parts *rows out"] | Scaled  # the kernel that reads partial sums adds them up
+# The kernel that reads partial sums adds them up. It cannot read `OwnColumns`; `reduce_partials` gathers these.
+PartialSums = Float[Array, "parts *rows out"] | Scaled | OwnColumns
 Weight = Float[Array, "_ _"] | Quantized | Shard  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
@@ -200,12 +206,12 @@ def matmul_unscaled(
     """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
 
     For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales. The
-    product of several devices (`Shard`) has its scales applied, and may be several partial sums.
+    product of several devices is that of `join`.
     """
     if isinstance(weight, Shard):
-        own = matmul_unscaled(x, weight.weight, jnp.float32, gate=gate, implementation=implementation)
-        joined = weight.join(with_scales(own), dtype or x.dtype)
-        return joined.astype(dtype or x.dtype) if weight.by == "rows" else joined
+        own_dtype = dtype if weight.by == "rows" else jnp.float32
+        own = matmul_unscaled(x, weight.weight, own_dtype, gate=gate, implementation=implementation)
+        return join(own, weight, dtype or x.dtype)
     if has_group_scales(weight):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
@@ -271,8 +277,23 @@ def matmul(
     return reduce_partials(matmul_unscaled(x, weight, dtype, gate=gate, implementation=implementation), dtype)
 
 
+def join(own: PartialSums, weight: Shard, dtype: jnp.dtype, *, deterministic: bool = False) -> PartialSums:
+    """Returns a product with a weight of several devices: by rows `OwnColumns`, by columns the parts of `Shard.join`.
+
+    Args:
+        own: product with this device's part of the weight.
+        weight: the weight.
+        dtype, deterministic: as in `Shard.join`.
+    """
+    if weight.by == "columns":
+        return weight.join(with_scales(own), dtype, deterministic=deterministic)
+    columns = OwnColumns(own, weight.size)
+    return reduce_partials(columns, dtype)[None] if weight.gathers else columns
+
+
 def split_scales(parts: PartialSums) -> tuple[Array, tuple[Array, ...]]:
     """Returns partial sums without scales, and the scales: (row scales, column scales), or () if there are none."""
+    assert not isinstance(parts, OwnColumns), "a kernel reads the columns of one device, or those of all after a gather"
     return (parts.values, (parts.row_scale, parts.scale)) if isinstance(parts, Scaled) else (parts, ())
 
 
@@ -292,7 +313,12 @@ def sum_f32(parts: Iterable[Array]) -> Array:
 
 
 def reduce_partials(parts: PartialSums, dtype: jnp.dtype) -> Float[Array, "*rows out"]:
-    """Adds up partial sums [parts, *rows, out], applies their scales, and rounds the result once to `dtype`."""
+    """Adds up partial sums [parts, *rows, out], applies their scales, and rounds the result once to `dtype`.
+
+    `OwnColumns` are gathered then, so that each device has the columns of all.
+    """
+    if isinstance(parts, OwnColumns):
+        return gather_columns(reduce_partials(parts.own, dtype))[..., : parts.size]
     values, scales = split_scales(parts)
     total = sum_f32(values)
     return (total * scales[0][..., None] * scales[1] if scales else total).astype(dtype)

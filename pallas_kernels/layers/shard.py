@@ -3,7 +3,8 @@
     "rows"      y = [x @ w_0.T, x @ w_1.T, ...]         a device holds rows; the outputs are put side by side
     "columns"   y = x_0 @ w_0.T + x_1 @ w_1.T + ...     a device holds columns, and the same columns of x
 
-The exchanges give every device the same bits: sums over devices are added up in one order everywhere.
+The exchanges give every device the same bits: sums over devices are added up in one order everywhere. If a reader needs
+only a few numbers of a product by rows, the product may stay divided (`OwnColumns`).
 """
 
 import math
@@ -28,6 +29,7 @@ class Shard:
     weight: Any  # the device's part, an array or a `Quantized`
     by: Literal["rows", "columns"] = field(metadata=STATIC)
     size: int = field(metadata=STATIC)  # number of rows of the whole weight, without padding
+    gathers: bool = field(default=True, metadata=STATIC)  # by rows: whether products are gathered, or `OwnColumns`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,23 +41,43 @@ class Shard:
 
     def join(
         self, parts: Float[Array, "parts *rows out"], dtype: jnp.dtype, *, deterministic: bool = False
-    ) -> Float[Array, "parts_of_all *rows out_of_all"]:
-        """Returns a product of all devices as partial sums, from the partial sums of each device.
+    ) -> Float[Array, "parts_of_all *rows out"]:
+        """Returns a product by columns as partial sums of all devices, from the partial sums of each device.
 
         Args:
             parts: partial sums of the product with this device's part, without scales.
             dtype: dtype in which devices add up their sums if there are more than `MOST_GATHERED_ROWS` rows.
             deterministic: add up in the same order for any number of rows.
         """
-        if self.by == "columns" and parts.nbytes <= FEW_BYTES and not deterministic:
+        if parts.nbytes <= FEW_BYTES and not deterministic:
             return jax.lax.all_gather(parts, AXIS, tiled=True)  # the reader adds them up, which saves a launch
         first, *others = parts.astype(jnp.float32)
         own = sum(others, first)
-        if self.by == "rows":
-            return gather_columns(own)[None, ..., : self.size]
         if deterministic or math.prod(own.shape[:-1]) <= MOST_GATHERED_ROWS:
             return jax.lax.all_gather(own, AXIS)
         return jax.lax.psum(own.astype(dtype), AXIS)[None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnColumns:
+    """This device's columns of a product, as partial sums; the other devices have the other columns."""
+
+    own: Any  # `PartialSums` [parts, *rows, width]
+    size: int = field(metadata=STATIC)  # number of columns of all devices; the columns from `size` on are padding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.own.shape[:-1], self.size)
+
+    @property
+    def width(self) -> int:
+        """Number of columns of each device."""
+        return self.own.shape[-1]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.width * jax.lax.axis_size(AXIS) > self.size
 
 
 def gather_columns(own: Float[Array, "*rows width"], copies: int = 1) -> Float[Array, "*rows width_of_all"]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
@@ -30,10 +29,9 @@ from pallas_kernels.layers.quantized import (
     factors,
     has_dynamic_activations,
     has_group_scales,
+    join,
     matmul_grouped,
     matmul_unscaled,
-    split_scales,
-    with_scales,
 )
 from pallas_kernels.layers.shard import Shard
 
@@ -181,7 +179,7 @@ def split_matmul(
     weight: Weight,
     *,
     gate: Activation | None = None,
-    after: Float[Array, "..."] | Scaled | None = None,
+    after: PartialSums | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
@@ -189,7 +187,7 @@ def split_matmul(
     A single partial sum has x's dtype. Several partial sums are float32. There are three exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
-    - The partial sums of several devices (`Shard`) are those of `Shard.join`, without scales.
+    - The product of several devices is that of `join`.
     - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
       there are more than 64 rows.
 
@@ -206,7 +204,7 @@ def split_matmul(
     """
     if isinstance(weight, Shard):
         own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
-        return weight.join(with_scales(own), x.dtype)
+        return join(own, weight, x.dtype)
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
@@ -224,7 +222,7 @@ def split_matmul(
             return sums
         return Scaled(sums, f.row_scale, f.scale)
     row_scale = None if f.row_scale is None else f.row_scale.reshape(-1)
-    awaited = None if after is None else split_scales(after)[0]
+    awaited = None if after is None else jax.tree.leaves(after)[0]
     arguments = flat, f.weight, row_scale, f.scale, awaited
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts

@@ -82,14 +82,16 @@ def _gumbel(key: Sequence[Array], token: Array) -> Array:
     return -jnp.log(-jnp.log(uniform))
 
 
-def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
+def scored_reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
+    """Returns the tokens of `sample_tokens` and their scores [*rows]; the score of NO_TOKEN is NaN."""
     logits = reduce_partials(scaled_logits, jnp.float32).reshape(-1, scaled_logits.shape[-1])
     per_group = (controls[0], first, seed[:, 0], seed[:, 1])
     temperature, first, *words = (jnp.repeat(array, len(logits) // len(array)) for array in per_group)
 
     def best(scores):
         token = jnp.argmax(scores, axis=-1)  # the first NaN if there is one
-        return jnp.where(jnp.isnan(jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]), NO_TOKEN, token)
+        score = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
+        return jnp.where(jnp.isnan(score), NO_TOKEN, token), score
 
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
@@ -100,11 +102,15 @@ def _reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
         scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + noise)  # keeps NaN
         return best(jnp.where(temperature[:, None] > 0, scores, logits))
 
-    token = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
-    return token.astype(jnp.int32).reshape(scaled_logits.shape[1:-1])
+    token, score = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
+    return token.astype(jnp.int32).reshape(offsets.shape), score.reshape(offsets.shape)
 
 
-class _Inputs(NamedTuple):
+def _reference(*arguments, purpose):
+    return scored_reference(*arguments, purpose=purpose)[0]
+
+
+class Inputs(NamedTuple):
     """References to the inputs of both kernels; neighbouring rows form groups of equal size."""
 
     logits: Any  # [rows, vocab] float32
@@ -115,13 +121,25 @@ class _Inputs(NamedTuple):
     scales: Sequence[Any]  # float32 scales of the rows [rows] and of the columns [vocab]; empty: no scales
     ids: Any  # [vocab] int32; None: a token's id is its column
 
+    @classmethod
+    def of(cls, refs: Sequence[Any], *, scales: int, has_ids: bool) -> "Inputs":
+        """Selects the inputs from the references of a kernel, whose first ones they are."""
+        (logits, seed, first, offsets), end = refs[:4], 8 + scales
+        return cls(logits, seed, first, offsets, refs[4:8], refs[8:end], refs[end] if has_ids else None)
 
-class _Row:
-    """One row inside a kernel, with its logits, noise key and sampling controls (temperature, top-k, top-p, min-p)."""
 
-    def __init__(self, refs, row, purpose):
+class Row:
+    """One row inside a kernel, with its logits, noise key and sampling controls (temperature, top-k, top-p, min-p).
+
+    Attributes:
+        vocab: number of columns that hold logits.
+        first_token: token of column 0.
+    """
+
+    def __init__(self, refs, row, purpose, *, vocab=None, first_token=0):
         self.logits, seed_ref, first_ref, offsets_ref, control_refs, self.scales, self.ids = refs
-        self.row, (self.rows, self.vocab) = row, self.logits.shape
+        self.row, (self.rows, width) = row, self.logits.shape
+        self.vocab, self.first_token = width if vocab is None else vocab, first_token
         group = group_of(row, self.rows, seed_ref)
         position = first_ref[group] + offsets_ref[row]
         self.key = _key([seed_ref[group, word] for word in range(2)], purpose, position)
@@ -139,7 +157,7 @@ class _Row:
     def best(self, scores, token):
         """Returns the largest score, and the first token with this score; NO_TOKEN if the largest is infinity."""
         top = jnp.max(scores)
-        first = jnp.min(jnp.where(scores == top, token, self.vocab - 1))
+        first = jnp.min(jnp.where(scores == top, token, jnp.maximum(self.vocab - 1, 0)))
         return top, jnp.where(top == jnp.inf, NO_TOKEN, first)
 
     def draw(self, count, column_of, threshold):
@@ -158,9 +176,9 @@ class _Row:
             place = index * AT_ONCE + jnp.arange(AT_ONCE)
             column = column_of(place, place < count)
             inside = (place < count) & (column < self.vocab)
-            logits, token = self.read(column, inside), column
+            logits, token = self.read(column, inside), column + self.first_token
             if self.ids is not None:
-                token = pltriton.load(self.ids.at[column], mask=inside, other=0)
+                token = pltriton.load(self.ids.at[token], mask=inside, other=0)
             noise = _gumbel(self.key, token)
             score = with_nan_largest(logits / self.temperature + noise)
             score = jnp.where(logits < threshold, -jnp.inf, score)
@@ -169,48 +187,54 @@ class _Row:
         nothing = jnp.full(AT_ONCE, -jnp.inf), jnp.zeros(AT_ONCE, jnp.int32)
         return self.best(*jax.lax.fori_loop(0, pl.cdiv(count, AT_ONCE), step, nothing))
 
+    def slice(self, index):
+        """Returns the logits of one slice of the row."""
+        column = slice_columns(index)
+        return self.read(column, column < self.vocab)
+
+    def best_of_slice(self, index, store):
+        """Calls store(score, column) for the best token of one slice, if the row has no cuts."""
+
+        @pl.when(self.temperature <= 0)  # greedy: the most probable token
+        def _():
+            store(*self.best(with_nan_largest(self.slice(index)), slice_columns(index)))
+
+        @pl.when((self.temperature > 0) & jnp.logical_not(self.is_restricted))  # the best token with noise
+        def _():
+            store(*self.draw(SLICE, lambda place, _: index * SLICE + place, -jnp.inf))
+
 
 def _survey_kernel(
-    *refs,  # inputs, in the order of `_Inputs`; outputs: as in `Survey`, then token_ref [rows, slices] int32
+    *refs,  # inputs, in the order of `Inputs`; outputs: as in `Survey`, then token_ref [rows, slices] int32
     # static parameters
-    inputs,  # function that selects `_Inputs` from `refs`
+    inputs,  # function that selects `Inputs` from `refs`
     purpose,
 ):
     """Stores the best token of one slice of a row in one Pallas program; for a row with cuts, the slice's `Survey`."""
-    row, index = _Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
+    row, index = Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)
 
-    def logits():
-        column = slice_columns(index)
-        return row.read(column, column < row.vocab)
+    def store(score, column):
+        survey.top[row.row, index], token_ref[row.row, index] = score, column
 
-    def store_best(best):
-        survey.top[row.row, index], token_ref[row.row, index] = best
-
-    @pl.when(row.temperature <= 0)  # greedy: store the slice's most probable token
-    def _():
-        store_best(row.best(with_nan_largest(logits()), slice_columns(index)))
-
-    @pl.when((row.temperature > 0) & jnp.logical_not(row.is_restricted))  # store the best token with noise
-    def _():
-        store_best(row.draw(SLICE, lambda place, _: index * SLICE + place, -jnp.inf))
+    row.best_of_slice(index, store)
 
     @pl.when(row.is_restricted)  # store the survey from which the threshold is found
     def _():
-        survey_slice(logits(), row.row, index, row.temperature, survey)
+        survey_slice(row.slice(index), row.row, index, row.temperature, survey)
 
 
 def _choose_kernel(
-    *refs,  # inputs, in the order of `_Inputs`, then the survey kernel's outputs; outputs: chosen_ref [rows] int32, and
+    *refs,  # inputs, in the order of `Inputs`, then the survey kernel's outputs; outputs: chosen_ref [rows] int32, and
     # scratch memory: groups_ref [rows, token groups, padded] int32, kept_ref [rows, MOST * GROUP] int32
     # static parameters
-    inputs,  # function that selects `_Inputs` from `refs`
+    inputs,  # function that selects `Inputs` from `refs`
     purpose,
     interpret,
 ):
     """Chooses the token of one row, in one Pallas program."""
-    row = _Row(inputs(refs), pl.program_id(0), purpose)
+    row = Row(inputs(refs), pl.program_id(0), purpose)
     survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
     @pl.when(row.is_restricted)  # find the threshold, then sample among the tokens that it keeps
@@ -240,13 +264,7 @@ def _pallas(scaled_logits, seed, first, offsets, ids, *controls, purpose, interp
     logits, scales = logits.reshape(-1, scaled_logits.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, vocab = logits.shape
     arrays = (logits, seed, first, offsets.reshape(rows), *controls, *scales, *([] if ids is None else [ids]))
-
-    def inputs(refs):
-        end = 8 + len(scales)
-        logits_ref, seed_ref, first_ref, offsets_ref = refs[:4]
-        ids_ref = None if ids is None else refs[end]
-        return _Inputs(logits_ref, seed_ref, first_ref, offsets_ref, refs[4:8], refs[8:end], ids_ref)
-
+    inputs = functools.partial(Inputs.of, scales=len(scales), has_ids=ids is not None)
     shapes, group_numbers = survey_shapes(rows, vocab)
     call, array = functools.partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct
     survey = call(

@@ -106,13 +106,14 @@ def _merge_kernel(
     # outputs: log_probs_ref [rows, k] float32, chosen_ref [rows, k] int32
     # static parameters
     blocks,
+    kept,  # number of logits of each block
     k,
 ):
     """Merges all blocks of one row, in one Pallas program."""
     *base_ref, log_probs_ref, chosen_ref = refs
     row = pl.program_id(0)
-    place = jnp.arange(pl.next_power_of_2(blocks * k))
-    inside, at = place < blocks * k, (row, place // k, place % k)
+    place = jnp.arange(pl.next_power_of_2(blocks * kept))
+    inside, at = place < blocks * kept, (row, place // kept, place % kept)
     values = pltriton.load(best_ref.at[at], mask=inside, other=-jnp.inf)
     ids = pltriton.load(ids_ref.at[at], mask=inside, other=OUT)
     block = jnp.arange(pl.next_power_of_2(blocks))
@@ -126,11 +127,11 @@ def _merge_kernel(
     _take_largest(values, ids, k, store)
 
 
-def _pallas(logits, *base, k, interpret):
+def best_of_blocks(logits, *, k, interpret):
+    """Returns the outputs of `_block_kernel`."""
     rows, vocab = logits.shape
     blocks = pl.cdiv(vocab, BLOCK)
-    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
-    candidates = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_block_kernel, vocab=vocab, k=k),
         grid=(blocks, rows),
         out_shape=[
@@ -138,27 +139,59 @@ def _pallas(logits, *base, k, interpret):
             jax.ShapeDtypeStruct((rows, blocks, k), jnp.int32),
             jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
         ],
-        compiler_params=params,
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="top_log_probs",
     )(logits)
+
+
+def best_of_blocks_reference(logits, *, k):
+    """Computes what `best_of_blocks` computes."""
+    rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
+    best, places = _largest(padded.reshape(-1, BLOCK), k)
+    best, places = (field.reshape(*padded.shape[:2], k) for field in (best, places))
+    ids = places + BLOCK * jnp.arange(padded.shape[1], dtype=jnp.int32)[:, None]
+    return best, jnp.where(ids < vocab, ids, OUT), jax.nn.logsumexp(padded, axis=-1)
+
+
+def merge_blocks(best, ids, sums, *base, k, interpret):
+    """Returns the outputs of `_merge_kernel`."""
+    rows, blocks, kept = best.shape
     return pl.pallas_call(
-        functools.partial(_merge_kernel, blocks=blocks, k=k),
+        functools.partial(_merge_kernel, blocks=blocks, kept=kept, k=k),
         grid=(rows,),
         out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
-        compiler_params=params,
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="top_log_probs_merge",
-    )(*candidates, *base)
+    )(best, ids, sums, *base)
+
+
+def merge_blocks_reference(best, ids, sums, *base, k):
+    """Computes what `merge_blocks` computes."""
+    values, places = _largest(best.reshape(len(best), -1), k)
+    log_probs = jnp.minimum(values - jax.nn.logsumexp(sums, axis=-1, keepdims=True), 0.0)
+    chosen = jnp.take_along_axis(ids.reshape(len(ids), -1), places, axis=1)
+    return (base[0][:, None] + log_probs if base else log_probs), chosen
+
+
+def _pallas(logits, *base, k, interpret):
+    return merge_blocks(*best_of_blocks(logits, k=k, interpret=interpret), *base, k=k, interpret=interpret)
+
+
+def too_many_candidates(vocab: int, k: int, devices: int = 1) -> str | None:
+    """Returns the text of an error if the blocks of all devices have more candidates than fit, else None."""
+    if devices * pl.cdiv(vocab, BLOCK) * k > MOST_KEPT:
+        return f"at most {MOST_KEPT} candidates fit: a vocabulary of {devices * vocab} allows no k of {k}"
+    return None
 
 
 def _unsupported(logits: Array, k: int) -> str | None:
     """Returns a text that says which limit of the kernels a call exceeds; None if the call is supported."""
     if logits.dtype != jnp.float32:
         return f"logits must be float32, got {logits.dtype}"
-    if pl.cdiv(logits.shape[1], BLOCK) * k > MOST_KEPT:
-        return f"at most {MOST_KEPT} candidates fit: a vocabulary of {logits.shape[1]} allows no k of {k}"
-    return None
+    return too_many_candidates(logits.shape[1], k)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "implementation"))

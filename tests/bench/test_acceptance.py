@@ -42,7 +42,8 @@ def test_acceptance_cases_combine_each_rule_with_the_trees_it_supports() -> None
     everywhere = {
         (rule, tree) for rule in ("coupled", "multi_candidate", "typical") for tree in (chain, static, dynamic)
     }
-    assert found == everywhere | {("block", chain), ("rejection", chain), ("rejection", static)}
+    drawn = {(rule, tree) for rule in ("rejection", "traversal") for tree in (chain, static)}
+    assert found == everywhere | drawn | {("block", chain)}
 
 
 def test_acceptance_command_with_a_tree_that_the_rule_does_not_support_raises(capsys: pytest.CaptureFixture) -> None:

@@ -16,12 +16,13 @@ import pytest
 from jspec import Engine, Tree
 from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
-from jspec.draft.eagle_head import EagleHead
+from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.engine.core import EngineCore
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
+from jspec.models.params import ParamSpec
 from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
@@ -93,14 +94,15 @@ def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pyte
     assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
 
 
-def test_step_command_with_a_dflash_head_and_a_budget_names_both(
-    few_groups: None, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("drafter", ["dflash", "peagle"])
+def test_step_command_with_another_head_and_a_budget_names_both(
+    drafter: str, few_groups: None, capsys: pytest.CaptureFixture
 ) -> None:
-    options = ["--tree", "chain:3", "--batch", "2", "--context", "16", "--drafter", "dflash", "--nodes", "1"]
+    options = ["--tree", "chain:3", "--batch", "2", "--context", "16", "--drafter", drafter, "--nodes", "1"]
     assert main([*TINY, *options]) == 0
     _, heads, _, row = capsys.readouterr().out.splitlines()
     printed = dict(zip(heads.split(), row.split(), strict=False))
-    assert printed["nodes"] == "1" and printed["drafter"] == "dflash"
+    assert printed["nodes"] == "1" and printed["drafter"] == drafter
 
 
 @pytest.mark.parametrize(("tree", "alone", "two"), [(None, 5.01, 2.89), (Tree.chain(4), 6.00, 3.44)])
@@ -113,13 +115,23 @@ def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
     assert floors == pytest.approx([alone, two], abs=0.02)
 
 
+def size_of_matrices(params: dict[str, ParamSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in params.values() if len(spec.shape) == 2)
+
+
 def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:
-    config, target, tree = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"], Tree.chain(7)
-    params = dflash_params(config, has_head=False, has_map=False)
-    weights = sum(math.prod(spec.shape) for spec in params.values() if len(spec.shape) == 2)
+    config, target = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"]
     head, cache = target.vocab_size * target.hidden_size, 2 * 5 * 1024 * 8 * 1024  # keys and values of 8 rows
-    costs = roofline.block_costs(config, target.vocab_size, 8, tree, 1024)
-    assert sum(cost.bytes for cost in costs) == 2 * (weights + head + cache)
+    costs = roofline.head_costs(config, 8, Tree.chain(7), 1024)
+    assert sum(cost.bytes for cost in costs) == 2 * (size_of_matrices(dflash_params(config)) + head + cache)
+
+
+def test_least_bytes_of_a_peagle_block_are_its_weights_and_its_caches_at_any_depth() -> None:
+    """An EAGLE-3 head reads them once for each level of the tree."""
+    config, cache = random_models.peagle_config("llama3-8b"), 2 * 4 * 1024 * 8 * 1024
+    weights = size_of_matrices(head_params(config))
+    for tree in (Tree.chain(1), Tree.chain(7)):
+        assert sum(cost.bytes for cost in roofline.head_costs(config, 8, tree, 1024)) == 2 * (weights + cache)
 
 
 def test_least_flops_of_a_step_with_a_budget_are_those_of_its_rows() -> None:

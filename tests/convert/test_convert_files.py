@@ -252,9 +252,8 @@ def test_load_model_of_an_unsupported_type_raises_naming_file_and_supported_type
     ):
         load.load(folder)
     folder = folders.write(tmp_path / "mtp", TARGET, {"mtp.fc.weight": np.zeros(2, np.float32)})
-    with pytest.raises(
-        NotImplementedError, match=r"config\.json: expected a model \(llama.*\) or an EAGLE, DFlash or Medusa head"
-    ):
+    message = r"config\.json: expected a model \(llama.*\) or an EAGLE, DFlash, DSpark or Medusa head"
+    with pytest.raises(NotImplementedError, match=message):
         load.load(folder)
 
 

@@ -333,7 +333,7 @@ def test_describe_head_with_flags_prints_the_flag_names(tmp_path):
     flags = {"norm_before_residual": True, "norm_output": True, "speculators_model_type": "eagle3"}
     config = {**flags, "draft_vocab_size": 10, "transformer_layer_config": {**TARGET, "num_hidden_layers": 1}}
     text = describe(folders.write(tmp_path, config, folders.head_tensors()))
-    assert "EAGLE-3 head (speculators format)" in text
+    assert "EAGLE-3.1 head (speculators format)" in text
     assert "flags beside plain EAGLE-3: norm_before_residual, norm_output" in text
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DFlash, Engine, Model, SamplingParams, Tree
-from jspec.core.records import PromptBatch
+from jspec import DFlash, Model, Tree
+from jspec.core.records import KVCache, PromptBatch
 from jspec.draft import auto
 from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dflash_head import DFlashHead
@@ -18,12 +18,10 @@ from jspec.draft.head_config import DFlashConfig
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.tools import info
-from jspec.tools.convert import main
 from jspec.tools.replay import observe
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.reference import dflash as reference
 from tests.support import folders, recordings, tiny
-from tests.support.folders import without
 from tests.support.recordings import TOLERANCE, recording
 from tests.support.views import view_of_rows
 
@@ -77,8 +75,15 @@ def states() -> np.ndarray:
 
 def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
     """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
+    params, cache = prefilled(drafter, model, features)
+    block, _ = drafter.run_block(params, cache, view_of_rows([root], length=len(features)))
+    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+
+def prefilled(drafter: DFlash, model: Model, features: np.ndarray) -> tuple[Any, KVCache]:
+    """Return the weights of a drafter, and a draft cache of one row with the context of some tokens."""
     size = len(features)
-    params, view = drafter.bind(model), view_of_rows([root], length=size)
+    params, view = drafter.bind(model), view_of_rows([0], length=size)
     cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
     batch = PromptBatch.whole(
         jnp.asarray([size]),
@@ -90,16 +95,15 @@ def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = RO
         bits=None,
         implementation="reference",
     )
-    cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
-    product, _ = drafter.run_block(params, cache, view)
-    return np.asarray(reduce_partials(product, jnp.float32)[0])
+    return params, drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:
     model, tensors = target(), tensors_of()
     embed, output = np.asarray(model.embed), np.asarray(model.output_head, np.float64)
     features = options.pop("features", states())
-    return reference.block_logits(CONFIG, tensors, embed, features, ROOT, depth, output=output, **options)
+    config = {**CONFIG, **options.pop("changes", {})}
+    return reference.block_logits(config, tensors, embed, features, ROOT, depth, output=output, **options)
 
 
 @pytest.mark.parametrize("depth", [1, 5])
@@ -121,12 +125,16 @@ def test_quantised_dflash_head_writes_the_context_of_its_quantised_weights(tmp_p
 
 
 def test_dflash_head_with_a_draft_window_sees_its_block_and_the_newest_committed_tokens(tmp_path: Path) -> None:
-    """Rotary positions are relative, so a shorter context gives the right logits; negative control: a token more."""
-    folder = folders.write(tmp_path, CONFIG, tensors_of())
+    """A token sees the newest 8 tokens up to its own, and the later ones of its block; control: a token more."""
+    folder, types = folders.write(tmp_path, CONFIG, tensors_of()), ["sliding_attention"] * 2
     drafter = DFlash.from_pretrained(folder, tree=Tree.chain(5)).with_window(8)
-    found, right = computed(drafter, target(), states()), expected(5, features=states()[-2:])
+    windows = [{"layer_types": types, "sliding_window": size} for size in (8, 9)]
+    found, (right, wider) = (
+        computed(drafter, target(), states()),
+        [expected(5, changes=w, causal=False) for w in windows],
+    )
     np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
-    assert np.abs(found - expected(5, features=states()[-3:])).max() > 50 * TOLERANCE * np.abs(right).max()
+    assert np.abs(found - wider).max() > 50 * TOLERANCE * np.abs(right).max()
 
 
 # ---- recordings
@@ -192,15 +200,22 @@ def test_dflash_layer_ids_are_outputs_of_layers_and_the_last_one_is_normed(
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "Domino": ({"dflash_config": {"projector_type": "domino"}}, NotImplementedError, "projector_type.*domino"),
-    "causal": ({"dflash_config": {"causal": True}}, NotImplementedError, "causal.*True"),
+    "causal": ({"dflash_config": {"causal": 1}}, ValueError, "causal: expected true or false, got 1"),
     "unknown": ({"dflash_config": {"selector_rank": 8}}, NotImplementedError, "dflash_config: selector_rank"),
     "MLA": ({"dflash_config": {"attention_mode": "mla"}}, NotImplementedError, "attention_mode.*mla"),
     "layers": ({"model_type": "laguna"}, NotImplementedError, "model_type.*laguna"),
     "windows": (
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True},
-        NotImplementedError,
-        "layer_types.*sliding_attention",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
+        ValueError,
+        "use_sliding_window: expected true, because layer_types has 'sliding_attention', got False",
     ),
+    "narrow window": (
+        {"dflash_config": {"use_swa": True, "swa_window_size": 5, "mask_token_id": 3}},
+        ValueError,
+        "sliding_window: expected at least 6, the block_size, .*, got 5",
+    ),
+    "no window": ({"dflash_config": {"use_swa": True}}, ValueError, "sliding_window: expected an integer, got None"),
+    "sinks": ({"dflash_config": {"attention_sink_bias": True}}, NotImplementedError, "attention_sink_bias.*True"),
     "block": ({"block_size": 1}, ValueError, "block_size: expected at least 2, got 1"),
     "no block": ({"block_size": None}, ValueError, "block_size: expected an integer"),
     "mask": ({"dflash_config": {"mask_token_id": 40}}, ValueError, "mask_token_id: expected an id below"),
@@ -219,37 +234,6 @@ def test_dflash_config_with_an_unsupported_or_wrong_value_raises_naming_it(name:
     changes, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         read_dflash({**CONFIG, **changes})
-
-
-def test_dflash_head_of_speculators_drafts_from_its_vocabulary(tmp_path: Path) -> None:
-    """The converted folder has the same config and the same logits."""
-    outer = ("block_size", "dflash_config", "num_target_layers", "architectures")
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "transformer_layer_config": {**without(CONFIG, *outer), "model_type": "llama"},
-        "aux_hidden_state_layer_ids": [0, 1],
-        "block_size": 6,
-        "mask_token_id": 39,
-        "draft_vocab_size": 10,
-        "projector_type": "dflash",
-        "sample_from_anchor": False,
-    }
-    output = np.random.default_rng(3).normal(size=(10, 16)).astype(np.float32)
-    tensors = tensors_of() | folders.vocabulary(folders.DRAFT_IDS) | {"lm_head.weight": output}
-    source = folders.write(tmp_path / "source", config, tensors)
-    assert main([str(source), str(tmp_path / "converted")]) == 0
-    right = reference.block_logits(
-        CONFIG, tensors, np.asarray(target().embed), states(), ROOT, 5, output=output.astype(np.float64)
-    )
-    drafters = [DFlash.from_pretrained(folder, tree=Tree.chain(5)) for folder in (source, tmp_path / "converted")]
-    assert drafters[0].head.config == drafters[1].head.config
-    for drafter in drafters:
-        np.testing.assert_allclose(computed(drafter, target(), states()), right, atol=TOLERANCE * np.abs(right).max())
-    engine = Engine(target(), drafter=drafters[0], slots=1, max_len=48, prefill_buckets=(8,), buckets=(1,))
-    (done,) = engine.generate([3, 1, 4], SamplingParams(max_tokens=8, temperature=0), trace=True)
-    drafted = {int(token) for one in done.rounds for token in one.tokens[1:]}
-    assert drafted <= set(folders.DRAFT_IDS.tolist())
 
 
 # ---- drafters
@@ -280,7 +264,7 @@ def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
 def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
     text, fits = info.inspect_pair(golden / "dflash/draft", recordings.demo.TARGET)
     assert fits
-    for part in ("DFlash head (official format)", "block: 8 tokens with the root, mask token 255", "states 2, 4, 6"):
+    for part in ("DFlash head (official format)", "block: 8 tokens with the root, of which 7 draft", "states 2, 4, 6"):
         assert part in text
     other = folders.write(tmp_path, CONFIG, tensors_of())
     text, fits = info.inspect_pair(other, recordings.demo.TARGET)

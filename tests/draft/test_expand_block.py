@@ -67,3 +67,32 @@ def test_static_tree_over_a_block_has_the_likeliest_tokens_of_each_depth(tree: s
         order = np.argsort(-logits[row], axis=-1)
         for node, ranks in enumerate(shape.paths, 1):
             assert draft.tokens[row, node] == 2 * order[len(ranks) - 1, ranks[-1]] + 1
+
+
+@pytest.mark.parametrize("accept", ["rejection", "traversal"])
+def test_static_tree_over_a_block_draws_the_children_of_each_node_independently(accept: str) -> None:
+    """Two nodes of one depth have the same two children, in the same order, as often as by chance."""
+    rows, tree = 2000, Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
+    probs = np.array([[0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]])
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (rows, 2, 4))
+    view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
+    draft = expand_block(tree, view, Vocabulary(None, 4), logits[None])
+    assert draft.probs is not None
+    np.testing.assert_allclose(draft.probs[0, :3], probs[[0, 1, 1]], rtol=1e-5)
+    tokens, q = np.asarray(draft.tokens), probs[1]
+    of_pairs = {(a, b): q[a] * q[b] / (1 - q[a]) for a, b in itertools.permutations(range(4), 2)}
+    for first in (3, 5):
+        drawn = [tuple(pair) for pair in tokens[:, first : first + 2].tolist()]
+        for pair, expected in of_pairs.items():
+            assert abs(drawn.count(pair) / rows - expected) < 5 * np.sqrt(expected / rows)
+    expected = sum(prob**2 for prob in of_pairs.values())
+    same = np.mean((tokens[:, 3:5] == tokens[:, 5:7]).all(axis=1))
+    assert abs(same - expected) < 5 * np.sqrt(expected / rows) and expected < 0.3
+
+
+@pytest.mark.parametrize("accept", ["coupled", "multi_candidate"])
+def test_static_tree_over_a_block_shares_the_children_of_a_depth_that_are_not_drawn(accept: str) -> None:
+    tree, view = Tree.static([(0,), (1,), (0, 0), (1, 0)]), view_of_rows([0, 1, 2], temperature=1.0, accept=accept)
+    draft = expand_block(tree, view, Vocabulary(None, VOCAB), jnp.asarray(block(1.0)[:, :2])[None])
+    assert draft.probs is None
+    np.testing.assert_array_equal(draft.tokens[:, 3], draft.tokens[:, 4])

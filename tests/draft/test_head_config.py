@@ -172,6 +172,8 @@ def test_head_config_of_specforge_with_norm_output_raises_unless_overridden():
         assert read(config, norm_output=True).norm_output
         assert not read(config, norm_output=False).norm_output
     assert not read(specforge(norm_output=False)).norm_output
+    automodel = {**HEAD, "architectures": ["LlamaEagle3DraftModel"], "fc_norm": True, "norm_output": True}
+    assert read(automodel).norm_output and read(automodel).source_format == "automodel"
     assert not read(specforge()).norm_output
 
 
@@ -300,6 +302,7 @@ def test_head_config_without_fusion_but_several_feature_layers_raises(states):
         ("parallel_drafting", True),
         ("mask_token_id", 7),
         ("ptd_token_id", 7),
+        ("pard_token", 7),
         ("dflash_config", {"mask_token_id": 7}),
     ],
 )
@@ -332,5 +335,5 @@ def test_eagle1_head_config_with_unsupported_option_raises_naming_the_option(cha
 
 
 def test_head_config_from_json_with_unknown_method_raises():
-    with pytest.raises(ValueError, match="method: expected one of eagle3, eagle, dflash, got 'eagle4'"):
+    with pytest.raises(ValueError, match="method: expected one of eagle3, peagle, eagle, dflash, dspark, got 'eagle4'"):
         HeadConfig.from_json({**read(HEAD).to_json(), "method": "eagle4"})

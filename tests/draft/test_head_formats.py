@@ -10,6 +10,7 @@ import pytest
 
 from jspec.draft import auto
 from jspec.tools import demo
+from tests.draft.test_head_options import SIZES, tensors_of
 from tests.support import folders
 from tests.support.folders import (
     DRAFT_IDS,
@@ -77,6 +78,18 @@ def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(tmp_pat
     assert ours.pop("source_format") == layout.partition(",")[0]
     theirs.pop("source_format")
     assert ours == theirs
+
+
+def test_deep_eagle3_head_with_the_names_of_modelopt_loads_equal_tensors(tmp_path):
+    """Its later layers have a `hidden_norm` in place of an `input_layernorm`."""
+    config, tensors = {**SIZES, "num_hidden_layers": 2}, tensors_of(SIZES, {"second"})
+    deep = {n.replace("midlayer.", "midlayer.0.").replace("layers.1.", "midlayer.1."): t for n, t in tensors.items()}
+    deep["midlayer.1.hidden_norm.weight"] = deep.pop("midlayer.1.input_layernorm.weight")
+    expected = loaded(folders.write(tmp_path / "own", config, tensors))
+    assert {"layers.0.hidden_norm", "layers.1.input_norm"} <= expected.keys()
+    assert_same(loaded(folders.write(tmp_path / "deep", config, deep)), expected)
+    with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight"):
+        auto.plan(folders.write(tmp_path / "part", config, without(deep, "midlayer.1.hidden_norm.weight")))
 
 
 def test_eagle3_recorded_head_in_specforge_layout_equals_the_official_head(golden):
@@ -234,13 +247,11 @@ def test_eagle1_head_with_extra_tensor_raises_naming_the_tensor(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "extra", "named"),
     [
-        ({"speculators_model_type": "peagle"}, "", "speculators_model_type 'peagle'"),
-        ({"architectures": ["PEagleDraftModel"]}, "", "PEagle"),
+        ({"speculators_model_type": "dspine"}, "", "speculators_model_type 'dspine'"),
+        ({"pard_token": 7}, "", "PARD"),
         ({"architectures": ["DFlash2DraftModel"]}, "", "DFlash2"),
-        ({"architectures": ["DSparkDraftModel"]}, "", "DSpark"),
+        ({"architectures": ["DSpineDraftModel"]}, "", "DSpine"),
         ({"architectures": ["DominoDraftModel"]}, "", "Domino"),
-        ({}, "mask_hidden", "P-EAGLE"),
-        ({}, "midlayer.0.hidden_norm.weight", "several midlayers"),
         ({}, "parallel_draft_heads.0.lm_head.weight", "parallel draft heads"),
         ({}, "medusa_head.0.0.linear.weight", "Medusa-2"),
         ({}, "mtp.fc.weight", "MTP"),

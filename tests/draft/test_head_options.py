@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "biases of q, k, v and o": ({"attention_bias": True}, {"qkv_bias", "o_bias"}, {"o_bias": None}),
     "biases of Qwen 2": ({"model_type": "qwen2"}, {"qkv_bias"}, {"qkv_bias": None}),
     "yarn": ({"rope_scaling": YARN}, set(), {"rope_scaling": None}),
+    "mrope of a text": ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, set(), {"rope_theta": 1e6}),
     "linear": ({"rope_scaling": LINEAR}, set(), {"rope_scaling": None}),
     "partial": ({"partial_rotary_factor": 0.5, "qkv_bias": True}, {"qkv_bias"}, {"partial_rotary_factor": 1.0}),
     "longrope, partial": (LONG, set(), {"rope_scaling": None}),

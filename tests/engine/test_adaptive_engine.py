@@ -14,7 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DFlash, Drafter, DraftModel, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix, Tree
+from jspec import (
+    DFlash,
+    Drafter,
+    DraftModel,
+    DSpark,
+    Eagle3,
+    Engine,
+    Medusa,
+    Model,
+    NGram,
+    PEagle,
+    SamplingParams,
+    Suffix,
+    Tree,
+)
 from jspec.engine.draft_length import (
     MIN_SAMPLES,
     Adaptive,
@@ -63,6 +77,10 @@ def head(target: Model) -> Any:
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(head(target), Tree.topk(12, 3, 4)),
     "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.topk(12, 3, 4)),
+    "peagle": lambda target: PEagle(
+        tiny.peagle_head(target, draft_vocab=12, feature_layers=(0, 1)), Tree.topk(12, 3, 4)
+    ),
+    "dspark": lambda target: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), STATIC),
     "medusa": lambda target: Medusa(tiny.medusa_heads(target, 3), STATIC),
     "draft model": lambda target: DraftModel(
         target, STATIC
@@ -72,7 +90,13 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 }
 
 
-DEPTHS_OF = {"eagle3": (0, 2, 3), "dflash": (0, 2, 3), "draft model": (0, 1, 3)}
+DEPTHS_OF = {
+    "eagle3": (0, 2, 3),
+    "dflash": (0, 2, 3),
+    "peagle": (0, 1, 2, 3),
+    "dspark": (0, 2, 3),
+    "draft model": (0, 1, 3),
+}
 LOOK_UP = ("n-gram", "suffix")
 ALL = [pytest.param(name, marks=[pytest.mark.matrix] * (name == "suffix")) for name in DRAFTERS]
 

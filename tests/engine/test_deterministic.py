@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models.decoder import forward
@@ -200,6 +200,17 @@ def test_deterministic_engine_with_drafter_has_the_output_bits_of_plain_decoding
     assert 1.1 < np.mean(lengths) < Tree.parse(tree).depth + 0.95, lengths
     if "pages" in options:
         assert drafted.metrics.num_preemptions > 0
+
+
+@pytest.mark.long
+def test_deterministic_engine_with_a_dspark_head_has_the_output_bits_of_plain_decoding() -> None:
+    target = model("bfloat16", layers=1)
+    head = tiny.dspark_head(target, block_size=3, feature_layers=(0, 1))
+    drafter = DSpark(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), head), "topk:9,3,3")
+    options = {"slots": 3, "max_len": 64, "page_size": 4, "buckets": (3,), "prefill_buckets": (7,)}
+    drafted = Engine(target, drafter=drafter, deterministic=True, **options)
+    assert seen(at_once(drafted)) == plain_alone()
+    assert seen(at_once(drafted)) == plain_alone(), "differs when the prompts are cached"
 
 
 @pytest.mark.once

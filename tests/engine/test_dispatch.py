@@ -181,7 +181,7 @@ def test_check_of_transfers_with_an_implicit_upload_fails(
     """Negative control: the packed host array is passed to the executable."""
     request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
     guard_dispatches(engine, monkeypatch)
-    monkeypatch.setattr(engine.core.runner, "_send", lambda packed: packed)
+    monkeypatch.setattr(engine.core.runner.target_side, "send", lambda packed: packed)
     engine._queue([request])
     engine.step()
     assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)

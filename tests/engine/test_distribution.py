@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, final
 
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import DFlash, DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, Medusa, Model, PEagle, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
-from jspec.draft import draft_model
+from jspec.draft import draft_model, dspark
 from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
@@ -147,6 +148,7 @@ CASES = {
     "rejection chain": ("rejection", Tree.chain(3)),
     "block chain": ("block", Tree.chain(3)),
     "rejection tree": ("rejection", PAIRS),
+    "traversal tree": ("traversal", PAIRS),
     "multi_candidate tree": ("multi_candidate", PAIRS),
 }
 PADDED = {  # accept rule, tree and number of tokens of the draft model
@@ -156,6 +158,8 @@ PADDED = {  # accept rule, tree and number of tokens of the draft model
     "coupled, larger": ("coupled", PAIRS, VOCAB + 2),
     "block, smaller": ("block", Tree.chain(3), VOCAB - 1),
     "block, larger": ("block", Tree.chain(3), VOCAB + 2),
+    "traversal, smaller": ("traversal", PAIRS, VOCAB - 1),
+    "traversal, larger": ("traversal", PAIRS, VOCAB + 2),
     "multi_candidate, smaller": ("multi_candidate", PAIRS, VOCAB - 1),
     "multi_candidate, larger": ("multi_candidate", PAIRS, VOCAB + 2),
 }
@@ -187,24 +191,80 @@ def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_
         assert abs(deviation(done, expected_probs(control))) < 5
 
 
+BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
+    "peagle": lambda target, tree: PEagle(tiny.peagle_head(target, draft_vocab=VOCAB, feature_layers=(0, 1)), tree),
+    "dflash": lambda target, tree: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree),
+    "dspark": lambda target, tree: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), tree),
+    "rnn": lambda target, tree: DSpark(
+        tiny.dspark_head(target, block_size=3, feature_layers=(0, 1), markov="rnn"), tree
+    ),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("accept", "tree"),
+    ("name", "accept", "tree"),
     [
-        ("rejection", Tree.chain(3)),
+        ("dspark", "rejection", Tree.chain(3)),
         *(
-            pytest.param(accept, tree, marks=pytest.mark.long)
-            for accept, tree in (("block", Tree.chain(3)), ("multi_candidate", PAIRS), ("coupled", Tree.topk(6, 3, 2)))
+            pytest.param(name, accept, tree, marks=pytest.mark.long)
+            for name in ("dflash", "dspark")
+            for accept, tree in (
+                ("block", Tree.chain(3)),
+                ("traversal", PAIRS),
+                ("multi_candidate", PAIRS),
+                ("coupled", Tree.topk(6, 3, 2)),
+            )
         ),
+        pytest.param("dflash", "rejection", Tree.chain(3), marks=pytest.mark.long),
+        pytest.param("rnn", "rejection", Tree.chain(3), marks=pytest.mark.long),
+        pytest.param("peagle", "rejection", Tree.chain(3), marks=pytest.mark.long),
+        pytest.param("peagle", "multi_candidate", PAIRS, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_sampled_tokens_with_a_dflash_head_have_the_target_distribution(target, accept: str, tree: Tree) -> None:
-    drafter = DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree)
-    engine, names = make(target, drafter, accept), ("plain", "restricted")
-    for control, done in zip(names, draw(engine, SAMPLES, *(CONTROLS[name] for name in names)), strict=True):
+def test_sampled_tokens_with_a_head_for_blocks_have_the_target_distribution(
+    target, name: str, accept: str, tree: Tree
+) -> None:
+    engine, controls = make(target, BLOCKS[name](target, tree), accept), ("plain", "restricted")
+    for control, done in zip(controls, draw(engine, SAMPLES, *(CONTROLS[name] for name in controls)), strict=True):
         assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
         assert abs(deviation(done, expected_probs(control))) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["dflash", *(pytest.param(name, marks=pytest.mark.long) for name in ("model", "eagle3", "medusa"))]
+)
+def test_sampled_trees_under_traversal_have_the_target_distribution(target, name: str) -> None:
+    head = tiny.dflash_head(target, block_size=4, feature_layers=(0, 1))
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "dflash": lambda: DFlash(head, PAIRS, draft_vocab=[0, 1, 2, 4]),
+        "model": lambda: DraftModel(tiny.model(VOCAB, seed=2), PAIRS),
+        "eagle3": lambda: Eagle3(tiny.eagle_head(target, draft_vocab=VOCAB - 1, feature_layers=(0, 1)), PAIRS),
+        "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=2), PAIRS),
+    }
+    (done,) = draw(make(target, drafters[name](), "traversal"), SAMPLES, CONTROLS["restricted"])
+    assert np.mean([c.metrics.num_drafts for c in done]) > 1.5, "the samples must span several rounds"
+    assert abs(deviation(done, expected_probs("restricted"))) < 5
+
+
+@pytest.mark.long
+def test_distribution_with_draft_probabilities_before_the_correction_differs(
+    target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the rule gets the probabilities of the block, from which the tokens were not drawn."""
+    original = dspark.expand_corrected
+
+    def uncorrected(tree: Tree, view: Any, vocabulary: Any, logits: Any, *rest: Any) -> Any:
+        draft = original(tree, view, vocabulary, logits, *rest)
+        probs = draft.probs.at[:, :-1].set(jax.nn.softmax(logits[0], axis=-1))
+        return draft.replace(probs=probs)
+
+    monkeypatch.setattr(dspark, "expand_corrected", uncorrected)
+    engine = make(target, BLOCKS["dspark"](target, Tree.chain(3)), "rejection")
+    (done,) = draw(engine, SAMPLES, CONTROLS["plain"])
+    assert deviation(done, expected_probs("plain")) > 20
 
 
 @pytest.mark.long

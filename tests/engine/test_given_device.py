@@ -63,7 +63,7 @@ def test_engine_on_another_device_emits_the_tokens_of_the_default_device_and_lea
     one, two = (engine.generate(PROMPTS, PARAMS) for engine in (first, other))
     assert [done.token_ids for done in two] == [done.token_ids for done in one]
     assert (devices_of(first), devices_of(other)) == ({jax.devices()[0]}, {jax.devices()[2]})
-    assert other.core.runner._send(np.zeros(3)).devices() == {jax.devices()[2]}  # what the host sends
+    assert other.core.runner.target_side.send(np.zeros(3)).devices() == {jax.devices()[2]}  # what the host sends
     assert not exchanges(other)
 
 

@@ -128,18 +128,18 @@ def test_penalties_with_the_roots_grammar_state_at_every_node_fail_the_compariso
         check_logits(0, chain=False, run=jax.jit(lambda *a: edited(*a)))
 
 
-@pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "typical"])
+@pytest.mark.parametrize("rule", ["multi_candidate", "rejection", "block", "traversal", "typical"])
 def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -> None:
     """The stored grammar state is the state after the last emitted token."""
-    tree = Tree.chain(DEPTH)
+    tree, drawn = Tree.chain(DEPTH), ("block", "rejection", "traversal")
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
         return verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
 
     accept, accepted = jax.jit(run), 0
     for seed in range(8):
-        logits, draft, requests = random_case(seed, chain=rule in ("block", "rejection"))
-        if rule in ("block", "rejection"):
+        logits, draft, requests = random_case(seed, chain=rule in drawn)
+        if rule in drawn:
             draft = draft.replace(probs=jnp.full((ROWS, NODES, small.VOCAB), 1 / small.VOCAB))
         view = view_of(requests, temperature=1.0, accept=rule)
         view = view.replace(sampling=view.sampling.replace(seed=view.sampling.seed + 100 * seed))

@@ -15,12 +15,14 @@ from jspec import (
     DFlash,
     Drafter,
     DraftModel,
+    DSpark,
     Eagle,
     Eagle3,
     Engine,
     Medusa,
     Model,
     NGram,
+    PEagle,
     SamplingParams,
     Suffix,
     Tree,
@@ -35,7 +37,10 @@ LONGEST_PROMPT = 250
 STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sibling leads to the deepest path
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
-DRAFTERS = ("eagle3", "eagle", "dflash", "medusa", "small", "ngram", "suffix", "right", "wrong", "random")
+DRAFTERS = (
+    *("eagle3", "peagle", "eagle", "dflash", "dspark", "medusa", "small", "ngram", "suffix"),
+    *("right", "wrong", "random"),
+)
 FAKES = ("right", "wrong", "random")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pair": ("demo", "random"),
@@ -79,8 +84,10 @@ def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], par
     target = pair.target
     makers: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: Eagle3(pair.head, tree),
+        "peagle": lambda: PEagle(tiny.peagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4)), tree),
         "eagle": lambda: Eagle(tiny.eagle1_head(target), tree),
         "dflash": lambda: DFlash(tiny.dflash_head(target, block_size=6, feature_layers=(1, 3, 4)), tree),
+        "dspark": lambda: DSpark(tiny.dspark_head(target, block_size=5, feature_layers=(1, 3, 4)), tree),
         "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=5), tree),
         "small": lambda: DraftModel(pair.small, tree),
         "ngram": lambda: NGram(tree),
@@ -220,7 +227,7 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Drafters that have a cache. Medusa's and DFlash's tokens are compared in
+# Drafters that have a cache. Medusa's, DFlash's and DSpark's tokens are compared in
 # tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
     ("random", "eagle3", DYNAMIC, 64, (20,)),
@@ -233,6 +240,11 @@ MORE = (  # -m long; the whole product: -m matrix
     ("random", "dflash", DYNAMIC, 64, (20,)),
     ("random", "dflash", STATIC, 1, (20,)),
     ("demo", "dflash", "chain:5", 64, (1, 20)),
+    ("random", "peagle", STATIC, 1, (1, 20)),
+    ("demo", "peagle", "chain:5", 64, (20,)),
+    ("random", "dspark", DYNAMIC, 64, (20,)),
+    ("random", "dspark", STATIC, 1, (1, 20)),
+    ("demo", "dspark", "chain:5", 1, (20,)),
     ("random", "ngram", STATIC, 64, (20,)),
     ("demo", "eagle3", "chain:2", 64, (20,)),
     ("demo", "suffix", "chain:2", 64, (20,)),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import Completion, DFlash, Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput, PromptPiece
 from jspec.engine.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
@@ -30,6 +30,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "dflash": lambda: DFlash(
         tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.topk(6, LENGTH, 3)
     ),
+    "dspark": lambda: DSpark(tiny.dspark_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.chain(LENGTH)),
     "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }

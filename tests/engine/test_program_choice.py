@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.program_choice import Features, LiveRequests, union
+from jspec.engine.draft_length import RoundSize
+from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.request import Request
 from jspec.step.executable_key import ExecutableKey
 from tests.support import lettered, small
@@ -157,6 +158,46 @@ def test_executables_choose_the_program_with_the_least_outputs_then_the_fewest_r
     for key in (ExecutableKey.round(5, 0), ExecutableKey.round(1, 1), ExecutableKey("prefill", 1)):
         with pytest.raises(KeyError, match="no compiled program can run"):
             programs.cover(key)
+
+
+def test_engine_on_several_devices_compiles_rounds_with_and_without_gathered_logits() -> None:
+    """Prefills always gather; log-probabilities need gathered logits; so do all requests of a logits processor."""
+    config = engine(compile_ahead=True).config
+
+    def rounds(*, edits_all: bool = False, is_divided: bool = True, **wanted: bool) -> list[str]:
+        features = Features(**wanted)
+        choice = ProgramChoice(config, (RoundSize(0),), (), edits_all=edits_all, is_divided=is_divided)
+        keys = choice.all_keys(features)
+        assert sum(key.kind == "prefill" for key in keys) == (2 + 2 * features.logprobs)
+        return [key.name(0) for key in keys if key.kind == "round" and key.size == 4]
+
+    plain, gathered = "round[4]", "round[4] of gathered logits"
+    assert rounds() == [plain, gathered]
+    assert rounds(logprobs=True) == [plain, gathered, "round[4] with logprobs of gathered logits"]
+    assert rounds(edits_all=True) == [gathered]
+    assert rounds(is_divided=False) == [plain]
+
+
+def test_engine_with_a_draft_model_apart_compiles_the_same_programs_on_several_target_devices() -> None:
+    """Rounds in several programs always gather logits, so no second kind is compiled."""
+    config, wanted = engine(compile_ahead=True).config, Features(logprobs=True, masked=True)
+
+    def keys(*, is_divided: bool, is_split: bool) -> list[ExecutableKey]:
+        options = dict(edits_all=False, is_divided=is_divided, is_split=is_split)
+        return ProgramChoice(config, (RoundSize(0),), (), **options).all_keys(wanted)
+
+    apart = keys(is_divided=True, is_split=True)
+    assert apart == keys(is_divided=False, is_split=True) and not any(key.gathers_logits for key in apart)
+    assert keys(is_divided=True, is_split=False) != keys(is_divided=False, is_split=False), "control"
+
+
+def test_round_that_gathers_logits_replaces_one_that_does_not() -> None:
+    programs, gathers = engine().core.runner.programs, ExecutableKey.round(2, 0, gathers_logits=True)
+    programs.compiled[gathers] = None
+    assert programs.cover(ExecutableKey.round(2, 0)) == gathers
+    programs.compiled = {ExecutableKey.round(2, 0): None}
+    with pytest.raises(KeyError, match=r"no compiled program can run round\[2\] of gathered logits"):
+        programs.cover(gathers)
 
 
 def request_with(number: int, **params: Any) -> Request:

@@ -139,7 +139,7 @@ def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
     for where in ("make_state", "jax.block_until_ready"):
         with monkeypatch.context() as patch:
             patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 1, KeyboardInterrupt()))
-            patch.setattr(f"jspec.engine.model_runner.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
+            patch.setattr(f"jspec.step.side.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS[3], PARAMS[3])
         assert engine._recovery.lost is not None and not engine.scheduler.pages._page_of
@@ -193,7 +193,7 @@ def test_state_reset_after_an_error_frees_old_buffers_before_allocating(
         return init_state(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.model_runner.make_state", init)
+        patch.setattr("jspec.step.side.make_state", init)
         patch.setitem(programs.compiled, ExecutableKey("prefill", 16), refuses)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and is_gone and all(is_gone)
@@ -225,7 +225,7 @@ def test_engine_whose_state_reset_fails_is_unhealthy(
 ) -> None:
     one = Engine(tiny.model(VOCAB, layers=1), slots=1, max_len=64, buckets=(1,), prefill_buckets=(16,))
     gone = RuntimeError("device lost")
-    monkeypatch.setattr("jspec.engine.model_runner.make_state", Fault(np.zeros, 1, gone))
+    monkeypatch.setattr("jspec.step.side.make_state", Fault(np.zeros, 1, gone))
     monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [completion.finish_reason for completion in done] == ["error"] * len(PROMPTS)

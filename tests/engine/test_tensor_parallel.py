@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,19 +21,24 @@ from jspec import (
     DFlash,
     Drafter,
     DraftModel,
+    DSpark,
     Eagle,
     Eagle3,
     Engine,
     Medusa,
     Model,
     NGram,
+    PEagle,
     SamplingParams,
     Suffix,
 )
+from jspec.core.config import ACCEPT_RULES
 from jspec.core.records import KVCache, SlotState
+from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
+from jspec.engine.program_choice import gathering
 from jspec.models.quantize import quantize_weights
-from pallas_kernels.layers.shard import AXIS, Shard, gather_columns
+from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import lettered, small, tiny
 from tests.support.recordings import recording
 
@@ -49,6 +55,8 @@ PARAMS = [
     ),
     SamplingParams(max_tokens=12, temperature=0.0),
 ]
+PLAIN = 0, 1, 5  # requests of `PARAMS` for which no logits are gathered, neither the target's nor the draft's
+WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
 FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
@@ -82,8 +90,15 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "eagle3 chain": lambda: Eagle3(head(), "chain:3"),
     "eagle3 tree": lambda: Eagle3(head(), "topk:8,3,3"),
+    "peagle": lambda: PEagle(tiny.peagle_head(target(), draft_vocab=31, feature_layers=(0, 2)), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
+    "reduced eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2", draft_vocab=range(3, 32)),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
+    "dflash": lambda: DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
+    "reduced dflash": lambda: DFlash(
+        tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3", draft_vocab=range(3, 32)
+    ),
+    "dspark": lambda: DSpark(tiny.dspark_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3"),
     "medusa": lambda: Medusa(tiny.medusa_heads(target(), heads=2)),
     "ngram": lambda: NGram("chain:2"),
     "suffix": lambda: Suffix("chain:2"),
@@ -100,8 +115,17 @@ def expected() -> list[list[int]]:
     return tokens(one_device())
 
 
-def tokens(engine: Engine) -> list[list[int]]:
-    return [one.token_ids for one in engine.generate(PROMPTS, PARAMS)]
+def tokens(engine: Engine, which: Sequence[int] = range(len(PROMPTS))) -> list[list[int]]:
+    done = engine.generate([PROMPTS[i] for i in which], [PARAMS[i] for i in which])
+    return [one.token_ids for one in done]
+
+
+def exchanged_widths(engine: Engine, *, gathers_logits: bool) -> set[int]:
+    """Return the last sizes of all arrays that the rounds of one kind gather from the devices."""
+    compiled = engine.core.runner.programs.compiled.items()
+    texts = [one.as_text() for key, one in compiled if key.kind == "round" and key.gathers_logits == gathers_logits]
+    assert texts, "no such round is compiled"
+    return {int(size) for text in texts for size in re.findall(r"= \w+\[[\d,]*?(\d+)\]\S* all-gather", text)}
 
 
 def check_devices_equal(state: SlotState) -> int:
@@ -120,7 +144,7 @@ def check_devices_equal(state: SlotState) -> int:
     return len(leaves)
 
 
-DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
+DEFAULT = (("eagle3 tree", 2), ("reduced eagle", 2), ("draft model", 4), ("dspark", 2))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +156,45 @@ DEFAULT = (("eagle3 tree", 2), ("draft model", 4))
     ],
 )
 def test_engine_on_several_devices_emits_the_tokens_of_one_device(drafter: str, devices: int) -> None:
-    """On four devices, each of the two key-value heads is on two of them."""
+    """On four devices, each of the two key-value heads is on two of them.
+
+    Requests that are greedy, or have a temperature alone, come first by themselves, then beside all others.
+    """
     with Engine(target(), drafter=DRAFTERS[drafter](), tensor_parallel=devices, **OPTIONS) as engine:
+        assert tokens(engine, PLAIN) == [expected()[i] for i in PLAIN]
         assert tokens(engine) == expected()
+        if devices == 2:  # on four devices, logits are as wide as hidden states
+            assert not exchanged_widths(engine, gathers_logits=False) & WIDTHS
+            assert 62 in exchanged_widths(engine, gathers_logits=True), "control"
         assert check_devices_equal(engine.core.runner.state) > 10
         assert engine.pages_in_use == 0
+
+
+def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and scores of the drafts of all rounds."""
+    with Engine(target(), drafter=DRAFTERS[drafter](), **OPTIONS, **options) as engine:
+        done = engine.generate(PROMPTS[:2], PARAMS[:2], trace=True)
+    rounds = [one for each in done for one in each.raise_for_error().rounds or ()]
+    return np.stack([one.tokens for one in rounds]), np.stack([one.scores for one in rounds])
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "dspark",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("dflash", "reduced dflash", "eagle3 chain")),
+    ],
+)
+def test_drafts_on_several_devices_are_those_of_one_device(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong drafts would change no token. In the negative control the heads of a block's keys are out of order."""
+    one, two = drafts(drafter), drafts(drafter, tensor_parallel=2)
+    assert np.array_equal(one[0], two[0]) and np.allclose(one[1], two[1], atol=1e-4)
+    if drafter == "dspark":
+        declared = Context.declared
+        unordered = lambda self: {name: replace(spec, parts=()) for name, spec in declared(self).items()}  # noqa: E731
+        monkeypatch.setattr(Context, "declared", unordered)
+        broken = drafts(drafter, tensor_parallel=2)
+        assert not (broken[1].shape == one[1].shape and np.allclose(broken[1], one[1], atol=1e-4))
 
 
 def test_engine_on_a_mesh_of_other_devices_reports_the_log_probabilities_of_one_device() -> None:
@@ -144,8 +202,10 @@ def test_engine_on_a_mesh_of_other_devices_reports_the_log_probabilities_of_one_
     devices = jax.devices()[2:]
     with Engine(target(), mesh=Mesh(np.array(devices), (AXIS,)), **OPTIONS) as engine:
         made = engine.generate(PROMPTS, params)
+        mixed = engine.generate(PROMPTS, [params[0], *PARAMS[1:]])  # one row with log-probabilities
         arrays = jax.tree.leaves((engine.core.runner.state, engine.core.runner.params))
         assert {device for array in arrays for device in array.devices()} == set(devices)
+    assert [one.token_ids for one in mixed] == expected()
     for one, other in zip(made, one_device().generate(PROMPTS, params), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(scores(one), scores(other), atol=1e-4)
@@ -176,8 +236,6 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
     """Negative control: the second device adds up the parts of the four devices from the last to the first."""
 
     def join(shard: Shard, parts: Array, dtype: Any, *, deterministic: bool = False) -> Array:
-        if shard.by == "rows":
-            return gather_columns(parts[0])[None, ..., : shard.size]
         parts = jax.lax.all_gather(parts, AXIS, tiled=True)
         return jnp.where(jax.lax.axis_index(AXIS) == 1, parts[::-1], parts)
 
@@ -240,6 +298,75 @@ def test_deterministic_engine_on_two_devices_has_equal_bits_with_any_drafter_and
     for one, two in zip(plain, drafted, strict=True):
         assert one.token_ids == two.token_ids
         assert [a.logprob for a in one.logprobs or []] == [b.logprob for b in two.logprobs or []]
+    divided = engines[1].generate(PROMPTS, [replace(one, logprobs=None) for one in params])
+    assert [one.token_ids for one in divided] == [one.token_ids for one in plain]
+
+
+GATHERS: tuple[tuple[dict[str, Any], bool], ...] = (
+    (dict(temperature=0.0), False),
+    (dict(temperature=0.7, seed=3), False),
+    (dict(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1), False),  # which greedy decoding ignores
+    (dict(temperature=0.7, stop=["x"], max_tokens=3, n=2), False),
+    (dict(temperature=0.7, top_k=5), True),
+    (dict(temperature=0.7, top_p=0.9), True),
+    (dict(temperature=0.7, min_p=0.1), True),
+    (dict(temperature=0.0, presence_penalty=0.1), True),
+    (dict(temperature=0.0, min_tokens=3), True),
+    (dict(temperature=0.0, regex="a"), True),
+    (dict(temperature=0.0, logprobs=0), True),
+)
+
+
+@pytest.mark.parametrize(("fields", "gathers"), GATHERS)
+def test_rounds_gather_logits_for_requests_that_cut_edit_or_report_them(
+    eagle: Engine, fields: dict[str, Any], gathers: bool
+) -> None:
+    params = SamplingParams(**fields)
+    assert eagle.input_processor.gathers_logits(params) is gathers
+    assert not one_device().input_processor.gathers_logits(params)
+    assert gathering(eagle.config, edits_all=True)(params)
+    assert gathering(replace(eagle.config, accept="rejection"), edits_all=False)(params) is (
+        gathers or params.temperature > 0
+    )
+
+
+RULES = [rule for rule in ACCEPT_RULES if rule not in ("coupled", "rejection")]
+
+
+@pytest.mark.filterwarnings("ignore:accept=.typical.")
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param("rejection", marks=pytest.mark.long),
+        *(pytest.param(rule, marks=pytest.mark.matrix) for rule in RULES),
+    ],
+)
+def test_rule_that_compares_probabilities_emits_on_two_devices_the_tokens_of_one(rule: str) -> None:
+    """Its rounds gather logits only if a request is sampled."""
+    options: dict[str, Any] = {**LLAMA_OPTIONS, "accept": rule}
+    made = []
+    for devices in (1, 2):
+        drafter = DraftModel(small_model(), "chain:2")
+        with Engine(llama(), drafter=drafter, tensor_parallel=devices, **options) as engine:
+            made.append([tokens(engine, which) for which in ((0, 5), (0, 1, 2))])
+    assert made[0] == made[1] and made[0][0] == tokens(Engine(llama(), **LLAMA_OPTIONS), (0, 5))
+    assert 62 not in exchanged_widths(engine, gathers_logits=False)
+    assert 62 in exchanged_widths(engine, gathers_logits=True), "control"
+
+
+def test_nan_in_the_logits_of_one_device_ends_the_request_with_an_error() -> None:
+    """After the first token, the last row of the output head, which is on the second device, becomes NaN."""
+    with Engine(tiny.model(VOCAB, layers=1, hidden=64), tensor_parallel=2, **LLAMA_OPTIONS) as engine:
+        stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40, temperature=1.0, seed=1))
+        assert next(stream).token_ids
+        runner = engine.core.runner
+        head = runner.params.target.head
+        broken = jax.device_put(head.at[VOCAB - 1].set(jnp.nan), head.sharding)
+        runner.params = replace(runner.params, target=replace(runner.params.target, head=broken))
+        with pytest.raises(FloatingPointError, match="got NaN"):
+            list(stream)
+        assert not exchanged_widths(engine, gathers_logits=False) & WIDTHS
+        check_devices_equal(runner.state)
 
 
 def test_preemption_and_prefix_hits_with_pages_of_one_row_change_no_token() -> None:
@@ -311,12 +438,6 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_engine_refuses_impossible_devices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(target(), **OPTIONS, **options)
-
-
-def test_engine_refuses_a_dflash_head_on_several_devices() -> None:
-    drafter = DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "chain:3")
-    with pytest.raises(ValueError, match="DFlash: expected an engine on one device, got a mesh of 2"):
-        Engine(target(), drafter=drafter, **OPTIONS, tensor_parallel=2)
 
 
 def test_engine_refuses_a_mesh_of_other_axes_or_of_another_size() -> None:

@@ -32,7 +32,13 @@ def poison(logits: jax.Array, context: LogitsContext) -> jax.Array:
 def engine(accept: str, kind: str) -> Engine:
     sampled = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.chain(3))
     head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
-    drafters = {"none": None, "model": sampled, "tree": Eagle3(head, Tree.topk(6, 2, 3)), "ngram": NGram(Tree.chain(3))}
+    drafters: dict[str, Any] = {
+        "none": None,
+        "model": sampled,
+        "branching": DraftModel(sampled.model, Tree.static([(0,), (1,), (0, 0), (1, 0)])),
+        "tree": Eagle3(head, Tree.topk(6, 2, 3)),
+        "ngram": NGram(Tree.chain(3)),
+    }
     return Engine(
         small.target(),
         drafter=drafters[kind],
@@ -52,6 +58,7 @@ CASES = [
     pytest.param("coupled", "none", marks=pytest.mark.long),
     pytest.param("coupled", "model", marks=pytest.mark.long),
     pytest.param("block", "model", marks=pytest.mark.long),
+    pytest.param("traversal", "branching", marks=pytest.mark.long),
     pytest.param("multi_candidate", "ngram", marks=pytest.mark.long),
     pytest.param("typical", "model", marks=pytest.mark.long),
 ]

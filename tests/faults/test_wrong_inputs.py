@@ -263,7 +263,7 @@ def test_foreign_names_are_unknown_to_jspec_and_their_hints_are_known() -> None:
         ours = re.findall(r"(\w+)=", hint)
         calls = re.findall(r"jspec\.(\w+)", hint)
         assert all(hasattr(jspec, call) for call in calls), name
-        parts = {*names, "max_n", "min_n", "nodes", "depth", "k"}
+        parts = {*names, "device", "max_n", "min_n", "nodes", "depth", "k"}
         assert set(ours) <= parts, (name, hint)
         assert ours or hint.startswith(("no such option", "Engine.", "the prompts")), (name, hint)
 

@@ -31,7 +31,7 @@ class Case:
     """The shapes, dtypes and options of one attention problem."""
 
     queries: int = 5
-    tree: str = "random"
+    tree: str = "random"  # also "block"
     page: int = 16
     start: int = 0
     dtype: str = "float32"
@@ -146,6 +146,8 @@ def make_problem(case: Case, *, seed: int = 0) -> Problem:
     shape = (batch * columns + 1, kv_heads, case.page, case.dim)
     k_pool, v_pool = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
     new_rows = [[ancestors(tree, node) for node in range(case.queries)] for tree in parents]
+    if case.tree == "block":  # every query sees all new rows, later ones too
+        new_rows = [[list(range(case.queries))] * case.queries] * len(lengths)
     for b, length in enumerate(lengths):
         oldest = length - (case.window or ROWS) + 1  # first row of the first query's window
         rows = [*range(max(case.start, oldest), length), *(length + j for j in np.flatnonzero(real[b]))]
@@ -161,7 +163,8 @@ def make_problem(case: Case, *, seed: int = 0) -> Problem:
     sinks = jnp.asarray(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
     options = {name: getattr(case, name) for name in ("start", "window", "scale", "softcap")} | {"sinks": sinks}
     chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
-    bits = {"causal": None, "chain": chain}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
+    block = jnp.broadcast_to(chain[:, -1:], chain.shape)
+    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
     arrays = (q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits)
     problem = Problem(*arrays, options, new_rows, np.zeros(()), real)
     return dataclasses.replace(problem, expected=problem.expected_with())

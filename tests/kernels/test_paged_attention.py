@@ -40,6 +40,8 @@ WINDOWS = [
     Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
     Case(window=40, queries=17, tree="random", lengths="zero"),
     Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
+    Case(window=17, queries=17, tree="block"),
+    Case(window=70, queries=60, tree="block", start=1, dtype="bfloat16", lengths="full"),
     Case(window=ROWS, tree="random"),
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]

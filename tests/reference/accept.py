@@ -6,6 +6,8 @@ accepted path from the root and the probabilities of the token after this path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 AcceptResult = tuple[list[int], np.ndarray]
@@ -67,6 +69,52 @@ def block_accept(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, length: int, 
             accepted = i
     last = p[length] if accepted == length else np.maximum(weights[accepted] * p[accepted] - q[accepted], 0)
     return list(range(accepted + 1)), last / last.sum()
+
+
+def traversal_trials(
+    p: np.ndarray,
+    q: np.ndarray,
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    valid: np.ndarray,
+    *,
+    new_weight: Callable[[float, float], float] = lambda mass, weight: mass / (mass + 1 - weight),
+    is_removed: bool = True,
+    from_root: bool = False,
+) -> list[tuple[int, float, np.ndarray]]:
+    """Return the trials of traversal verification (arXiv:2505.12398) in their order, if all are rejected.
+
+    Each trial is a node, its acceptance probability, and the probabilities of the token after it. The root's is last.
+
+    Args:
+        new_weight: weight of a node after a child's rejection, from the sum of its residual and its old weight.
+        is_removed: whether a rejected child's token loses its draft probability.
+        from_root: whether a node is tried before its children instead of after them.
+    """
+    trials = []
+
+    def visit(node: int, weight: float) -> None:
+        target_probs, draft_probs, own = p[node].astype(np.float64), q[node].astype(np.float64), len(trials)
+        if from_root:
+            trials.append((node, weight, target_probs))
+        for child in children(parents, valid, node):
+            x = tokens[child]
+            if draft_probs[x] == 0:  # the draft had no token left
+                draft_probs = (np.arange(len(draft_probs)) == x).astype(np.float64)
+            visit(child, min(1, weight * target_probs[x] / draft_probs[x]))
+            residual = np.maximum(weight * target_probs - draft_probs, 0)
+            weight = new_weight(residual.sum(), weight)
+            target_probs = residual / max(residual.sum(), 1e-30)
+            if is_removed:
+                draft_probs = draft_probs * (np.arange(len(draft_probs)) != x)
+                draft_probs /= max(draft_probs.sum(), 1e-30)
+        if from_root:
+            trials[own] = (node, trials[own][1], target_probs)
+        else:
+            trials.append((node, weight, target_probs))
+
+    visit(0, 1.0)
+    return trials
 
 
 def typical_accept(

@@ -29,7 +29,8 @@ def attention(
         lengths: committed rows of each sequence [B].
         new_rows: new_rows[b][t] lists the j for which query t of sequence b attends to row lengths[b] + j.
         start: first row that any query attends to.
-        window: number of newest rows that a query attends to, out of the rows it would attend to without a window.
+        window: number of newest rows up to its own that a query attends to, out of the rows it would attend to without
+            a window; the later rows are not counted.
         scale: factor of the scores; None: 1 / sqrt(D).
         softcap: c, if a score x becomes c * tanh(x / c); None: scores are unchanged.
         sinks: score of one more row for each query head [H], whose value is 0; None: no such row.
@@ -43,8 +44,10 @@ def attention(
     out = np.zeros(q.shape, np.float64)
     for b in range(batch):
         for t in range(queries):
-            seen = [*range(lengths[b]), *(lengths[b] + j for j in sorted(new_rows[b][t]))]
-            rows = [row for row in seen[-(window or len(seen)) :] if row >= start]
+            new = [lengths[b] + j for j in sorted(new_rows[b][t])]
+            seen = [*range(lengths[b]), *(row for row in new if row <= lengths[b] + t)]
+            later = [row for row in new if row > lengths[b] + t]
+            rows = [row for row in [*seen[-(window or len(seen)) :], *later] if row >= start]
             if not rows:
                 continue
             keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)

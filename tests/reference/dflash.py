@@ -1,4 +1,4 @@
-"""The forward pass of DFlash heads in numpy float64, from a config.json and tensors as the files have them."""
+"""The forward pass of DFlash and DSpark heads in numpy float64, from a config.json and tensors as in the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block_logits(
     depth: int,
     *,
     output: np.ndarray,
-    causal: bool = False,
+    causal: bool | None = None,
 ) -> np.ndarray:
     """Compute the logits of the tokens at depths 1 to ``depth`` after a root [depth, vocab].
 
@@ -30,31 +30,53 @@ def block_logits(
         embed: the target's embedding [vocab, hidden].
         features: target states at each token before the root, concatenated [tokens, states * hidden].
         output: output head [vocab, hidden].
-        causal: let a token of the block attend to no later token, which DFlash heads do not do.
+        causal: whether a token of the block attends to no later token; None: only in layers with a window.
     """
+    states = block_states(config, tensors, embed, features, root, depth + 1, causal=causal)
+    return norm(states, np.asarray(tensors["norm.weight"], np.float64), config["rms_norm_eps"])[1:] @ output.T
+
+
+def block_states(
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    embed: np.ndarray,
+    features: np.ndarray,
+    root: int,
+    size: int,
+    *,
+    causal: bool | None = None,
+) -> np.ndarray:
+    """Compute the states of a block of ``size`` tokens before the final norm [size, hidden]; other arguments above."""
     t, eps = {name: np.asarray(value, np.float64) for name, value in tensors.items()}, config["rms_norm_eps"]
+    mask = {**config, **config.get("dflash_config", {})}["mask_token_id"]
     context = norm(features @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
-    x = embed[[root] + [config["dflash_config"]["mask_token_id"]] * depth].astype(np.float64)
+    x = embed[[root] + [mask] * (size - 1)].astype(np.float64)
     for index in range(config["num_hidden_layers"]):
         w = {name.split(".", 2)[2]: value for name, value in t.items() if name.startswith(f"layers.{index}.")}
-        x = x + attention(config, w, context, norm(x, w["input_layernorm.weight"], eps), causal)
+        is_sliding = (config.get("layer_types") or {index: ""})[index] == "sliding_attention"
+        window = config["sliding_window"] if is_sliding else len(context) + size
+        hidden = norm(x, w["input_layernorm.weight"], eps)
+        x = x + attention(config, w, context, hidden, window, is_sliding if causal is None else causal)
         y = norm(x, w["post_attention_layernorm.weight"], eps)
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         x = x + (ACTIVATIONS["silu"](gate) * up) @ w["mlp.down_proj.weight"].T
-    return norm(x, t["norm.weight"], eps)[1:] @ output.T
+    return x
 
 
 def attention(
-    config: Mapping[str, Any], w: Tensors, context: np.ndarray, block: np.ndarray, causal: bool
+    config: Mapping[str, Any], w: Tensors, context: np.ndarray, block: np.ndarray, window: int, causal: bool
 ) -> np.ndarray:
-    """Let each token of a block [size, hidden] attend to the context [tokens, hidden] and to the whole block."""
+    """Let each token of a block [size, hidden] attend to the context [tokens, hidden] and to the whole block.
+
+    A token at position p attends to no token before position p - window + 1.
+    """
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     eps, both = config["rms_norm_eps"], np.concatenate([context, block])
     # Queries of the context are not used; they give the block's queries their positions.
     q, k, v = ((both @ w[f"self_attn.{n}_proj.weight"].T).reshape(len(both), -1, dim).transpose(1, 0, 2) for n in "qkv")
     q, k = (norm(part, w[f"self_attn.{n}_norm.weight"], eps) for part, n in ((q, "q"), (k, "k")))
     q, k = rotated(q, config)[:, len(context) :], rotated(k, config)
-    seen = np.ones((len(block), len(both)), bool)
+    seen = np.triu(np.ones((len(block), len(both)), bool), len(context) - window + 1)
     if causal:
         seen = np.tril(seen, len(context))
     out = np.empty_like(q)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +98,16 @@ def draft_of(tree: Tree, tokens: np.ndarray, probs: np.ndarray | None, valid: np
     )
 
 
-def emitted(
+class Outcomes(NamedTuple):
+    """Every outcome of a step: the draft's tokens, what the rule decides, and the outcome's probability."""
+
+    tokens: np.ndarray  # [outcomes, nodes]
+    last_node: np.ndarray  # [outcomes]
+    residual: np.ndarray  # probabilities of the token after the last node [outcomes, vocab]
+    weight: np.ndarray  # [outcomes]
+
+
+def outcomes(
     accept_function: Callable[..., Any],
     tree: Tree,
     drafts: tuple[np.ndarray, np.ndarray],
@@ -107,8 +116,8 @@ def emitted(
     *,
     all_at_once: bool = False,
     cap: int | None = None,
-) -> np.ndarray:
-    """Return the joint probabilities of depth + 1 tokens: those that a step emits, followed by tokens of the target.
+) -> Outcomes:
+    """Return every outcome of a step, for each draft and each set of accepted nodes.
 
     Args:
         drafts: every draft and its probability.
@@ -119,8 +128,7 @@ def emitted(
     tokens, weight = (np.repeat(x, 2 ** (tree.nodes - 1), axis=0) for x in drafts)
     coins = np.array(list(itertools.product([0, 1], repeat=tree.nodes - 1)) * len(drafts[0]))
     accepts = np.concatenate([np.ones((len(coins), 1), int), coins], axis=1)
-    deep = np.array([len(prefix(tree, tuple(range(tree.nodes)), n)) for n in range(tree.nodes)])
-    valid = deep <= (tree.depth if cap is None else cap)
+    valid = depths(tree) <= (tree.depth if cap is None else cap)
     p = probs_at_nodes(tree, tokens, target)
     q = None if draft_probs is None else probs_at_nodes(tree, tokens, draft_probs)
     draft = draft_of(tree, tokens, q, valid)
@@ -131,13 +139,44 @@ def emitted(
     probs = np.minimum(np.asarray(result.accept_probs, np.float64), 1)
     is_tried = _is_tried(tree, np.asarray(ancestor_mask)[np.arange(len(last_node)), last_node]) | all_at_once
     each = np.where(is_tried & valid, np.where(accepts == 1, probs, 1 - probs), 0.5)
-    weight = weight * np.prod(each[:, 1:], axis=1)
+    return Outcomes(tokens, last_node, residual, weight * np.prod(each[:, 1:], axis=1))
+
+
+def emitted(
+    accept_function: Callable[..., Any],
+    tree: Tree,
+    drafts: tuple[np.ndarray, np.ndarray],
+    target: PrefixProbs,
+    draft_probs: PrefixProbs | None,
+    **options: Any,
+) -> np.ndarray:
+    """Return the joint probabilities of depth + 1 tokens: those that a step emits, followed by tokens of the target.
+
+    The arguments are those of `outcomes`.
+    """
+    return law(tree, target, outcomes(accept_function, tree, drafts, target, draft_probs, **options))
+
+
+def law(tree: Tree, target: PrefixProbs, found: Outcomes) -> np.ndarray:
+    """Return the joint probabilities of depth + 1 tokens: those of the outcomes, followed by tokens of the target."""
     out = np.zeros([target[0].shape[-1]] * (tree.depth + 1))
-    for row in np.flatnonzero(weight):
-        before = prefix(tree, tuple(tokens[row].tolist()), int(last_node[row]))
-        for token in np.flatnonzero(residual[row]):
-            out[*before, token] += weight[row] * residual[row, token] * _tail(target, (*before, token))
+    for tokens, last_node, residual, weight in zip(*found, strict=True):
+        if weight == 0:
+            continue
+        before = prefix(tree, tuple(tokens.tolist()), int(last_node))
+        for token in np.flatnonzero(residual):
+            out[*before, token] += weight * residual[token] * _tail(target, (*before, token))
     return out
+
+
+def accepted_length(tree: Tree, found: Outcomes) -> float:
+    """Return the mean number of accepted draft tokens."""
+    return float(found.weight @ depths(tree)[found.last_node])
+
+
+def depths(tree: Tree) -> np.ndarray:
+    """Return the depth of each node."""
+    return np.array([len(prefix(tree, tuple(range(tree.nodes)), node)) for node in range(tree.nodes)])
 
 
 def _is_tried(tree: Tree, on_path: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,31 @@ def eagle3(config: Mapping[str, Any], tensors: Tensors, embedded: np.ndarray, fe
     """
     t, eps = {name: np.asarray(value, np.float64) for name, value in tensors.items()}, config["rms_norm_eps"]
     first = "layers.0."
+    if "fc_norm.0.weight" in t:
+        states = np.split(features, sum(name.startswith("fc_norm.") for name in t), axis=-1)
+        features = np.concatenate([norm(s, t[f"fc_norm.{i}.weight"], eps) for i, s in enumerate(states)], axis=-1)
     x = features @ t["fc.weight"].T
     names = ("input_layernorm", "hidden_norm")
     embed_norm, hidden_norm = (t[f"{first}{name}.weight"] for name in names)
     inputs = np.concatenate([norm(embedded, embed_norm, eps), norm(x, hidden_norm, eps)], axis=-1)
-    x = layers(config, t, x, inputs)
+    x = layers(config, t, norm(x, hidden_norm, eps) if config.get("norm_before_residual") else x, inputs)
     return norm(x, t["norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+def peagle(
+    config: Mapping[str, Any], tensors: Tensors, tokens: Sequence[int], features: np.ndarray, depth: int, mask: int
+) -> np.ndarray:
+    """Compute a P-EAGLE head's logits of the tokens at depths 1 to ``depth`` after a root [depth, draft_vocab].
+
+    Args:
+        config, tensors: as for `eagle3`; the file has an embedding.
+        tokens: tokens of the text after the first, the last of which is the root.
+        features: target states before each of them, concatenated [tokens, states * target_hidden].
+        mask: id of the mask token.
+    """
+    embedded = np.asarray(tensors["embed_tokens.weight"], np.float64)[[*tokens, *[mask] * (depth - 1)]]
+    unknown = np.tile(np.asarray(tensors["mask_hidden"], np.float64).reshape(1, -1), (depth - 1, 1))
+    return eagle3(config, tensors, embedded, np.concatenate([features, unknown]))[-depth:]
 
 
 def eagle1(config: Mapping[str, Any], tensors: Tensors, embedded: np.ndarray, features: np.ndarray) -> np.ndarray:

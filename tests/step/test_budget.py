@@ -65,6 +65,17 @@ def test_budget_with_a_score_that_is_nan_does_not_select_the_node() -> None:
     assert np.asarray(packing.places == NO_ROW).sum() == 1 and packing.places[0, 2] == NO_ROW
 
 
+def test_budget_of_chains_goes_to_the_row_with_the_higher_confidence() -> None:
+    """The scores say the opposite; in a tree, whose siblings have one confidence, the scores count."""
+    parents = jnp.asarray([[-1, 0, 1, 2]] * 2)
+    scores = jnp.asarray([[0, -1, -2, -3], [0, -9, -10, -11]], jnp.float32)
+    confidence = jnp.asarray([[1, 0.5, 0.5, 0.5], [1, 0.9, 0.9, 0.1]], jnp.float32)
+    draft = Draft(jnp.zeros((2, 4), jnp.int32), parents, scores, jnp.ones((2, 4), bool), None, None, confidence)
+    for is_chain, counts in ((True, [2, 3]), (False, [4, 1])):
+        _, packing = apply_budget(draft, jnp.ones(2, bool), 5, is_chain=is_chain)
+        assert np.asarray(packing.places != NO_ROW).sum(axis=1).tolist() == counts
+
+
 def test_packing_and_unpacking_return_the_selected_rows_and_zeros_elsewhere() -> None:
     rng = np.random.default_rng(0)
     _, packing = apply_budget(random_draft(rng, 3, 5), jnp.ones(3, bool), 9)

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jspec import Tree
+from jspec.draft.dflash_head import DFlashHead
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.program import init_state
@@ -17,7 +18,19 @@ from jspec.tools.bench import step as rounds
 from tests.support.h200 import H200Program, compile_for_h200
 
 SHAPE = "llama3-8b"
-HEADS = {"eagle3": shapes.random_head, "dflash": shapes.random_dflash}
+
+
+def windowed_dflash(shape: str, dtype: str) -> DFlashHead:
+    """Return a DFlash head with windows in four of five layers, two of which are causal within the block."""
+    head = shapes.random_dflash(shape, dtype)
+    layers = [
+        replace(layer, attention=replace(layer.attention, window=2048, causal=index < 2))
+        for index, layer in enumerate(head.config.layers[:4])
+    ]
+    return head.replace(config=replace(head.config, layers=(*layers, head.config.layers[4])))
+
+
+HEADS = {**{name: kind.random for name, kind in rounds.HEADS.items()}, "dflash windows": windowed_dflash}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain
@@ -107,8 +120,34 @@ def test_h200_round_of_a_dflash_head_has_fewer_launches_than_an_eagle3_chain_of_
 
 
 @pytest.mark.long
+def test_h200_round_of_a_peagle_head_has_fewer_launches_than_an_eagle3_chain_of_equal_length() -> None:
+    """All pairs take one pass of 4 layers, an EAGLE-3 chain of 7 takes 7 passes of one layer."""
+    tree = Tree.chain(7)
+    block = check(*compile_round(tree, method="peagle"), launches=390, temp_mib=12)
+    chain, _ = compile_round(tree)
+    assert len(block.launches) < len(chain.launches)
+    assert block.count("sample_tokens") == 2 + 2
+
+
+@pytest.mark.long
 def test_h200_round_of_a_tree_over_a_block_is_one_cuda_graph_that_updates_in_place() -> None:
     check(*compile_round(Tree.topk(48, 7, 10), method="dflash"), launches=415, temp_mib=40)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_dspark_head_corrects_a_block_within_one_cuda_graph() -> None:
+    """A block of 7 takes one pass, and each of its 7 tokens a product with the Markov head and a sample."""
+    tree = Tree.chain(7)
+    corrected = check(*compile_round(tree, method="dspark"), launches=425, temp_mib=12)
+    chain, _ = compile_round(tree)
+    assert len(corrected.launches) < len(chain.launches)
+    assert corrected.count("append_attention") == 32 + 5
+    assert corrected.count("sample_tokens") == 2 * (1 + 7)
+
+
+@pytest.mark.long
+def test_h200_round_of_a_tree_over_a_corrected_block_is_one_cuda_graph_that_updates_in_place() -> None:
+    check(*compile_round(Tree.topk(48, 7, 10), method="dspark"), launches=445, temp_mib=40)
 
 
 @pytest.mark.long
@@ -117,6 +156,12 @@ def test_h200_round_with_a_budget_is_one_cuda_graph_that_packs_rows_once_a_layer
     whole, _ = compile_round(Tree.chain(4), batch=32)
     packed = check(*compile_round(Tree.chain(4), batch=32, nodes=2), launches=400, temp_mib=130)
     assert len(packed.launches) <= len(whole.launches) + 3 * 32
+
+
+@pytest.mark.matrix
+def test_h200_round_of_a_dflash_head_with_windows_has_the_launches_of_one_without() -> None:
+    block = check(*compile_round(Tree.chain(7), method="dflash windows"), launches=390, temp_mib=12)
+    assert len(block.launches) == len(compile_round(Tree.chain(7), method="dflash")[0].launches)
 
 
 @pytest.mark.matrix

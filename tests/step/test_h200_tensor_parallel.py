@@ -1,9 +1,11 @@
-"""A round on two H200s, compiled without them: one CUDA graph, whose exchanges are kernels, and no copies."""
+"""A round on several H200s, compiled without them: one CUDA graph, whose exchanges are kernels, and no copies."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -18,10 +20,12 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.params import abstract_weights, model_params
 from jspec.models.tensor_parallel import place, state_layout
 from jspec.step.decode import spec_step
+from jspec.step.memory import exchange_bytes
 from jspec.step.on_mesh import on_one, step_on
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state
 from jspec.tools.bench import random_models as shapes
 from pallas_kernels.layers.shard import AXIS
+from pallas_kernels.sampling.threshold import SLICE
 from tests.support.h200 import H200Program, compile_for_h200, h200_mesh
 
 LAYERS = 2
@@ -42,10 +46,11 @@ def head() -> EagleHead:
     return EagleHead.from_weights(config, abstract_weights(head_params(config), "bfloat16"))
 
 
-def build(drafter: Drafter, mesh: Mesh | None) -> tuple[Program, Params, Any]:
+def build(drafter: Drafter, mesh: Mesh | None, *, divides_logits: bool) -> tuple[Program, Params, Any]:
     """Return a program, and the shapes of its parameters and of its state on a mesh."""
     whole = target()
-    program = Program(drafter, drafter.feature_layers(whole), "coupled", "auto", mesh=mesh)
+    layers = drafter.feature_layers(whole)
+    program = Program(drafter, layers, "coupled", "auto", mesh=mesh, divides_logits=divides_logits)
     if mesh is None:
         params = Params(whole, drafter.bind(whole))
         return program, params, jax.eval_shape(lambda p: init_state(program, p, POOL), params)
@@ -66,10 +71,15 @@ def build(drafter: Drafter, mesh: Mesh | None) -> tuple[Program, Params, Any]:
     return program, params, jax.tree.map(of_all, state_layout(state), state, is_leaf=lambda node: isinstance(node, P))
 
 
-def compile_round(drafter: Drafter, mesh: Mesh | None) -> tuple[H200Program, Any]:
-    program, params, state = build(drafter, mesh)
+@cache
+def compile_round(tree: str | None, devices: int, *, divides_logits: bool = True) -> tuple[H200Program, Any]:
+    """Return a compiled round with an EAGLE-3 head and a tree, or without a draft, and the shapes of its state."""
+    mesh = None if devices == 1 else Mesh(h200_mesh(devices).devices, (AXIS,))
+    drafter = NoDraft() if tree is None else Eagle3(head(), tree)
+    program, params, state = build(drafter, mesh, divides_logits=mesh is not None and divides_logits)
     slots = jax.ShapeDtypeStruct((1,), "int32")
-    step, options = step_on(mesh, partial(spec_step, program), params), program.compiler_options
+    step = step_on(mesh, partial(spec_step, program), params, divides_logits=program.divides_logits)
+    options = program.compiler_options
     compiled = compile_for_h200(step, params, state, slots, donate_argnums=1, options=options, mesh=mesh)
     return compiled, state
 
@@ -78,27 +88,67 @@ def launches(program: H200Program) -> int:
     return sum(launch.kind not in BOOKKEEPING for launch in program.launches)
 
 
-@pytest.mark.skipif(jax.__version_info__ < KERNELS_IN_GRAPHS, reason="needs jax 0.12, whose exchanges are in graphs")
+def exchanged_sizes(program: H200Program) -> set[int]:
+    """Return all sizes in the shapes of arrays that are exchanged."""
+    text = program.compiled.as_text() or ""
+    shapes = re.findall(r"= \(?(.*)\)? (?:all-gather|all-reduce)(?:-start)?\(", text)
+    assert shapes
+    return {int(size) for shape in shapes for sizes in re.findall(r"\[([\d,]+)\]", shape) for size in sizes.split(",")}
+
+
+# Sizes of the vocabulary, of the draft vocabulary, and of each device's part of them.
+WIDTHS = {size // devices for size in (128256, 32000) for devices in (1, 2, 4, 8)}
+
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < KERNELS_IN_GRAPHS, reason="needs jax 0.12, whose exchanges are in graphs"
+)
+
+
+@needs_kernels
 @pytest.mark.parametrize(
-    ("drafter", "exchanges", "more"),
+    ("tree", "devices", "exchanges", "more"),
     [
-        (NoDraft(), 2 * LAYERS + 1, 0),  # two sums a layer, and the logits
-        # Also two sums and the logits of each of the head's four passes, and the fused features.
-        pytest.param("chain:4", 2 * LAYERS + 1 + 4 * 3 + 1, 2, marks=pytest.mark.long),
+        # Two sums a layer, and the tokens. Two more launches compute the device's first token id.
+        (None, 2, 2 * LAYERS + 1, 2),
+        # Also two sums and the tokens of each of the head's four passes, and the fused features.
+        pytest.param("chain:4", 2, 2 * LAYERS + 1 + 4 * 3 + 1, 4, marks=pytest.mark.long),
+        pytest.param(None, 4, 2 * LAYERS + 1, 2, marks=pytest.mark.long),
+        pytest.param(None, 8, 2 * LAYERS + 1, 2, marks=pytest.mark.long),
+        # XLA divides the sums of the smallest products, and adds up the parts in a launch of its own.
+        pytest.param("chain:4", 8, 2 * LAYERS + 1 + 4 * 3 + 1, 14, marks=pytest.mark.long),
     ],
 )
-def test_round_on_two_gpus_is_one_graph_with_a_launch_more_for_each_exchange(
-    drafter: Drafter | str, exchanges: int, more: int
+def test_round_on_several_gpus_is_one_graph_with_a_launch_more_for_each_exchange(
+    tree: str | None, devices: int, exchanges: int, more: int
 ) -> None:
-    made = Eagle3(head(), drafter) if isinstance(drafter, str) else drafter
-    one, _ = compile_round(made, None)
-    two, state = compile_round(made, Mesh(h200_mesh(2).devices, (AXIS,)))
-    assert len(two.graphs) == 1 and not two.outside_graphs
-    assert sum(launch.kind in COLLECTIVES for launch in two.launches) == exchanges
-    assert launches(two) <= launches(one) + exchanges + more
-    assert not two.copies(1 << 20)
+    one, _ = compile_round(tree, 1)
+    many, state = compile_round(tree, devices)
+    assert len(many.graphs) == 1 and not many.outside_graphs
+    assert sum(launch.kind in COLLECTIVES for launch in many.launches) == exchanges
+    assert launches(many) <= launches(one) + exchanges + more
+    assert not many.copies(1 << 20)
     local = sum(leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state))
-    assert two.alias_bytes == local
+    assert many.alias_bytes == local
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "tree", [None, *(pytest.param(tree, marks=pytest.mark.long) for tree in ("chain:4", "topk:60,8,10"))]
+)
+def test_round_on_two_gpus_exchanges_no_logits_by_kernels_alone(tree: str | None) -> None:
+    divided, _ = compile_round(tree, 2)
+    assert not exchanged_sizes(divided) & WIDTHS
+    assert not any(launch.kind == "kAllGather" for launch in divided.launches)
+    gathered, _ = compile_round(tree, 2, divides_logits=False)
+    assert exchanged_sizes(gathered) & WIDTHS, "control"
+    assert any(launch.kind == "kAllGather" for launch in gathered.launches), "control"
+
+
+@needs_kernels
+def test_exchanges_keep_two_buffers_for_four_parts_of_each_sum_and_for_the_best_tokens() -> None:
+    program, _ = compile_round(None, 2)
+    words = 2 * math.ceil(128256 / 2 / SLICE)
+    assert exchange_bytes(program.compiled.as_text() or "", 2) == 2 * 4 * (2 * LAYERS * 4 * 4096 + words)
 
 
 @pytest.mark.long

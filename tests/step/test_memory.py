@@ -57,7 +57,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
 
 
 def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="jspec.engine.model_runner"):
+    with caplog.at_level("INFO", logger="jspec.step.side"):
         engine = Engine(small.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
@@ -152,7 +152,7 @@ def test_engine_with_limited_device_memory_allocates_as_many_pages_as_fit(monkey
     planner, pool = planner_of(device(PLENTY))
     made: list[int] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: Any, depths: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, *others: Any) -> None:
         made.append(state.target.k[0].shape[0])
         raise RuntimeError("enough")
 
@@ -186,7 +186,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
         raise error
 
     monkeypatch.setattr(
-        *(("jspec.engine.model_runner.make_state", fails) if where == "pools" else (Executables, "__init__", fails))
+        *(("jspec.step.side.make_state", fails) if where == "pools" else (Executables, "__init__", fails))
     )
     monkeypatch.setattr(memory, "device_memory", lambda: planner.device)
     with pytest.raises(
@@ -237,6 +237,34 @@ def program(**sizes: int) -> Any:
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
+KERNEL = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
+EXCHANGES = (
+    # text of an operation, and how many bytes each of two devices sends
+    (f"  ROOT %a.2 = f32[8,4096]{{1,0}} all-gather(%p), channel_id=1, {KERNEL}", 4 * 4 * 4096),
+    (f"  %b = bf16[3,100]{{1,0}} all-reduce(%p), channel_id=1, {KERNEL}", 2 * 300),
+    (f"  %c = (s32[6]{{0}}, f8e4m3fn[10]{{0}}) all-gather(%p, %q), {KERNEL}", (4 * 6 + 10) // 2),
+    (f"  %d = f32[] all-reduce(%p), {KERNEL}", 4),
+    ('  %e = f32[128256]{0} all-gather(%p), backend_config={"kernel_strategy":"KERNEL_STRATEGY_DEFAULT"}', 0),
+    (f"  %f = f32[8]{{0}} fusion(%p), calls=%all-gather.1, {KERNEL}", 0),
+)
+
+
+@pytest.mark.parametrize(("text", "sent"), EXCHANGES)
+def test_kernel_that_exchanges_arrays_keeps_two_buffers_for_what_a_device_sends(text: str, sent: int) -> None:
+    assert memory.exchange_bytes(text, devices=2) == 2 * sent
+
+
+def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> None:
+    planner, pool = planner_of(device(PLENTY))
+    programs = [program(temp=10, output=0, alias=0) for _ in range(2)]
+    for one, (text, _) in zip(programs, EXCHANGES, strict=False):
+        one.as_text = lambda text=text: text
+    plain = memory.measured(planner, pool, programs)
+    plan = memory.measured(replace(planner, devices=2), pool, programs)
+    assert plan.exchanges == 2 * sum(sent for _, sent in EXCHANGES[:2]) and plan.total == plain.total + plan.exchanges
+    assert "exchanges 129.17 KiB" in str(plan) and "exchanges" not in str(plain)
+
+
 def test_engine_when_deleted_frees_device_memory_without_garbage_collection() -> None:
     """The next engine's plan depends on the free memory, so freeing must not wait for garbage collection."""
     engine = Engine(small.target(), **OPTIONS)
@@ -253,13 +281,14 @@ def test_engine_when_deleted_frees_device_memory_without_garbage_collection() ->
 def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the programs need too much memory, their request is refused before queueing and no program is stored."""
     engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
-    plan, count, planner = engine.memory_plan, len(engine.core.runner.programs.compiled), engine.core.runner.planner
-    monkeypatch.setattr(engine.core.runner, "planner", replace(planner, device=device(plan.total + 10)))
+    side, plan = engine.core.runner.target_side, engine.memory_plan
+    count, planner = len(side.programs.compiled), side.planner
+    monkeypatch.setattr(side, "planner", replace(planner, device=device(plan.total + 10)))
     with pytest.raises(ValueError, match=r"out of memory: the compiled programs need .* more than the device has"):
         engine.generate([1, 2], scored)
     assert len(engine.core.runner.programs.compiled) == count and engine.memory_plan == plan
     assert engine.generate([1, 2])[0].error is None
-    monkeypatch.setattr(engine.core.runner, "planner", planner)
+    monkeypatch.setattr(side, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
     executables = list(engine.core.runner.programs.compiled.values())
     assert len(executables) > count and engine.memory_plan == memory.measured(

@@ -103,15 +103,16 @@ def weights() -> Tensors:
     return found
 
 
-def quantised(form: Format, excluded: str = "lm_head") -> tuple[Tensors, Tensors]:
+def quantised(form: Format, excluded: str = "lm_head", plain: Tensors | None = None) -> tuple[Tensors, Tensors]:
     """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for.
 
     Args:
         form: format of the checkpoint.
         excluded: part of the names of linear weights that stay as they are.
+        plain: tensors to quantise; None: those of a random Llama.
     """
     stored: Tensors = {}
-    wide = weights()
+    wide = weights() if plain is None else dict(plain)
     for name, tensor in list(wide.items()):
         if tensor.ndim == 2 and "embed" not in name and "lm_head" not in name and excluded not in name:
             stored[name], beside, wide[name] = form.quantise(tensor)

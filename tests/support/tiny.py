@@ -15,9 +15,11 @@ import numpy as np
 from convert.orbax import unflatten
 from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
 from jspec.draft import auto
-from jspec.draft.dflash_head import DFlashHead, dflash_params
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import METHODS, DFlashConfig, HeadConfig
+from jspec.draft.head_config import METHODS, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config import ModelConfig
@@ -107,6 +109,19 @@ def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ..
     return EagleHead.from_weights(c, unflatten(weights))
 
 
+def peagle_head(
+    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
+) -> EagleHead:
+    """Return a random P-EAGLE head of several layers, with the target's embedding and a map of scattered ids."""
+    rng = np.random.default_rng(seed)
+    c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers, method="peagle", num_layers=layers)
+    params = head_params(c)
+    weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
+    ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
+    weights |= {"draft_to_target": jnp.asarray(ids), "mask_hidden": 5 * weights["mask_hidden"]}
+    return EagleHead.from_weights(c, unflatten(weights))
+
+
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     """Return a random EAGLE-1 head, which uses the target's final norm output, vocabulary and output head."""
     rng = np.random.default_rng(seed)
@@ -120,28 +135,47 @@ def dflash_head(
     target: Model, *, block_size: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
 ) -> DFlashHead:
     """Return a random DFlash head, whose mask token is the last id of the vocabulary."""
-    rng, own = np.random.default_rng(seed), target.config
-    c = DFlashConfig.of_sizes(
+    c = block_config(DFlashConfig, target, block_size=block_size, feature_layers=feature_layers, num_layers=layers)
+    return DFlashHead.from_weights(c, _block_weights(c, seed))
+
+
+def dspark_head(
+    target: Model, *, block_size: int, feature_layers: tuple[int, ...], markov: str = "vanilla", seed: int = 1
+) -> DSparkHead:
+    """Return a random DSpark head with 4 Markov channels, whose corrections are as large as the logits."""
+    fields: dict[str, Any] = dict(block_size=block_size, feature_layers=feature_layers, num_layers=2)
+    c = block_config(DSparkConfig, target, **fields, markov_rank=4, markov_head_type=markov)
+    weights = _block_weights(c, seed)
+    weights["markov"]["embed"] *= 6
+    return DSparkHead.from_weights(c, weights)
+
+
+def block_config(record: type[DFlashConfig], target: Model, **fields: Any) -> Any:
+    """Return the config of a head for blocks, whose mask token is the last id of the vocabulary."""
+    own = target.config
+    return record.of_sizes(
         vocab_size=own.vocab_size,
         draft_vocab_size=own.vocab_size,
         hidden_size=own.hidden_size,
         target_hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
-        num_layers=layers,
         num_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
         head_dim=own.head_dim,
         norm_eps=1e-5,
         rope=Rope(),
         qk_norm="head",
-        feature_layers=feature_layers,
         source_format="random",
-        block_size=block_size,
         mask_token_id=own.vocab_size - 1,
+        **fields,
     )
-    params = dflash_params(c, has_head=False, has_map=False)
-    names = [name for name, spec in params.items() if spec.init == "normal"]
-    return DFlashHead.from_weights(c, unflatten(_draw(rng, params, *names)))
+
+
+def _block_weights(c: DFlashConfig, seed: int) -> dict[str, Any]:
+    """Draw the weights of a head for blocks, biases too."""
+    params = block_params(c)
+    names = [name for name, spec in params.items() if spec.init != "ones"]
+    return unflatten(_draw(np.random.default_rng(seed), params, *names))
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
@@ -162,8 +196,14 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
 
 
 def head_config(
-    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...] | None, method: str = "eagle3"
+    target: Model,
+    *,
+    draft_vocab: int,
+    feature_layers: tuple[int, ...] | None,
+    method: str = "eagle3",
+    num_layers: int = 1,
 ) -> HeadConfig:
+    """Return the config of a head for a target; the mask token of P-EAGLE is the last id of the vocabulary."""
     own = target.config
     return METHODS[method].of_sizes(
         vocab_size=own.vocab_size,
@@ -179,6 +219,8 @@ def head_config(
         feature_layers=feature_layers,
         source_format="random",
         fc_bias=method == "eagle",
+        num_layers=num_layers,
+        **({"mask_token_id": own.vocab_size - 1} if method == "peagle" else {}),
     )
 
 

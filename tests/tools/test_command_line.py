@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jspec import Model, NGram, Suffix, Tree
+from jspec import Model, NGram, PEagle, Suffix, Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
@@ -84,11 +85,12 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    names = ("eagle3", "eagle", "medusa", "dflash", "draft_model", "ngram", "suffix", "tree", "dtype", "draft_quantize")
+    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
     return Namespace(**{**dict.fromkeys(names), **given})
 
 
-def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) -> None:
+def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], golden: Path) -> None:
     for text, tree in (
         (None, Tree.chain(4)),
         ("chain:2", Tree.chain(2)),
@@ -98,6 +100,12 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str]) 
         for given in ({"ngram": True}, {"suffix": True}, {"eagle": small["eagle"]}):
             drafter = make_drafter(options(tree=text, **given))
             assert drafter is not None and drafter.tree == tree
+    peagle = make_drafter(
+        options(peagle=str(golden / "peagle/speculators/draft"), draft_quantize="int8", tree="chain:6")
+    )
+    assert isinstance(peagle, PEagle) and peagle.tree == Tree.chain(6) and quantized_as(peagle.head) == "int8"
+    reduced: Any = make_drafter(options(eagle=small["eagle"], draft_vocab="9"))
+    assert reduced.draft_vocab.tolist() == [*range(9)]
     assert isinstance(make_drafter(options(ngram=True)), NGram)
     assert isinstance(make_drafter(options(suffix=True)), Suffix)
     assert make_drafter(options()) is None
@@ -113,7 +121,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
     """The engine gets quantised weights, and caches of the given dtypes."""
     built: list[Any] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, *_: Any) -> None:
         built.append((params, state, config))
         raise ValueError("stop here")
 
@@ -150,10 +158,13 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int3"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --eagle, --dflash, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
+        (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --peagle, --eagle,"),
+        (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: draft_vocab: expected 1 to"),
+        (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: draft_vocab: expected a head that uses the target's"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
-from jspec.core.config import EngineConfig
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
@@ -174,7 +174,7 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
 ) -> None:
     built: list[Any] = []
 
-    def compiled(self: Any, program: Any, params: Any, state: Any, config: EngineConfig, depths: Any) -> None:
+    def compiled(self: Any, program: Any, params: Any, state: Any, *others: Any) -> None:
         built.append((params.target.config, program.drafter))
         raise ValueError("stop here")
 
@@ -187,6 +187,20 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
     assert demo.tokenizer(demo.TARGET, "folder") == "folder"
     assert demo.tokenizer("other", None) is None
     assert (demo.folder("other", "head"), demo.folder("./demo", "head")) == ("other", "./demo")
+
+
+def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.CaptureFixture) -> None:
+    def options(*words: str) -> Any:
+        return generate.draft_options(command_line.make_parser().parse_args(["generate", "--target", "none", *words]))
+
+    _, given = options("--draft-model", "none", "--draft-device", "2", "--draft-quantize", "int8")
+    assert given == {"device": jax.devices()[2], "quantize": "int8"}
+    assert options("--draft-model", "none")[1] == {}
+    for index in ("4", "-1"):
+        with pytest.raises(ValueError, match=f"--draft-device: expected a number from 0 to 3, .* got {index}"):
+            options("--draft-model", "none", "--draft-device", index)
+    with pytest.raises(ValueError, match="--draft-device: expected --draft-model, whose device it is, got none"):
+        options("--ngram", "--draft-device", "1")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -76,6 +76,16 @@ def test_describe_head_prints_biases_window_and_partial_rope(tmp_path: Path) -> 
         assert line in lines
 
 
+def test_describe_head_prints_its_version_and_what_sets_it_apart(tmp_path: Path) -> None:
+    norms = folders.random_tensors({f"fc_norm.{i}.weight": (16,) for i in range(3)})
+    config = {**HEAD, "architectures": ["LlamaEagle3DraftModel"], "fc_norm": True}
+    for name, norm_output, version in (("new", True, ".1"), ("old", False, "")):
+        folder = folders.write(tmp_path / name, {**config, "norm_output": norm_output}, folders.head_tensors() | norms)
+        text = describe(folder)
+        assert f"model: EAGLE-3{version} head (automodel format), hidden 16, target hidden 16" in text
+        assert f"flags beside plain EAGLE-3: fc_norm{', norm_output' if norm_output else ''}\n" in text
+
+
 def test_trait_lines_of_sinks_temperature_and_different_layers() -> None:
     config = tiny.config(16)
     other = LayerConfig(GQA(4, 2, 4, sinks=True), Dense(8, "gelu"))

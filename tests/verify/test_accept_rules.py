@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from jspec import Tree
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft
 from jspec.verify import rejection, tree_walk
-from jspec.verify.block import block_accept
 from jspec.verify.multi_candidate import multi_candidate, multi_candidate_accept
+from jspec.verify.traversal import traversal_accept
 from tests.reference import accept, enumeration
 from tests.reference.enumeration import distance, emitted, joint, most_likely_draft, random_probs, sampled_drafts
 
@@ -22,14 +23,16 @@ pytestmark = pytest.mark.once
 
 ACCEPT = {
     "rejection": jax.jit(rejection.rejection_accept),
-    "block": jax.jit(block_accept),
+    "traversal": jax.jit(traversal_accept),
     "multi_candidate": jax.jit(multi_candidate_accept),
 }
 
 CHAIN = Tree.chain(3)
 PAIRS = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
 STAR = Tree.static([(0,), (1,), (2,)])
-SIZES = {"chain": (CHAIN, 5), "pairs": (PAIRS, 3), "star": (STAR, 5)}
+UNEVEN = Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+SMALL = Tree.static([(0,), (1,), (0, 0), (1, 0)])
+SIZES = {"chain": (CHAIN, 5), "pairs": (PAIRS, 3), "star": (STAR, 5), "uneven": (UNEVEN, 3), "small": (SMALL, 3)}
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest uniform
 
 
@@ -41,21 +44,65 @@ def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray]
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SIZES)
-def test_rejection_rule_with_drawn_siblings_emits_the_target_distribution(name: str, seed: int) -> None:
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_rule_for_drawn_siblings_emits_the_target_distribution(rule: str, name: str, seed: int) -> None:
     """With seed 0 the root's first child has draft probability 1, so its siblings are the smallest remaining ids."""
     tree, target, draft_probs = case(name, seed)
     if seed == 0:
         draft_probs[0] = np.eye(len(draft_probs[0]))[-1]
-    output = emitted(ACCEPT["rejection"], tree, sampled_drafts(tree, draft_probs), target, draft_probs)
+    drafts, all_at_once = sampled_drafts(tree, draft_probs), rule == "traversal"
+    output = emitted(ACCEPT[rule], tree, drafts, target, draft_probs, all_at_once=all_at_once)
     np.testing.assert_allclose(output, joint(target), atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_block_rule_with_a_drawn_chain_emits_the_target_distribution(seed: int) -> None:
-    tree, target, draft_probs = case("chain", seed)
-    drafts = sampled_drafts(tree, draft_probs)
-    output = emitted(ACCEPT["block"], tree, drafts, target, draft_probs, all_at_once=True)
-    np.testing.assert_allclose(output, joint(target), atol=1e-6)
+def traversal_law(draft_probs: list[np.ndarray], target: list[np.ndarray], drafts: Any, **wrong: Any) -> np.ndarray:
+    """Return the joint probabilities of the tokens that the loop of the paper emits, on the tree `SMALL`."""
+    tree, rows = SMALL, []
+    p, q = (enumeration.probs_at_nodes(tree, drafts[0], probs) for probs in (target, draft_probs))
+    for tokens, weight, *probs in zip(*drafts, p, q, strict=True):
+        trials = accept.traversal_trials(*probs, tokens, np.array(tree.parents), np.ones(tree.nodes, bool), **wrong)
+        for node, accepted, residual in trials:
+            rows.append((tokens, node, residual / max(residual.sum(), 1e-30), weight * accepted))
+            weight *= 1 - accepted
+    return enumeration.law(tree, target, enumeration.Outcomes(*map(np.array, zip(*rows, strict=True))))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "residual not normalised": dict(new_weight=lambda mass, weight: mass),
+    "weight kept after a rejection": dict(new_weight=lambda mass, weight: weight),
+    "rejected siblings keep their draft probability": dict(is_removed=False),
+    "from the root to the leaves": dict(from_root=True),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_traversal_rule_read_wrongly_is_lossy(name: str) -> None:
+    """Negative controls; read rightly, the same loop emits the target distribution."""
+    distances = []
+    for seed in range(4):
+        _, target, draft_probs = case("small", seed, zeros=0)
+        drafts = sampled_drafts(SMALL, draft_probs)
+        np.testing.assert_allclose(traversal_law(draft_probs, target, drafts), joint(target), atol=1e-9)
+        distances.append(distance(traversal_law(draft_probs, target, drafts, **WRONG[name]), joint(target)))
+    assert max(distances) > 0.02
+
+
+def test_traversal_rule_with_children_of_different_nodes_drawn_together_is_lossy() -> None:
+    """Negative control: both nodes of the first level have the same child, while the rejection rule allows this."""
+    tree, distances, draft_probs = SMALL, [], [np.full(3, 1 / 3), np.full((3, 3), 1 / 3)]
+    for seed in range(4):
+        target = random_probs(np.random.default_rng(seed), 3, 2)
+        tokens, weight = sampled_drafts(tree, draft_probs)
+        shared = tokens[:, 3] == tokens[:, 4]
+        drafts = tokens[shared], 3 * weight[shared]
+        assert drafts[1].sum() == pytest.approx(1)
+        own = [
+            emitted(ACCEPT[rule], tree, drafts, target, draft_probs, all_at_once=rule == "traversal")
+            for rule in ("rejection", "traversal")
+        ]
+        np.testing.assert_allclose(own[0], joint(target), atol=1e-6)
+        distances.append(distance(own[1], joint(target)))
+    assert max(distances) > 0.01
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -69,32 +116,73 @@ def test_multi_candidate_rule_with_any_fixed_draft_emits_the_target_distribution
 
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
-@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
+@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "traversal"])
 def test_accept_rules_with_a_capped_draft_emit_the_target_distribution(name: str, cap: int) -> None:
     """Nodes deeper than the cap are drawn too, and the rules must ignore them."""
-    tree, target, draft_probs = case("chain" if name == "block" else "pairs", 5)
+    tree, target, draft_probs = case("pairs", 5)
     drafts = sampled_drafts(tree, draft_probs)
-    output = emitted(ACCEPT[name], tree, drafts, target, draft_probs, all_at_once=name == "block", cap=cap)
+    output = emitted(ACCEPT[name], tree, drafts, target, draft_probs, all_at_once=name == "traversal", cap=cap)
     np.testing.assert_allclose(output, joint(target), atol=1e-6)
 
 
-def test_block_rule_on_random_chains_accepts_at_least_as_many_tokens_as_rejection() -> None:
-    """The paper's optimality theorem is about the mean number of tokens; in some cases the difference is large."""
+@pytest.mark.parametrize("name", ["chain", "pairs", "uneven"])
+def test_traversal_rule_on_random_trees_accepts_at_least_as_many_tokens_as_rejection(name: str) -> None:
+    """On a chain this is a theorem (arXiv:2403.10444); in some cases the difference is large."""
     gains = []
-    for seed in range(6):
-        tree, target, draft_probs = case("chain", seed)
-        drafts, weight = sampled_drafts(tree, draft_probs)
-        at_nodes = (enumeration.probs_at_nodes(tree, drafts, probs) for probs in (target, draft_probs))
-        tokens, weight, p, q = (np.repeat(x, 300, axis=0) for x in (drafts, weight, *at_nodes))
-        draft = enumeration.draft_of(tree, tokens, q)
-        u = jnp.asarray(np.random.default_rng(seed).random(tokens.shape), jnp.float32)
-        given = jnp.asarray(p, jnp.float32), draft, ancestors(draft.parents), u
-        by_block, by_token = (
-            weight @ np.asarray(ACCEPT[name](*given).last_node) / 300 for name in ("block", "rejection")
-        )
-        gains.append(by_block - by_token)
-    assert min(gains) > -0.01
-    assert max(gains) > 0.03
+    for seed in range(3, 9):
+        tree, target, draft_probs = case(name, seed)
+        given = tree, sampled_drafts(tree, draft_probs), target, draft_probs
+        by_path = enumeration.outcomes(ACCEPT["traversal"], *given, all_at_once=True)
+        by_token = enumeration.outcomes(ACCEPT["rejection"], *given)
+        gains.append(enumeration.accepted_length(tree, by_path) - enumeration.accepted_length(tree, by_token))
+    assert min(gains) > -1e-5
+    assert max(gains) > 0.05
+
+
+def test_traversal_rule_with_certain_draft_probabilities_accepts_as_the_multi_candidate_rule() -> None:
+    """Each child is a point mass, in trees of random shapes. Both rules accept a node's path with equal probability."""
+    draft, p, _ = random_draft(8, rows=300, nodes=9, vocab=5)
+    parents, valid = np.asarray(draft.parents), np.asarray(draft.valid)
+    first = np.zeros(
+        p.shape, np.float32
+    )  # all probability on the first child's token, so that siblings are point masses
+    for row, node in np.argwhere(valid & (parents >= 0))[::-1]:
+        first[row, parents[row, node]] = np.eye(5)[draft.tokens[row, node]]
+    given = jnp.asarray(p, jnp.float32), draft.replace(probs=jnp.asarray(first)), ancestors(draft.parents)
+    half = jnp.full(parents.shape, 0.5)
+    mine, other = (np.asarray(ACCEPT[name](*given, half).accept_probs) for name in ("traversal", "multi_candidate"))
+    for row, own in enumerate(valid):
+        tree = parents[row], np.asarray(draft.tokens[row]), own
+        np.testing.assert_allclose(leaf_to_root(mine[row], *tree), root_to_leaf(other[row], *tree), atol=1e-5)
+
+
+def leaf_to_root(probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Return the probability that each node is the last accepted one, from those of trials in leaf-to-root order."""
+    found, left = np.zeros(len(probs)), 1.0
+
+    def visit(node: int) -> None:
+        nonlocal left
+        for child in accept.children(parents, valid, node):
+            visit(child)
+        own = 1.0 if node == 0 else min(probs[node], 1.0)
+        found[node], left = left * own, left * (1 - own)
+
+    visit(0)
+    return found
+
+
+def root_to_leaf(probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Return the probability that each node is the last accepted one, from those of trials from the root down."""
+    found = np.zeros(len(probs))
+
+    def visit(node: int, left: float) -> None:
+        for child in accept.children(parents, valid, node):
+            visit(child, left * probs[child])
+            left *= 1 - probs[child]
+        found[node] = left
+
+    visit(0, 1.0)
+    return found
 
 
 def test_rejection_rule_with_most_likely_instead_of_drawn_siblings_is_lossy() -> None:
@@ -176,22 +264,27 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
     return record, p, q
 
 
-@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
+@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "traversal", "block"])
 def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> None:
-    """The test compares the accepted path and the probabilities of the token after it."""
+    """The test compares the path and the probabilities of the token after it; "block" is traversal of a chain."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
         chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
         draft = draft.replace(parents=chain, valid=jnp.cumprod(draft.valid, axis=1).astype(bool))
     ancestor_mask = ancestors(draft.parents)
     u = np.random.default_rng(4).random(draft.tokens.shape)
-    result = ACCEPT[name](jnp.asarray(p, jnp.float32), draft, ancestor_mask, jnp.asarray(u, jnp.float32))
+    rule = ACCEPT["traversal" if name == "block" else name]
+    result = rule(jnp.asarray(p, jnp.float32), draft, ancestor_mask, jnp.asarray(u, jnp.float32))
     tokens, parents, valid = (np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid))
     lengths = set()
     for row in range(len(u)):
         here = p[row], q[row], tokens[row], parents[row], valid[row], u[row]
         if name == "block":
             path, residual = accept.block_accept(p[row], q[row], tokens[row], int(valid[row].sum()) - 1, u[row])
+        elif name == "traversal":
+            trials = accept.traversal_trials(*here[:-1])
+            last, _, residual = next(trial for trial in trials if trial[0] == 0 or u[row, trial[0]] < trial[1])
+            path = np.flatnonzero(ancestor_mask[row, last]).tolist()
         elif name == "multi_candidate":
             path, residual = accept.multi_candidate_accept(here[0], *here[2:])
         else:
@@ -200,6 +293,33 @@ def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> Non
         np.testing.assert_allclose(result.residual_probs[row], residual, atol=1e-5)
         lengths.add(len(path))
     assert len(lengths) > 3, "the cases must reach different depths"
+
+
+@pytest.mark.parametrize("sharpness", [1, 10, 40])
+def test_traversal_rule_with_peaked_probabilities_equals_the_loop_in_float64(sharpness: float) -> None:
+    """As at a low temperature: most draft probabilities are tiny, and some are 0, so that drawn tokens have none."""
+    rng, rows, vocab = np.random.default_rng(1), 100, 40
+    logits = rng.normal(size=(rows, UNEVEN.nodes, vocab))
+    q, p = (softmax(sharpness * x).astype(np.float32) for x in (logits, logits + 0.3 * rng.normal(size=logits.shape)))
+    q[q < np.finfo(np.float32).tiny] = 0  # XLA may do so with denormal numbers
+    with np.errstate(divide="ignore"):
+        drawn = np.argsort(-np.log(q) - rng.gumbel(size=q.shape), axis=-1)
+    tokens = np.zeros(q.shape[:2], int)
+    tokens[:, 1:] = drawn[:, np.array(UNEVEN.parents[1:]), np.array(UNEVEN.ranks[1:])]
+    draft = enumeration.draft_of(UNEVEN, tokens, q)
+    given = jnp.asarray(p), draft, ancestors(draft.parents), jnp.full(tokens.shape, 0.5)
+    found = np.asarray(ACCEPT["traversal"](*given).accept_probs)
+    shape, p = (np.array(UNEVEN.parents), np.ones(UNEVEN.nodes, bool)), p.astype(np.float64)
+    p /= p.sum(axis=-1, keepdims=True)
+    for row, own in enumerate(found):
+        with np.errstate(all="ignore"):  # of trials after a node that is almost certainly accepted
+            *trials, _ = accept.traversal_trials(p[row], q[row], tokens[row], *shape)
+        reached = 1.0
+        for node, accepted, _ in trials:
+            if reached < 1e-6:
+                break
+            assert abs(own[node] - accepted) * reached < 1e-4
+            reached *= 1 - accepted
 
 
 def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() -> None:
@@ -212,17 +332,18 @@ def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() ->
     p, u = jnp.asarray(rng.dirichlet(np.ones(5), (64, 4)), jnp.float32), jnp.asarray(rng.random((64, 4)), jnp.float32)
     full = enumeration.draft_of(CHAIN, tokens, wide)
     narrow = full.replace(probs=jnp.asarray(own), vocab_map=jnp.asarray(ids))
-    for name in ("rejection", "block"):
+    for name in ("rejection", "traversal"):
         one, two = (ACCEPT[name](p, draft, ancestors(draft.parents), u) for draft in (full, narrow))
         for a, b in zip(one, two, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
 def test_accept_rules_with_draft_probs_equal_to_target_probs_accept_all_tokens(name: str) -> None:
     """No residual probability is left; even the largest uniform number must lead to no NaN."""
     tree, target, _ = case("chain", 2)
-    tokens, _ = sampled_drafts(tree, target[:-1])
+    tokens, weight = sampled_drafts(tree, target[:-1])
+    tokens = tokens[weight > 0]
     p = enumeration.probs_at_nodes(tree, tokens, target)
     draft = enumeration.draft_of(tree, tokens, p)
     u = jnp.full(tokens.shape, ALMOST_ONE)
@@ -232,11 +353,10 @@ def test_accept_rules_with_draft_probs_equal_to_target_probs_accept_all_tokens(n
 
 
 @pytest.mark.parametrize("draw", [0, ALMOST_ONE])
-@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "block"])
+@pytest.mark.parametrize("name", ["multi_candidate", "rejection", "traversal"])
 def test_accept_rules_with_a_one_hot_target_accept_exactly_the_certain_token(name: str, draw: float) -> None:
     """A uniform number of 0 must not accept probability 0; the largest one must not reject probability 1."""
-    tree = CHAIN if name == "block" else PAIRS
-    rng = np.random.default_rng(0)
+    tree, rng = PAIRS, np.random.default_rng(0)
     tokens, _ = sampled_drafts(tree, random_probs(rng, 3, tree.depth - 1, zeros=0))
     p = np.zeros((*tokens.shape, 3), np.float32)
     p[..., 2] = 1

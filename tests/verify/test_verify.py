@@ -18,6 +18,8 @@ from jspec.core.tree import Tree
 from jspec.sampling import sampler
 from jspec.tools.testing import Random
 from jspec.verify import rules
+from jspec.verify.sampled_rule import draw_and_accept
+from jspec.verify.tree_walk import AcceptResult
 from tests.reference import accept, enumeration
 from tests.support import small
 
@@ -233,7 +235,7 @@ def test_accept_rules_on_greedy_rows_in_a_mixed_batch_emit_the_argmax(tree: Tree
     draft_probs = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
     greedy = np.arange(ROWS) % 2 == 0
     alone = decide(logits, draft, view(ROWS), tree)
-    drawn = draft.replace(probs=draft_probs) if rule in ("rejection", "block") else draft
+    drawn = draft.replace(probs=draft_probs) if rule in ("rejection", "block", "traversal") else draft
     own = verify.Typical(2.0, 6.0) if rule == "typical" else rule  # no probability exceeds this threshold
     together = decide(logits, drawn, sampled_view(own, np.where(greedy, 0.0, 1.0)), tree)
     np.testing.assert_array_equal(alone.tokens[greedy], together.tokens[greedy])
@@ -241,8 +243,8 @@ def test_accept_rules_on_greedy_rows_in_a_mixed_batch_emit_the_argmax(tree: Tree
     assert (alone.accept_len[greedy] > 0).any()
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rejection_and_block_rules_without_draft_probs_equal_multi_candidate(rule: str) -> None:
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+def test_rules_for_drawn_drafts_without_draft_probs_equal_multi_candidate(rule: str) -> None:
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
     draft = enumeration.draft_of(CHAIN, random_tokens(rng, CHAIN), None)
@@ -267,6 +269,35 @@ def test_multi_candidate_rule_with_one_seed_draws_independently_per_sibling() ->
         here = sampled_view("multi_candidate", one_seed=0).replace(lengths=repeat * ROWS + jnp.arange(ROWS))
         count += np.bincount(decide(logits, draft, here, PAIRS).tokens[:, 0], minlength=3)
     np.testing.assert_allclose(count / count.sum(), 1 / 3, atol=0.06)
+
+
+def test_uniforms_of_the_nodes_of_a_tree_are_all_different() -> None:
+    """Nodes of one depth and rank have uniforms of their own, because traversal verification tries several of them."""
+    drawn, tree = [], Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0)])
+
+    def note(probs: jax.Array, draft: Draft, ancestor_mask: object, uniforms: jax.Array) -> AcceptResult:
+        drawn.append(np.asarray(uniforms))
+        return AcceptResult(jnp.zeros(ROWS, jnp.int32), probs[:, 0], uniforms)
+
+    draft = enumeration.draft_of(tree, np.zeros((ROWS, tree.nodes), int), None)
+    logits = jnp.zeros((ROWS, tree.nodes, VOCAB))
+    draw_and_accept(note, logits, draft, ancestors(draft.parents), sampled_view("traversal"))
+    assert len(np.unique(drawn)) == ROWS * tree.nodes
+
+
+def test_traversal_rule_whose_trial_reads_nan_emits_no_token_after_the_path() -> None:
+    """The first child has NaN probabilities; neither its children nor its sibling is accepted instead."""
+    draft = enumeration.draft_of(
+        PAIRS, np.broadcast_to([0, 1, 2, 1, 2, 1, 2], (ROWS, 7)), np.full((ROWS, 7, VOCAB), 0.2)
+    )
+    logits = np.zeros((ROWS, 7, VOCAB), np.float32)
+    logits[:, 0, 2] = 2
+    clean = decide(logits, draft, sampled_view("traversal"), PAIRS)
+    logits[:, 1] = np.nan
+    found = decide(logits, draft, sampled_view("traversal"), PAIRS)
+    assert (found.accept_len == 1).all() and (found.path[:, 1] == 1).all()
+    assert found.tokens[:, :2].tolist() == [[1, -1]] * ROWS
+    assert len(set(clean.path[:, 1].tolist())) == 2
 
 
 def typical_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -306,9 +337,9 @@ def test_accept_rule_with_an_unsuitable_tree_raises(rule: str, tree: Tree) -> No
     """With suitable trees the check neither raises nor warns."""
     wanted = None
     if rule == "block" and not tree.is_chain:
-        wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="rejection"'
-    if rule == "rejection" and tree in (GAP, DEEP_GAP):
-        wanted = r'accept="rejection" expects sibling ranks without gaps, got \(.*\) without \(.*\); add that path or'
+        wanted = r'accept="block" expects a chain, got .*; use Tree\.chain\(length\) or accept="traversal"'
+    if rule in ("rejection", "traversal") and tree in (GAP, DEEP_GAP):
+        wanted = rf'accept="{rule}" expects sibling ranks without gaps, got \(.*\) without \(.*\); add that path or'
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if wanted is None:

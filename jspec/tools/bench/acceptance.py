@@ -67,14 +67,19 @@ class Acceptance:
 def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
     """Return one case for each accept rule and each tree that the rule supports, tree by tree.
 
-    "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" equals "multi_candidate".
+    "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" and "traversal" equal
+    "multi_candidate".
     """
-    fits = {"block": lambda tree: tree.is_chain, "rejection": lambda tree: tree.paths is not None}
+    fits = {
+        "block": lambda tree: tree.is_chain,
+        "rejection": lambda tree: tree.paths is not None,
+        "traversal": lambda tree: tree.paths is not None,
+    }
     pairs = [(tree, rule) for tree, rule in product(trees, rules) if rule not in fits or fits[rule](tree)]
     if not pairs:
         raise ValueError(
             f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
-            '"block" needs a chain, "rejection" a chain or a static tree'
+            '"block" needs a chain, "rejection" and "traversal" a chain or a static tree'
         )
     return [Case(rule, tree, draft_quantize) for tree, rule in pairs]
 

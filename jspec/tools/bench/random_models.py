@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 
-from jspec.draft.dflash_head import DFlashHead, dflash_params
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import DFlashConfig, Eagle3Config
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, PEagleConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
@@ -50,6 +52,7 @@ TARGETS = {
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
+PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
 DRAFT_VOCAB = {"llama3-8b": 32000, "qwen3-8b": 32000, "gemma3-12b": 32000, "tiny": 128, "tiny-gemma3": 128, "least": 16}
@@ -62,24 +65,43 @@ def default_shape() -> str:
 
 def head_config(name: str) -> Eagle3Config:
     """Return the config of an EAGLE-3 head, as published heads have it, for a named target shape."""
+    return Eagle3Config.of_sizes(**_eagle3_fields(name))
+
+
+def peagle_config(name: str) -> PEagleConfig:
+    """Return the config of a P-EAGLE head, as published heads have it, for a named target shape."""
+    return PEagleConfig.of_sizes(**_eagle3_fields(name), num_layers=PEAGLE_LAYERS, mask_token_id=0)
+
+
+def _eagle3_fields(name: str) -> dict[str, Any]:
     c = TARGETS[name]
     same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
-    return Eagle3Config.of_sizes(
+    return {
         **{size: getattr(c, size) for size in same.split()},
-        target_hidden_size=c.hidden_size,
-        draft_vocab_size=DRAFT_VOCAB[name],
-        rope=Rope(),
-        feature_layers=None,
-        source_format="random",
-    )
+        "target_hidden_size": c.hidden_size,
+        "draft_vocab_size": DRAFT_VOCAB[name],
+        "rope": Rope(),
+        "feature_layers": None,
+        "source_format": "random",
+    }
 
 
 def dflash_config(name: str) -> DFlashConfig:
     """Return the config of a DFlash head, as published heads have it, for a named target shape."""
+    return DFlashConfig.of_sizes(**_block_sizes(name), block_size=16)
+
+
+def dspark_config(name: str) -> DSparkConfig:
+    """Return the config of a DSpark head, as published heads have it, for a named target shape."""
+    return DSparkConfig.of_sizes(**_block_sizes(name), block_size=7, markov_rank=min(256, TARGETS[name].hidden_size))
+
+
+def _block_sizes(name: str) -> dict[str, Any]:
+    """Return the values that configs of DFlash and DSpark heads have in common."""
     c = TARGETS[name]
     same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
     spread = (c.num_layers - 4) / (DFLASH_LAYERS - 1)  # between the layers whose outputs are read: 1 to N - 3
-    return DFlashConfig.of_sizes(
+    return dict(
         **{size: getattr(c, size) for size in same.split()},
         num_layers=DFLASH_LAYERS,
         target_hidden_size=c.hidden_size,
@@ -88,7 +110,6 @@ def dflash_config(name: str) -> DFlashConfig:
         qk_norm="head",
         feature_layers=tuple(2 + round(index * spread) for index in range(DFLASH_LAYERS)),
         source_format="random",
-        block_size=16,
         mask_token_id=0,
     )
 
@@ -101,11 +122,24 @@ def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: i
 def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:
     """Return a target's DFlash head with random weights, whose drafts are practically never accepted."""
     config = dflash_config(name)
-    params = dflash_params(config, has_head=False, has_map=False)
-    return DFlashHead.from_weights(config, random_weights(params, dtype, seed, quantize))
+    return DFlashHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
+
+
+def random_dspark(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DSparkHead:
+    """Return a target's DSpark head with random weights, whose drafts are practically never accepted."""
+    config = dspark_config(name)
+    return DSparkHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
 
 
 def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
     """Return a target's EAGLE-3 head with random weights, whose drafts are practically never accepted."""
-    config = head_config(name)
+    return _random_eagle(head_config(name), dtype, quantize, seed)
+
+
+def random_peagle(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
+    """Return a target's P-EAGLE head with random weights, whose drafts are practically never accepted."""
+    return _random_eagle(peagle_config(name), dtype, quantize, seed)
+
+
+def _random_eagle(config: Eagle3Config, dtype: str, quantize: str | None, seed: int) -> EagleHead:
     return EagleHead.from_weights(config, random_weights(head_params(config), dtype, seed, quantize))

@@ -9,8 +9,7 @@ from functools import partial
 import jax
 
 from jspec.core.tree import Tree
-from jspec.draft.dflash_format import DFlashConfig
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import GQA
 
@@ -98,7 +97,18 @@ def _block(c: ModelConfig | HeadConfig | DFlashConfig, product: Callable[..., Co
     return [product(name, out=out, inner=inner) for name, (out, inner) in block_products(c, inputs).items()]
 
 
-def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
+def head_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
+    """Return the costs of the kernels of a head that drafts a tree."""
+    match c:
+        case DFlashConfig():
+            return block_costs(c, batch, tree, context, widths)
+        case PEagleConfig():
+            return peagle_costs(c, batch, tree, context, widths)
+        case _:
+            return eagle3_costs(c, batch, tree, context, widths)
+
+
+def eagle3_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
     """Return the costs of an EAGLE-3 head's kernels that fuse features and draft a tree."""
     if tree.paths is None:
         fed = [1] + [tree.k] * (tree.depth - 1)
@@ -115,22 +125,33 @@ def draft_costs(c: HeadConfig, batch: int, tree: Tree, context: int, widths: Wid
     return costs
 
 
-def block_costs(
-    c: DFlashConfig, vocab_size: int, batch: int, tree: Tree, context: int, widths: Widths = BF16
-) -> list[Cost]:
-    """Return the costs of the kernels of a DFlash head that has the target's output head.
+def peagle_costs(c: PEagleConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
+    """Return the costs of the kernels of a P-EAGLE head, whose one pass takes a pair for each level of a tree."""
+    costs = [matmul("fc", batch * (tree.depth + 1), c.hidden_size, c.num_features * c.target_hidden_size, widths)]
+    product = partial(matmul, rows=batch * tree.depth, widths=widths)
+    for index, layer in enumerate(c.layers):
+        costs += _block(c, product, c.hidden_size if index else 2 * c.hidden_size)
+        costs.append(attention(layer.attention, batch, tree.depth, context, widths))
+    return [*costs, product("head", out=c.draft_vocab_size, inner=c.hidden_size)]
+
+
+def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: Widths = BF16) -> list[Cost]:
+    """Return the costs of the kernels of a DFlash or DSpark head that has the target's output head.
 
     Keys and values of committed tokens come from rows of the QKV projections, whose bytes count once.
     """
-    newest, block = (batch * (tree.depth + 1),) * 2
+    newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
     costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
     for layer in c.layers:
         own = layer.attention
         context_product = matmul("context", newest, 2 * own.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
-        costs += _block(c, partial(matmul, rows=block, widths=widths), c.hidden_size)
-        costs.append(attention(own, batch, tree.depth + 1, context, widths))
-    return [*costs, matmul("head", batch * tree.depth, vocab_size, c.hidden_size, widths)]
+        costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)
+        costs.append(attention(own, batch, tokens, context, widths))
+    if isinstance(c, DSparkConfig) and c.markov_rank:
+        fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
+        costs += [matmul("markov", batch * nodes, c.vocab_size, c.markov_rank, BF16) for nodes in fed]
+    return [*costs, matmul("head", batch * tree.depth, c.vocab_size, c.hidden_size, widths)]
 
 
 def seconds(costs: list[Cost], *, devices: int = 1, sums: int = 0) -> float | None:

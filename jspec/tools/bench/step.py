@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,11 @@ from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
+from jspec.draft.head_config import HeadConfig
+from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.tensor_parallel import mesh_of, place
@@ -39,9 +42,20 @@ from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.quantized import KINDS
 
-HEADS: dict[str, Callable[..., EagleHead | DFlashHead]] = {
-    "eagle3": random_models.random_head,
-    "dflash": random_models.random_dflash,
+
+class Kind(NamedTuple):
+    """A kind of head."""
+
+    drafter: Callable[..., Drafter]
+    config: Callable[[str], HeadConfig]  # config for a named target shape
+    random: Callable[..., EagleHead | DFlashHead]  # head with random weights for a named target shape
+
+
+HEADS = {  # by method
+    "eagle3": Kind(Eagle3, random_models.head_config, random_models.random_head),
+    "peagle": Kind(PEagle, random_models.peagle_config, random_models.random_peagle),
+    "dflash": Kind(DFlash, random_models.dflash_config, random_models.random_dflash),
+    "dspark": Kind(DSpark, random_models.dspark_config, random_models.random_dspark),
 }
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
@@ -97,7 +111,7 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = Eagle3(head, case.tree) if isinstance(head, EagleHead) else DFlash(head, case.tree)
+        drafter = HEADS[head.config.method].drafter(head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
@@ -109,6 +123,7 @@ def build(
         deterministic=case.deterministic,
         nodes=case.nodes,
         mesh=mesh,
+        divides_logits=mesh is not None,  # no row cuts or edits logits
     )
     max_len = case.context + (GROUP * (case.tree_depth + 1) + 1 if growth is None else growth)
     dtypes = (case.kv_dtype or case.dtype,) * 2
@@ -123,7 +138,7 @@ def compile_step(
 ) -> Any:
     """Compile a step that takes params, state and ``inputs`` integer arrays [batch], of which slots is the first."""
     arguments = shapes_of((params, state, *[jax.ShapeDtypeStruct((batch,), jnp.int32)] * inputs), program.mesh)
-    on_devices = step_on(program.mesh, partial(step, program), params)
+    on_devices = step_on(program.mesh, partial(step, program), params, divides_logits=program.divides_logits)
     lowered = jax.jit(on_devices, donate_argnums=(1,)).lower(*arguments)
     return lowered.compile(compiler_options=program.compiler_options)
 
@@ -196,14 +211,12 @@ def floor_milliseconds(case: Case) -> float | None:
     target, draft_widths = random_models.TARGETS[case.shape], widths(case.draft_quantize or case.quantize)
     packed = None if case.nodes is None else rows * (1 + case.nodes)
     costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize), rows=packed)
-    head = random_models.head_config(case.shape)
-    sums = 2 * (target.num_layers + head.num_layers * tree.depth)
-    if tree.depth and case.drafter == "dflash":
-        block = random_models.dflash_config(case.shape)
-        costs += roofline.block_costs(block, target.vocab_size, rows, tree, case.context, draft_widths)
-    elif tree.depth:
-        costs += roofline.draft_costs(head, rows, tree, case.context, draft_widths)
-    seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=sums)
+    layers = target.num_layers  # that run in a step
+    if tree.depth:
+        head = HEADS[case.drafter].config(case.shape)
+        costs += roofline.head_costs(head, rows, tree, case.context, draft_widths)
+        layers += head.num_layers * (tree.depth if case.drafter == "eagle3" else 1)
+    seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=2 * layers)
     return None if seconds is None else seconds * 1e3
 
 
@@ -253,7 +266,7 @@ def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
     one, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
-    head = HEADS[one.drafter](one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    head = HEADS[one.drafter].random(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
     return random_models.random_target(one.shape, one.dtype, one.quantize), head
 
 
