@@ -70,7 +70,7 @@ def test_float8_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weigh
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
     drafter = DraftModel(target, Tree.chain(3))  # it has the target's weights, so its tokens are accepted
     with Engine(target, drafter=drafter, slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,)) as engine:
-        assert engine.core.runner.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+        assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
         prompts = [recorded[f"prompt{i}"].tolist() for i in range(2)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
     assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]

@@ -79,7 +79,7 @@ def test_4_bit_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weight
     drafted = DraftModel(target, Tree.chain(3))
     for drafter in (drafted,) if name == "qwen2_ct_int4" else (None, drafted):
         with Engine(target, drafter=drafter, **SIZES) as engine:
-            assert engine.core.runner.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+            assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
             done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
         assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
         assert (done[0].metrics.mean_acceptance_length > 3) == (drafter is not None)
