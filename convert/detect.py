@@ -21,8 +21,11 @@ MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 OTHER_TENSORS = {
     r"parallel_draft_heads\..*": "parallel draft heads",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
-    r"mtp(_layers)?\..*|.*\.eh_proj\..*": "multi-token prediction (MTP) layers",
+    r"mtp(_layers)?\..*": "multi-token prediction (MTP) layers",
 }
+# The tensors of a layer of a model that predicts further tokens; a model is loaded without the layers that its config
+# counts as `num_nextn_predict_layers`.
+LATER_TENSORS = {r".*\.eh_proj\..*": OTHER_TENSORS[r"mtp(_layers)?\..*"]}
 OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
@@ -48,7 +51,9 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     architectures = " ".join(config.texts("architectures"))
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
-    others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
+    has_later = any(part.get("num_nextn_predict_layers") for part in (config, config.object("text_config")))
+    patterns = OTHER_TENSORS if has_later else OTHER_TENSORS | LATER_TENSORS
+    others += [method for pattern, method in patterns.items() if any(re.fullmatch(pattern, n) for n in bare)]
     is_peagle = speculators == "peagle" or "mask_hidden" in bare or "peagle" in architectures.lower()
     is_peagle = is_peagle or config.flag("parallel_drafting")
     if "pard_token" in config and not is_peagle:

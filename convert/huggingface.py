@@ -71,19 +71,20 @@ def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = No
 
 
 def is_stacked(row: Row) -> bool:
-    """Return whether a row is one that `stacked` makes."""
-    return row.fill is _stack and all(len(shape) == len(row.shape) for shape in row.sources.values())
+    """Return whether a row is one that `stacked` or `side_by_side` makes."""
+    return row.fill is _stack
 
 
-def side_by_side(parameter: str, sources: Mapping[str, Shape]) -> Row:
+def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -> Row:
     """Make a row for a parameter that is several tensors of one shape, stacked along a new axis 0.
 
     Args:
         parameter: name of the parameter.
         sources: shapes of the tensors, by tensor name, in order.
+        parts: number of successive tensors that are concatenated along their axis 0 before they are stacked.
     """
-    shapes = list(sources.values())
-    return Row(parameter, sources, (len(shapes), *shapes[0]), _stack)
+    first, *others = next(iter(sources.values()))
+    return Row(parameter, sources, (len(sources) // parts, parts * first, *others), _stack)
 
 
 def flat(parameter: str, name: str, shape: Shape) -> Row:
@@ -124,13 +125,20 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
 
 
-def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray]) -> Row:
-    """Return a row whose parameter is a function of the values that the given row fills; its shape is the same."""
+def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray], stored: Shape | None = None) -> Row:
+    """Return a row whose parameter is a function of the values that the given row fills.
+
+    Args:
+        row: the given row.
+        function: function that returns values in the shape of the parameter.
+        stored: shape of the values in the row's only tensor; None: that of the parameter.
+    """
+    sources = row.sources if stored is None else dict.fromkeys(row.sources, stored)
 
     def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
-        return function(row.fill(source, own, dtype))
+        return function(row.fill(source, replace(own, shape=stored or own.shape), dtype))
 
-    return replace(row, fill=fill)
+    return replace(row, sources=sources, fill=fill)
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:

@@ -185,6 +185,11 @@ class TokenBatch:
             self, tokens=fill(self.tokens), positions=fill(self.positions), valid=fill(self.valid), bits=bits
         )
 
+    @property
+    def is_used(self) -> Bool[Array, "batch tokens"]:
+        """Whether each token's output is used; a mixture of experts does not compute those of other tokens."""
+        return self.valid
+
     def pack(self, values: Any) -> Any:
         """Return of values [batch, tokens, ...] those that the matrix products see."""
         return values if self.packing is None else self.packing.pack(values)
@@ -213,6 +218,10 @@ class PromptBatch(TokenBatch):
     starts: Int[Array, "pieces"] = struct.field(kw_only=True)  # position of each piece's first token
     ends: Int[Array, "pieces"] = struct.field(kw_only=True)  # position after each piece's last token
     newest: Int[Array, "pieces"] = struct.field(kw_only=True)  # index of each piece's last token among all rows
+
+    @property
+    def is_used(self) -> Bool[Array, "batch tokens"]:
+        return self.positions < self.of_piece(self.ends)[:, None]
 
     @property
     def is_first(self) -> Bool[Array, "batch"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from jspec.step.program import Params, Program
 from jspec.step.side import sides_of
 from jspec.step.split_decode import draft_masks, first_masks
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
+from pallas_kernels.layers.expert_matmul import unsupported_experts
 
 
 @final
@@ -253,8 +254,12 @@ def check_deterministic(target: Model, implementation: str) -> None:
         raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
     if implementation == "reference" or jax.default_backend() != "gpu":
         return
-    weights = [leaf for leaf in jax.tree.leaves([target.layers, target.output_head]) if leaf.ndim == 2]
-    for reason in filter(None, map(unsupported_weight, weights)):
+    weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
+    experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
+    for gate_up, down in (pair for pair in experts if pair[0] is not None):
+        reasons += [unsupported_experts(gate_up, gated=True), unsupported_experts(down, gated=False)]
+    for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.attention import project, project_and_attend
+from jspec.models.experts import mix_experts
 from jspec.models.layer_config import LayerConfig
 from jspec.models.layers import mlp
+from jspec.models.mlp_config import Dense, Experts
 from jspec.models.rope import tables
 from pallas_kernels.attention.rope_append import HeadTransform
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
@@ -49,9 +51,9 @@ class LayerWeights:
 
     qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
     o: Weight  # output projection of the attention [hidden, heads * head_dim]
-    gate_up: Weight  # fused gate and up projections [2 * intermediate, hidden]
-    down: Weight  # down projection [hidden, intermediate]
     # Further weights; None: the layer has no such weight. The norms' size is head_dim, or that of all heads.
+    gate_up: Weight | None = optional()  # fused gate and up projections [2 * intermediate, hidden]
+    down: Weight | None = optional()  # down projection [hidden, intermediate]
     mlp_norm: Float[Array, "hidden"] | None = optional()  # norm before the feed-forward
     attn_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the attention's output
     mlp_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the feed-forward's output
@@ -60,6 +62,14 @@ class LayerWeights:
     q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
+    # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one.
+    router: Float[Array, "experts hidden"] | None = optional()
+    router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
+    router_correction: Float[Array, "experts"] | None = optional()  # correction of the scores, for the choice only
+    experts_gate_up: Weight | None = optional()  # gate and up of each expert [experts, 2 * width, hidden]
+    experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
+    experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
+    experts_down_bias: Float[Array, "experts hidden"] | None = optional()
 
 
 def product(batch: TokenBatch) -> Any:
@@ -142,6 +152,26 @@ def norm_all_heads(
     return jnp.concatenate([own_columns(queries, sizes[0]), own_columns(keys, sizes[1], copies), v], axis=-1)
 
 
+def feed_forward(
+    x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, **fixed: Any
+) -> PartialSums:
+    """Apply a layer's feed-forward, dense or a mixture of experts.
+
+    Args:
+        x: normed input [batch, tokens, hidden].
+        layer: weights of the layer.
+        config: config of the feed-forward.
+        used, fixed: as for `mlp_part`.
+
+    Returns:
+        Partial sums of the output, [parts, batch, tokens, hidden].
+    """
+    if isinstance(config, Experts):
+        return mix_experts(x, layer, config, used, **fixed)
+    assert layer.gate_up is not None and layer.down is not None
+    return mlp(x, layer.gate_up, layer.down, activation=config.activation, **fixed)
+
+
 def mlp_part(
     layer: LayerWeights,
     config: LayerConfig,
@@ -150,8 +180,8 @@ def mlp_part(
     norms: Sequence[Norm],
     *,
     eps: float,
-    implementation: str,
-    deterministic: bool = False,
+    used: Bool[Array, "batch tokens"] | None = None,
+    **fixed: Any,
 ) -> tuple[Any, ...]:
     """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
@@ -162,17 +192,17 @@ def mlp_part(
         residual: residual stream before the layer's attention [batch, tokens, hidden].
         norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
-        deterministic: use products whose result does not depend on the batch size.
+        used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
+        fixed: `implementation`: kernel implementation (`pallas_kernels.dispatch`); `deterministic`: use products whose
+            result does not depend on the batch size.
 
     Returns:
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
         stream twice.
     """
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-    multiply = deterministic_matmul if deterministic else split_matmul
+    multiply = deterministic_matmul if fixed.get("deterministic") else split_matmul
     add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **fixed)
-    delta = multiply(attended, layer.o, implementation=implementation)
+    delta = multiply(attended, layer.o, implementation=fixed["implementation"])
     if layer.o_bias is not None:
         delta = (reduce_partials(delta, jnp.float32) + layer.o_bias).astype(residual.dtype)[None]
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
@@ -180,7 +210,7 @@ def mlp_part(
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, **options)
     x = normed[0] if normed else residual
-    delta = mlp(x, layer.gate_up, layer.down, activation=config.mlp.activation, **fixed)
+    delta = feed_forward(x, layer, config.mlp, used, **fixed)
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
     options = {"post_norm": layer.mlp_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)

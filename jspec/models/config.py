@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 from convert.fields import CheckpointError, Fields, listed, require
-from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope, positive, unsupported
+from jspec.models.layer_config import GQA, LayerConfig, Rope, positive, unsupported
+from jspec.models.mlp_config import Dense, Experts, Router
 
 MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
 
@@ -65,7 +66,10 @@ READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: r
     "str | None": lambda fields, name: None if fields[name] is None else fields.text(name),
     "Rope": lambda fields, name: from_json(Rope, fields.object(name)),
     "GQA": lambda fields, name: from_json(GQA, fields.object(name)),
-    "Dense": lambda fields, name: from_json(Dense, fields.object(name)),
+    "Dense | Experts": lambda fields, name: from_json(
+        Experts if "router" in fields.object(name) else Dense, fields.object(name)
+    ),
+    "Router": lambda fields, name: from_json(Router, fields.object(name)),
     "tuple[LayerConfig, ...]": _read_layers,
     "tuple[int, ...] | None": lambda fields, name: tuple(fields.integers(name)) or None,
     "tuple[float, ...]": lambda fields, name: tuple(fields.numbers(name)),

@@ -21,6 +21,7 @@ from jspec.models import load
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
 from jspec.models.config import ModelConfig
 from jspec.models.layers import head_product, limited
+from jspec.models.mlp_config import Dense
 from jspec.models.params import Params, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
@@ -149,9 +150,10 @@ def forward(
     """
     sequences, tokens = batch.pack(batch.tokens).shape
     if not batch.deterministic:
-        gate_up, activation = model.layers[0].gate_up, model.config.layers[0].mlp.activation
-        batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, activation))
-    eps = model.config.norm_eps
+        gate_up, mlp = model.layers[0].gate_up, model.config.layers[0].mlp
+        if isinstance(mlp, Dense) and gate_up is not None:
+            batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
+    eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
@@ -169,7 +171,7 @@ def forward(
         with jax.named_scope(f"layer{index}"):
             qkv = product(batch)(normed, layer.qkv)
             attended, k_pool, v_pool = attention_part(layer, config, qkv, (pools[0], pools[1]), batch, x.dtype, eps=eps)
-            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, **fixed)
+            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, used=used, **fixed)
         states.append(x)
         k_pools.append(k_pool)
         v_pools.append(v_pool)

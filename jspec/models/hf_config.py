@@ -103,7 +103,7 @@ def all_layers(fields: Fields, kind: str) -> list[str]:
     return [kind] * count
 
 
-def read_ropes(fields: Fields, *, theta: float | None = None) -> dict[str, Rope]:
+def read_ropes(fields: Fields, *, theta: float | None = None, default: float = DEFAULT_THETA) -> dict[str, Rope]:
     """Read the rotary embedding of each layer type.
 
     `rope_parameters` of transformers 5 may hold one object for each layer type; otherwise all layers are alike.
@@ -111,21 +111,23 @@ def read_ropes(fields: Fields, *, theta: float | None = None) -> dict[str, Rope]
     Args:
         fields: parsed config.json.
         theta: rotary base; None: as in config.json.
+        default: rotary base of a file that gives none.
 
     Raises: the errors of `read_rope`; also NotImplementedError: a base is given, and layers have different ones.
     """
     by_type = fields.object("rope_parameters")
     if not any(isinstance(value, Mapping) for value in by_type.values()):
-        return dict.fromkeys((FULL, SLIDING), read_rope(fields, theta=theta))
+        return dict.fromkeys((FULL, SLIDING), read_rope(fields, theta=theta, default=default))
     if theta is not None:
         raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
     others = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_theta")}
     return {
-        kind: read_rope(Fields({**others, "rope_parameters": by_type.object(kind)}, fields.place)) for kind in by_type
+        kind: read_rope(Fields({**others, "rope_parameters": by_type.object(kind)}, fields.place), default=default)
+        for kind in by_type
     }
 
 
-def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
+def read_rope(fields: Fields, *, theta: float | None = None, default: float = DEFAULT_THETA) -> Rope:
     """Read the rotary embedding in a config.json.
 
     Older files have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters` instead and reads all
@@ -133,7 +135,8 @@ def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
 
     Args:
         fields: parsed config.json.
-        theta: rotary base; None: as in config.json, or 10000 if the file gives none.
+        theta: rotary base; None: as in config.json.
+        default: rotary base of a file that gives none.
 
     Raises:
         CheckpointError: two parts of the file differ, or a value has another type.
@@ -142,7 +145,7 @@ def read_rope(fields: Fields, *, theta: float | None = None) -> Rope:
     forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
     if by_layer := [kind for form in forms for kind, value in form.items() if isinstance(value, Mapping)]:
         raise unsupported("rope_parameters", by_layer, "one rotary embedding for all layers")
-    outer = fields.number("rope_theta", DEFAULT_THETA)
+    outer = fields.number("rope_theta", default)
     named = {form.number("rope_theta", outer) for form in forms if form}
     if not named or fields.get("rope_theta") is not None:
         named.add(outer)

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
 
 from convert.fields import CheckpointError, short
-from pallas_kernels.layers.quantize_rows import Activation
+from jspec.models.checks import positive, positive_values, unsupported
+from jspec.models.mlp_config import Dense, Experts
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 NORMS = ("pre", "post", "both")
 QK_NORMS = (None, "head", "all")
-
-
-def positive(where: str, record: Any, names: Iterable[str]) -> None:
-    """Raise CheckpointError if one of the named attributes of a record is not above 0.
-
-    Args:
-        where: beginning of the error message.
-        record: object with the attributes.
-        names: names of the attributes to check.
-    """
-    _positive(where, {name: getattr(record, name) for name in names})
-
-
-def _positive(where: str, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise CheckpointError(where, f"expected {name} > 0, got {short(value)}; correct config.json")
-
-
-def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
-    """Return the error for a checkpoint option whose value jspec does not support.
-
-    Args:
-        name: name of the option.
-        got: value of the option in the checkpoint.
-        expected: supported values, as text.
-    """
-    return NotImplementedError(f"{name}: expected {expected}, got {short(got)}; this checkpoint is not supported yet")
 
 
 @dataclass(frozen=True)
@@ -185,7 +155,7 @@ class GQA:
         """
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         limits = {"sliding_window": self.window, "attention scale": self.scale, "attn_logit_softcapping": self.softcap}
-        _positive("config", named | {name: limit for name, limit in limits.items() if limit is not None})
+        positive_values("config", named | {name: limit for name, limit in limits.items() if limit is not None})
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 "num_key_value_heads",
@@ -199,36 +169,12 @@ class GQA:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """The config of a gated feed-forward (arXiv:2002.05202).
-
-    Attributes:
-        width: number of intermediate channels.
-        activation: the gate's activation function: "silu", "gelu_tanh" (the approximation of GELU by tanh) or "gelu".
-    """
-
-    width: int
-    activation: Activation = "silu"
-
-    def check(self) -> None:
-        """Check the width and the activation.
-
-        Raises:
-            ValueError: the width is not positive.
-            NotImplementedError: the activation is not supported.
-        """
-        _positive("config", {"intermediate_size": self.width})
-        if self.activation not in ACTIVATIONS:
-            raise unsupported("hidden_act", self.activation, " or ".join(map(repr, ACTIVATIONS)))
-
-
-@dataclass(frozen=True)
 class LayerConfig:
     """The config of a decoder layer.
 
     Attributes:
         attention: config of the attention.
-        mlp: config of the feed-forward.
+        mlp: config of the feed-forward, which may be a mixture of experts.
         norms: placement of the norms: "pre": before the attention and before the feed-forward; "post": after both;
             "both": before and after both.
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
@@ -236,7 +182,7 @@ class LayerConfig:
     """
 
     attention: GQA
-    mlp: Dense
+    mlp: Dense | Experts
     norms: str = "pre"
     residual_scale: float = 1.0
 
@@ -249,7 +195,7 @@ class LayerConfig:
         """
         self.attention.check()
         self.mlp.check()
-        _positive("config", {"residual_multiplier": self.residual_scale})
+        positive_values("config", {"residual_multiplier": self.residual_scale})
         if self.norms not in NORMS:
             raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
 

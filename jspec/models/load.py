@@ -28,7 +28,7 @@ from convert.sources import Shape, Source
 from jspec.core.config import DEQUANTIZE
 from jspec.core.progress import progress_bar
 from jspec.models import families, tensor_parallel
-from jspec.models.config import DecoderConfig, ModelConfig
+from jspec.models.config import MAX_LAYERS, DecoderConfig, ModelConfig
 from jspec.models.int4_rows import PACKED
 from jspec.models.params import Params, model_params
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
@@ -135,6 +135,7 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
         fields, names = text_model(fields, source)
         names |= {_unpacked(name): _unpacked(stored) for name, stored in names.items() if name.endswith(PACKED)}
+        names = without_later_layers(fields, source, names)
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
         return config, renamed(families.family_of(config.family).weights(config, names), names)
@@ -195,6 +196,27 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
 def _unpacked(name: str) -> str:
     """Return the name that a packed tensor's weight has in an unquantised checkpoint."""
     return f"{name.rpartition('.')[0]}.weight"
+
+
+def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the layers behind a model's last one, which predict further tokens (arXiv:2404.19737).
+
+    Their tensors are removed from ``source``.
+
+    Args:
+        fields: config of the language model; `num_nextn_predict_layers` is the number of these layers.
+        source: tensors of the folder.
+        names: stored name of each tensor by its name without prefix.
+
+    Returns:
+        The names of the other tensors.
+    """
+    first, more = fields.integer("num_hidden_layers"), fields.integer("num_nextn_predict_layers", 0, least=0)
+    later = tuple(f"model.layers.{index}." for index in range(first, first + min(more, MAX_LAYERS)))
+    if left_out := {name: stored for name, stored in names.items() if name.startswith(later)}:
+        logger.info("the model's %d tensors of layers that predict further tokens are left out", len(left_out))
+    source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out.values()}
+    return {name: stored for name, stored in names.items() if name not in left_out}
 
 
 def _without_prefix(name: str) -> str:

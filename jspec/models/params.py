@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from convert.huggingface import Row, stacked
+from convert.huggingface import Row, side_by_side, stacked
 from convert.orbax import unflatten
 from convert.sources import Shape
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import LayerConfig
+from jspec.models.mlp_config import Dense, Experts
 from jspec.models.quantize import quantize_parameters
 
 
@@ -71,13 +72,12 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         inputs: number of input channels of the fused QKV projection.
         norm_dtype: dtype of the norms; None: that of the model.
     """
-    attention, width = layer.attention, layer.mlp.width
+    attention = layer.attention
     q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
     params = {
         "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
         "o": ParamSpec((hidden, q), ("hidden", "heads")),
-        "gate_up": ParamSpec((2 * width, hidden), ("mlp", "hidden"), parts=(width, width)),
-        "down": ParamSpec((hidden, width), ("hidden", "mlp")),
+        **_mlp_params(layer.mlp, hidden),
     }
     if layer.has_pre_norms:
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
@@ -93,6 +93,35 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         params |= {name: norm(size, axis, norm_dtype) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)}
     if attention.sinks:
         params["sinks"] = ParamSpec((attention.heads,), ("heads",), dtype="float32")
+    return params
+
+
+def _mlp_params(mlp: Dense | Experts, hidden: int) -> dict[str, ParamSpec]:
+    """Declare the parameters of a feed-forward: those that every row uses, and those of its experts."""
+    width = mlp.width if isinstance(mlp, Dense) else mlp.shared
+    params = {
+        "gate_up": ParamSpec((2 * width, hidden), ("mlp", "hidden"), parts=(width, width)),
+        "down": ParamSpec((hidden, width), ("hidden", "mlp")),
+    }
+    return params if isinstance(mlp, Dense) else (params if width else {}) | _expert_params(mlp, hidden)
+
+
+def _expert_params(experts: Experts, hidden: int) -> dict[str, ParamSpec]:
+    router, count, width = experts.router, experts.router.count, experts.width
+    # Scores that are sigmoids are computed in float32, from weights in float32 (DeepSeek-V3, GLM-4.5).
+    dtype = "float32" if router.scores == "sigmoid" else None
+    params = {
+        "router": ParamSpec((count, hidden), ("routed", "hidden"), dtype=dtype),
+        "experts_gate_up": ParamSpec((count, 2 * width, hidden), ("experts", "channels", "hidden")),
+        "experts_down": ParamSpec((count, hidden, width), ("experts", "hidden", "channels")),
+    }
+    if router.bias:
+        params["router_bias"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
+    if router.correction:
+        params["router_correction"] = ParamSpec((count,), ("routed",), init="zeros", dtype="float32")
+    if experts.bias:
+        params["experts_gate_up_bias"] = ParamSpec((count, 2 * width), ("experts", "channels"), init="zeros")
+        params["experts_down_bias"] = ParamSpec((count, hidden), ("experts", "hidden"), init="zeros")
     return params
 
 
@@ -126,7 +155,10 @@ def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
 
 
 def _row(parameter: str, spec: ParamSpec, names: Sequence[str]) -> Row:
-    """Return the row of one parameter; a parameter of several parts may be stored as one tensor."""
+    """Return the row of one parameter; a parameter of several parts, or of experts, may be stored as one tensor."""
+    if spec.axes[0] == "experts" and len(names) > 1:
+        parts = len(names) // spec.shape[0]  # tensors of an expert
+        return side_by_side(parameter, dict.fromkeys(names, (spec.shape[1] // parts, *spec.shape[2:])), parts)
     shapes = [spec.shape] if len(names) == 1 else spec.part_shapes()
     return stacked(parameter, dict(zip(names, shapes, strict=True)), spec.dtype)
 

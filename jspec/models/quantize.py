@@ -20,7 +20,8 @@ from pallas_kernels.layers.grouped_matmul import unsupported
 from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
-NAMES = ("qkv", "o", "gate_up", "down", "fc", "head")  # last parts of the names of weights to quantise
+EXPERTS = ("experts_gate_up", "experts_down")
+NAMES = ("qkv", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of the names of weights to quantise
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
@@ -69,15 +70,17 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
 
 
 def check_stored(tree: Any, kind: str | None) -> None:
-    """Raise ValueError if a tree has quantised weights that cannot become weights of another kind.
+    """Raise ValueError if a tree has weights that cannot become weights of a kind of quantisation.
 
     Args:
         tree: tree of weights, or of their shapes and dtypes.
         kind: wanted kind of quantisation; None: as stored.
     """
-    for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized):
-        if kind is not None and _is_quantized(leaf):
-            _of_kind(leaf, kind)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_quantized):
+        if kind is not None:
+            _check_experts(path, kind)
+            if _is_quantized(leaf):
+                _of_kind(leaf, kind)
 
 
 def quantize_parameters(tree: Tree, kind: str) -> Tree:
@@ -154,10 +157,18 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
+    name = _check_experts(path, kind)
     if _is_quantized(leaf):
         return _of_kind(leaf, kind)
-    name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
     return _quantize(leaf, kind=kind) if name in NAMES else leaf
+
+
+def _check_experts(path: tuple[Any, ...], kind: str) -> str:
+    """Return the last part of a parameter's name; raise ValueError if the kind is not one for experts."""
+    name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
+    if name in EXPERTS and kind in ("fp8_dynamic", "int4"):
+        raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}; pass fp8")
+    return name
 
 
 def _of_kind(weight: Quantized, kind: str) -> Quantized:

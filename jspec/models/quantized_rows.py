@@ -24,7 +24,7 @@ from convert.sources import FLOAT8, Shape, Source, Tensor
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
-from jspec.models.quantize import NAMES
+from jspec.models.quantize import EXPERTS, NAMES
 from jspec.models.quantized_config import CONFIG, Scheme
 from pallas_kernels.layers.int4 import ZERO, unpack
 
@@ -106,8 +106,12 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
 
 def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
-    if row.parameter.rpartition(".")[2] not in NAMES or not is_stacked(row) or len(row.shape) != 2:
+    name = row.parameter.rpartition(".")[2]
+    if name not in NAMES or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
+    if name in EXPERTS and (scheme.block is not None or scheme.bits == 4):
+        expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
+        raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
         raise unsupported(row.parameter, f"{listed(others)} unquantised", "all of its parts quantised, or none")
     for name in quantized:
@@ -122,7 +126,7 @@ def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str,
 
 def _split(row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapping[str, Shape]) -> list[Row]:
     """Return the row of a parameter's values and the row of its scales."""
-    out, inner = row.shape
+    *out, inner = row.shape
     groups = () if scheme.block is None else (inner // math.gcd(inner, scheme.block[1]),)
     parts: dict[str, Shape] = {}  # shape of the weight, by name of its scales
     sources: dict[str, Shape] = {}  # shape of the scales, by their name
@@ -134,7 +138,7 @@ def _split(row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapp
     fill = partial(_fill_scales, parts, scheme.block)
     return [
         replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8),
-        Row(f"{row.parameter}.scale", {**sources, **unused}, (out, *groups), fill, "float32"),
+        Row(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32"),
     ]
 
 
@@ -162,10 +166,11 @@ def _fill_scales(
         CheckpointError: a scale is negative, infinite or NaN.
     """
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
+    flat = filled.reshape(-1) if block is None else filled  # scales of experts are stored one expert after another
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)
-        part = filled[first : first + out]
+        part = flat[first : first + out]
         if block is None:
             part[:] = scale.reshape(-1)
         else:

@@ -1,8 +1,9 @@
 """Divides weights over devices (tensor parallelism), by the names of the axes that their declarations give.
 
-Each device has some heads, some channels of the feed-forward and some rows of the output head; all else is on every
-device. Outside of a step, a record of weights (`Weights`) has whole arrays, divided over a mesh of one axis. The step
-runs in `jax.shard_map`, where `local` returns the record of one device: its parts of the weights and its config.
+Each device has some heads, some channels of the feed-forward or some of its experts, and some rows of the output head;
+all else is on every device. Outside of a step, a record of weights (`Weights`) has whole arrays, divided over a mesh of
+one axis. The step runs in `jax.shard_map`, where `local` returns the record of one device: its parts of the weights and
+its config.
 
 Fused parameters are stored in the order of the devices: first the rows of the first device, from each of the fused
 tensors, then those of the second. If there are fewer key-value heads than devices, some devices have the same heads.
@@ -25,6 +26,7 @@ from convert.orbax import QUANTIZED, Placement
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
+from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
 from pallas_kernels.layers.int4 import reblocked
 from pallas_kernels.layers.quantized import Quantized
@@ -32,7 +34,8 @@ from pallas_kernels.layers.shard import AXIS, Shard
 
 INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
-DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused")
+DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused", "experts")
+EXPERTS_DOWN = ("experts", "hidden", "channels")  # axes of the weight whose products the devices add up
 Tree = TypeVar("Tree")
 
 
@@ -258,7 +261,9 @@ def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
         own = tuple(spec.values if isinstance(spec, Quantized) else spec)
-        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in INNER:
+        if param.axes == EXPERTS_DOWN:
+            return Shard(leaf, "columns", param.shape[1])  # of all experts' down projections side by side
+        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in (*INNER, "experts"):
             return Shard(leaf, "rows", param.shape[0], gathers)
         is_inner = own[1:2] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
@@ -290,12 +295,21 @@ def local_config(config: DecoderConfig, devices: int) -> Any:
 def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
     attention = layer.attention
     _check("num_attention_heads", attention.heads, devices)
-    _check("intermediate_size", layer.mlp.width, devices)
     if devices % attention.kv_heads:
         _check("num_key_value_heads", attention.kv_heads, devices, "divisor or a multiple")
     kv_heads = max(attention.kv_heads // devices, 1)
     own = replace(attention, heads=attention.heads // devices, kv_heads=kv_heads)
-    return replace(layer, attention=own, mlp=replace(layer.mlp, width=layer.mlp.width // devices))
+    return replace(layer, attention=own, mlp=_local_mlp(layer.mlp, devices))
+
+
+def _local_mlp(mlp: Dense | Experts, devices: int) -> Dense | Experts:
+    """Return the config of one device's channels; its experts are known from their weights."""
+    if isinstance(mlp, Dense):
+        _check("intermediate_size", mlp.width, devices)
+        return replace(mlp, width=mlp.width // devices)
+    _check("num_experts", mlp.router.count, devices)
+    _check("width of the shared expert", mlp.shared, devices)
+    return replace(mlp, shared=mlp.shared // devices)
 
 
 def _check(name: str, size: int, devices: int, expected: str = "divisor") -> None:

@@ -26,6 +26,13 @@ LAYER: Names = {
     "mlp_norm": ("post_attention_layernorm.weight",),
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "down": ("mlp.down_proj.weight",),
+    "router": ("mlp.gate.weight",),
+    "router_correction": ("mlp.gate.e_score_correction_bias",),
+    "experts_gate_up": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),  # {}: index of the expert
+    "experts_down": ("mlp.experts.{}.down_proj.weight",),
+    # The tensors of gate_up and down in a layer that is a mixture of experts.
+    "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
 NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
 
@@ -66,11 +73,19 @@ def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) ->
         source: prefix of the layer's tensor names.
         layer: tensor names by parameter name, all without prefix.
     """
+    if f"{to}.router" in params:
+        layer = {**layer, "gate_up": layer["shared_gate_up"], "down": layer["shared_down"]}
     return {
-        f"{to}.{name}": [f"{source}.{tensor}" for tensor in tensors]
+        f"{to}.{name}": [f"{source}.{tensor}" for tensor in _each_expert(tensors, params[f"{to}.{name}"].shape[0])]
         for name, tensors in layer.items()
         if f"{to}.{name}" in params
     }
+
+
+def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
+    """Return the names of the tensors of all experts, expert after expert; other tensors' names are unchanged."""
+    experts = range(count) if "{}" in tensors[0] else range(1)
+    return [tensor.format(expert) for expert in experts for tensor in tensors]
 
 
 def _plus_one(values: np.ndarray) -> np.ndarray:

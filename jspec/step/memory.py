@@ -175,7 +175,8 @@ class MemoryPlanner:
         own, tree = self.params.main.config, self.program.drafter.tree
         heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
         features = len(self.program.feature_layers) * own.hidden_size
-        token = 2 * (3 * own.intermediate_size + 2 * heads + 4 * own.hidden_size + features)
+        inner = max(layer.mlp.row_size(own.hidden_size) for layer in own.layers)
+        token = 2 * (inner + 2 * heads + 4 * own.hidden_size + features)
         token *= self.params.main.embed.dtype.itemsize
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.layer_config import GQA, LayerConfig, Rope
+from jspec.models.mlp_config import Dense, Experts
 
 NORMS = {
     "pre": "before attention and feed-forward",
@@ -25,7 +26,7 @@ def describe_layers(config: DecoderConfig) -> list[str]:
         f"attention: {_forms(layers, lambda layer: _attention(layer.attention))}",
         f"window: {_forms(layers, lambda layer: _window(layer.attention))}",
         f"rope: {_forms(layers, lambda layer: describe_rope(layer.attention.rope))}",
-        f"feed-forward: {_forms(layers, lambda layer: f'{layer.mlp.width} channels, {layer.mlp.activation}')}",
+        f"feed-forward: {_forms(layers, lambda layer: _feed_forward(layer.mlp))}",
     ]
     if isinstance(config, ModelConfig):
         lines.append(f"norms: {_forms(layers, lambda layer: NORMS[layer.norms])}")
@@ -55,6 +56,27 @@ def _attention(config: GQA) -> str:
         parts.append("sinks")
     if config.causal:
         parts.append("causal within a block")
+    return ", ".join(parts)
+
+
+def _feed_forward(config: Dense | Experts) -> str:
+    if isinstance(config, Dense):
+        return f"{config.width} channels, {config.activation}"
+    router = config.router
+    weights = f"{router.scores}{' over the chosen' if router.is_normalised else ''}"
+    parts = [f"{router.count} experts of {config.width} channels, {router.chosen} a token", config.activation, weights]
+    if router.groups > 1:
+        parts.append(f"from {router.chosen_groups} of {router.groups} groups")
+    if router.factor != 1:
+        parts.append(f"times {router.factor:g}")
+    if router.correction:
+        parts.append("choice corrected")
+    if config.bias:
+        parts.append("biases")
+    if config.limit is not None:
+        parts.append(f"limited to {config.limit:g}, alpha {config.alpha:g}")
+    if config.shared:
+        parts.append(f"shared expert of {config.shared} channels")
     return ", ".join(parts)
 
 

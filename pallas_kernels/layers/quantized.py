@@ -37,13 +37,14 @@ STATIC = {"static": True}  # metadata of a field that belongs to the pytree's st
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised weight [out, inner], equal to values * scale[:, None].
+    """A quantised weight [out, inner], equal to values * scale[:, None]; or one of experts [experts, out, inner].
 
-    With group scales [out, groups], each scale belongs to the next inner / groups columns of its row.
+    With group scales [out, groups], each scale belongs to the next inner / groups columns of its row. The scales of
+    experts are [experts, out].
     """
 
-    values: Num[Array, "out inner"] | UInt8[Array, "out blocks bytes"]  # int8 or float8_e4m3fn, or packed (`int4`)
-    scale: Float[Array, " out"] | Float[Array, "out groups"]  # float32
+    values: Num[Array, "*experts out inner"] | UInt8[Array, "out blocks bytes"]  # int8 or float8_e4m3fn, or packed
+    scale: Float[Array, "*experts out"] | Float[Array, "out groups"]  # float32
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
     zeros: UInt8[Array, "out groups"] | None = None  # zero points of int4; None: 8
 
@@ -124,8 +125,8 @@ Weight = Float[Array, "_ _"] | Quantized | Shard  # [out, inner]
 Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 
 
-def has_dynamic_activations(weight: Weight) -> bool:
-    """Returns whether activations are quantised before they are multiplied by this weight."""
+def has_dynamic_activations(weight: Weight | None) -> bool:
+    """Returns whether activations are quantised before they are multiplied by this weight; None: there is none."""
     weight = weight.weight if isinstance(weight, Shard) else weight
     return isinstance(weight, Quantized) and weight.dynamic
 
@@ -135,7 +136,7 @@ def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
     return isinstance(weight, Quantized) and weight.group is not None
 
 
-def quantize(weight: Float[Array, "out inner"], kind: Kind) -> Quantized:
+def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
     """Returns a weight quantised to one byte per value, with one scale per output channel, or to `int4` in groups."""
     if kind == "int4":
         return Quantized(*int4.round_to_int4(weight))

@@ -22,7 +22,7 @@ from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
-from jspec.models.params import ParamSpec
+from jspec.models.params import ParamSpec, model_params
 from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
@@ -117,6 +117,21 @@ def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
 
 def size_of_matrices(params: dict[str, ParamSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in params.values() if len(spec.shape) == 2)
+
+
+@pytest.mark.parametrize(("batch", "rows", "milliseconds"), [(1, 1, 2.04), (1, 5, 6.13), (8, 1, 8.82), (32, 5, 21.1)])
+def test_floor_of_a_mixture_of_experts_counts_the_experts_that_random_choices_hit(
+    batch: int, rows: int, milliseconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row, 8 of 128 experts are read; with many, all of them."""
+    monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
+    target = random_models.TARGETS["qwen3-30b-a3b"]
+    costs = roofline.verify_costs(target, batch, rows, 1024)
+    assert 1000 * (roofline.seconds(costs) or 0) == pytest.approx(milliseconds, rel=0.01)
+    read = sum(cost.bytes for cost in costs if cost.name.startswith("experts"))
+    params = model_params(target)
+    stored = sum(2 * math.prod(spec.shape) for name, spec in params.items() if "experts_" in name)
+    assert read == pytest.approx(stored * (1 - (1 - 8 / 128) ** (batch * rows)))
 
 
 def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:

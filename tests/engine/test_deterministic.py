@@ -16,6 +16,7 @@ from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.layer_config import Rope
+from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import model_params, random_weights
 from jspec.models.quantize import quantize_weights
 from jspec.tools.bench import random_models
@@ -33,6 +34,7 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(qk_norm="head", bias=True, output_bias=True, window=9, softcap=5.0, scale=0.3, sinks=True),
         dict(norms="both", residual_scale=0.7),
     ),
+    "experts": ({}, dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
 
@@ -112,7 +114,14 @@ def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> N
 
 @pytest.mark.parametrize(
     ("dtype", "traits"),
-    [("float32", "llama"), ("bfloat16", "llama"), ("float32", "norms before and after"), ("bfloat16", "norms after")],
+    [
+        ("float32", "llama"),
+        ("bfloat16", "llama"),
+        ("float32", "norms before and after"),
+        ("bfloat16", "norms after"),
+        ("float32", "experts"),
+        ("bfloat16", "experts"),
+    ],
 )
 def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str, traits: str) -> None:
     """The test feeds single tokens, three rows in chunks on other pages, and nodes of a tree."""

@@ -23,7 +23,9 @@ STATIC = Tree.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0
 
 
 def eagle(target: Model, tree: Tree) -> Drafter:
-    return Eagle3(tiny.eagle_head(target, draft_vocab=100, feature_layers=(1, 2, 4)), tree)
+    return Eagle3(
+        tiny.eagle_head(target, draft_vocab=100, feature_layers=(1, 2, max(target.config.num_layers, 3))), tree
+    )
 
 
 def two_layers(target: Model, tree: Tree) -> Drafter:

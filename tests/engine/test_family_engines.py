@@ -17,13 +17,19 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-FAMILIES = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
     "deterministic": dict(page_size=16, deterministic=True),
 }
-ALWAYS = (("gemma2", "pages of 1"), ("olmo3", "pages of 16"), ("gemma3_text", "deterministic"))
+ALWAYS = (
+    ("gemma2", "pages of 1"),
+    ("olmo3", "pages of 16"),
+    ("gemma3_text", "deterministic"),
+    ("gpt_oss", "pages of 1"),
+)
 CASES = [
     pytest.param(family, options, marks=() if (family, options) in ALWAYS else pytest.mark.matrix)
     for family in FAMILIES
@@ -48,7 +54,7 @@ def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
             assert time == 0 or done[2].metrics.num_cached_tokens >= 64
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss"])
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family
     assert main([str(source), str(tmp_path / "out")]) == 0
@@ -57,7 +63,7 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
     np.testing.assert_array_equal(last_logits(again, ids), last_logits(ours, ids))
     assert again.config == ours.config
     norm = Model.from_pretrained(tmp_path / "out", dtype="bfloat16").layers[0].attn_norm
-    assert norm is not None and norm.dtype == (jnp.float32 if family == "gemma3_text" else jnp.bfloat16)
+    assert norm is not None and norm.dtype == (jnp.float32 if family in ("gemma3_text", "gpt_oss") else jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

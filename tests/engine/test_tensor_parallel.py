@@ -37,6 +37,7 @@ from jspec.core.records import KVCache, SlotState
 from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.program_choice import gathering
+from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import lettered, small, tiny
@@ -59,7 +60,8 @@ PLAIN = 0, 1, 5  # requests of `PARAMS` for which no logits are gathered, neithe
 WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
-FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+DENSE = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
 
 
 @cache
@@ -250,7 +252,7 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-DEFAULT_FAMILIES = (("gemma2", 2),)
+DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
 
 
 @pytest.mark.parametrize(
@@ -462,3 +464,11 @@ def test_engine_refuses_sizes_that_four_devices_cannot_divide(changes: dict[str,
     config = tiny.config(VOCAB).resized(**changes)
     with pytest.raises(ValueError, match=f"tensor_parallel: expected {expected}, got 4"):
         Engine(tiny.random_model(config), tensor_parallel=4)
+
+
+def test_engine_refuses_a_number_of_experts_that_the_devices_cannot_divide(golden: Path) -> None:
+    mixtral = tiny.load_target(golden / "families" / "mixtral")
+    layers = [replace(layer, mlp=replace(layer.mlp, router=Router(5, 2))) for layer in mixtral.config.layers]
+    config = replace(mixtral.config, layers=tuple(layers))
+    with pytest.raises(ValueError, match="expected a divisor of 5, the model's num_experts, got 2"):
+        Engine(tiny.random_model(config), tensor_parallel=2)

@@ -13,6 +13,7 @@ import pytest
 
 from jspec import Model
 from jspec.models.layer_config import LayerConfig
+from jspec.models.mlp_config import Experts
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from tests.support import tiny
@@ -20,7 +21,9 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-RECORDED = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+RECORDED = (*DENSE, *EXPERTS)
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
 
@@ -91,6 +94,36 @@ def weights(change: Callable[[Any], Any], *names: str) -> Callable[[Model], Mode
     return apply
 
 
+def experts(**fields: Any) -> Callable[[Model], Model]:
+    """Return a function that sets fields of every mixture of experts."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        return replace(layer, mlp=replace(layer.mlp, **fields)) if isinstance(layer.mlp, Experts) else layer
+
+    return each_layer(change)
+
+
+def router(**fields: Any) -> Callable[[Model], Model]:
+    """Return a function that sets fields of the router of every mixture of experts."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.mlp, Experts):
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, **fields)))
+
+    return each_layer(change)
+
+
+def halves_swapped(weight: Any) -> Any:
+    """Take an expert's gate for its up, and its up for its gate."""
+    return jnp.roll(weight, weight.shape[1] // 2, axis=1)
+
+
+def alternating(weight: Any) -> Any:
+    """Take the first half of the gate and up channels for the even ones."""
+    return weight.reshape(weight.shape[0], 2, -1, *weight.shape[2:]).swapaxes(1, 2).reshape(weight.shape)
+
+
 def swapped_ropes(model: Model) -> Model:
     """Give every layer the rotary embedding of the other layer type."""
     ropes = {layer.attention.window is None: layer.attention.rope for layer in model.config.layers}
@@ -158,6 +191,47 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
             weights(lambda norm: norm[: model.config.head_dim], "q_norm", "k_norm")(model)
         ),
     },
+    "qwen3_moe": {
+        "scores not normalised": router(is_normalised=False),
+        "one expert fewer": router(chosen=1),
+        "one expert more": router(chosen=3),
+        "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "experts in another order": weights(lambda weight: jnp.roll(weight, 1, axis=0), "experts_down"),
+    },
+    "mixtral": {
+        "scores not normalised": router(is_normalised=False),
+        "sigmoids": router(scores="sigmoid"),
+        "one expert fewer": router(chosen=1),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "base 10000": rope(theta=1e4),
+    },
+    "gpt_oss": {
+        "softmax over all experts": router(is_normalised=False),
+        "no bias of the router": weights(lambda _: None, "router_bias"),
+        "no bias of gate and up": weights(lambda _: None, "experts_gate_up_bias"),
+        "no bias of the down projection": weights(lambda _: None, "experts_down_bias"),
+        "no limit": experts(limit=1e9),
+        "plain silu": experts(limit=None),
+        "alpha 1": experts(alpha=1.0),
+        "gate first, up second": weights(alternating, "experts_gate_up", "experts_gate_up_bias"),
+        "no sinks": weights(lambda _: None, "sinks"),
+        "no bias of the attention's output": weights(lambda _: None, "o_bias"),
+        "no biases of the attention": weights(lambda _: None, "qkv_bias"),
+        "window one more": attention(window=lambda old: old + 1),
+        "windows in the other layers": shifted_windows,
+        "yarn left out": rope(kind="default"),
+        "yarn's limits rounded": rope(truncate=True),
+    },
+    "glm4_moe": {
+        "softmax": router(scores="softmax"),
+        "scores not normalised": router(is_normalised=False),
+        "no factor": router(factor=1.0),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "no shared expert": experts(shared=0),
+        "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
+        "every channel rotated": rope(fraction=1.0),
+    },
     "granite": {
         "scale of head_dim": attention(scale=None),
         "residual factor left out": each_layer(lambda layer: replace(layer, residual_scale=1.0)),
@@ -189,6 +263,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, pad_token_id=None, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
+BASE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -221,6 +296,24 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
     }),
     "seed_oss with the other bias": ("SeedOss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True}),
+    "qwen3_moe with dense layers": ("Qwen3Moe", {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [2],
+        "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True, "rope_parameters": BASE,
+    }),
+    "qwen3_moe with windows": ("Qwen3Moe", {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "rope_parameters": BASE,
+    }),
+    "mixtral with windows": ("Mixtral", {"sliding_window": 9, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "gpt_oss with other limits": ("GptOss", {
+        "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.5, "swiglu_alpha": 1.2,
+        "sliding_window": 12, "attention_bias": False,
+    }),
+    "glm4_moe with groups": ("Glm4Moe", {
+        "head_dim": 16, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "rope_parameters": BASE,
+    }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 

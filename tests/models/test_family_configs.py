@@ -22,7 +22,8 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 
@@ -98,6 +99,31 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected 'full_attention' or .*chunked"),
         ({"rms_norm_eps": None}, "missing rms_norm_eps"),
     ],
+    "qwen3_moe": [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 8, the experts to choose from, got 9"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: expected an integer from 1 .*, got 0"),
+        ({"mlp_only_layers": [0.5]}, "mlp_only_layers: expected .*, got"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob: expected .*, got 'yes'"),
+        ({"num_experts": "8"}, "num_experts: expected an integer, got '8'"),
+    ],
+    "mixtral": [
+        ({"num_local_experts": 0}, "num_local_experts: expected an integer from 1 .*, got 0"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most 4, .*, got 5"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+    ],
+    "gpt_oss": [
+        ({"swiglu_limit": -1.0}, "swiglu_limit: expected a finite number above 0, got -1"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
+        ({"num_experts_per_tok": None, "experts_per_token": 8}, "num_experts_per_tok: expected at most 4, .*, got 8"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected 3 types, one for each layer, got"),
+    ],
+    "glm4_moe": [
+        ({"n_group": 3}, "n_group: expected a divisor of the 8 experts, at least two a group, got 3"),
+        ({"n_group": 2, "topk_group": 4}, "topk_group: expected at most n_group 2, got 4"),
+        ({"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ({"routed_scaling_factor": -2}, "routed_scaling_factor: expected a finite number above 0, got -2"),
+        ({"n_shared_experts": -1}, "n_shared_experts: expected an integer from 0 .*, got -1"),
+    ],
     "granite": [
         ({"residual_multiplier": "big"}, "residual_multiplier: expected a number, got 'big'"),
         ({"logits_scaling": 0}, "logits_scaling: expected a finite number above 0, got 0"),
@@ -133,7 +159,7 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
         Model.from_pretrained(tmp_path, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "olmo3", "gpt_oss", "glm4_moe"])
 def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> None:
     made = tiny.load_target(golden / "families" / name).config
     stored = json.loads(json.dumps(made.to_json()))
@@ -143,6 +169,22 @@ def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> 
     stored["layers"]["order"][0] = 7
     with pytest.raises(CheckpointError, match=r"order: expected at most .* indices below"):
         ModelConfig.from_json(stored)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_only_if_the_config_counts_them(
+    golden: Path, tmp_path: Path
+) -> None:
+    folder = golden / "families" / "glm4_moe"
+    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.layers.2.") for name in tensors) and fields["num_hidden_layers"] == 2
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "num_nextn_predict_layers": 0}))
+    with pytest.raises(NotImplementedError, match=r"got multi-token prediction \(MTP\) layers"):
+        Model.from_pretrained(tmp_path, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(tensors | {"model.layers.3.enorm.weight": np.ones(32, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.3\.enorm\.weight"):
+        Model.from_pretrained(tmp_path, dtype="float32")
 
 
 def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:

@@ -29,6 +29,7 @@ from jspec.tools.bench import report
 from jspec.tools.convert import STORED
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
+from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
 from pallas_kernels.layers.quantized import KINDS, Quantized, matmul, quantize, reduce_partials
 from tests.reference import int4
@@ -182,6 +183,34 @@ def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None
     dynamic = quantize_weights(quantize_weights(model, "fp8"), "fp8_dynamic")
     assert quantized_as(dynamic) == "fp8_dynamic"
     assert quantized_as(quantize_weights(dynamic, "fp8")) == "fp8"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: str, golden: Path) -> None:
+    """A model whose weights are rounded and then stored in float32 again has the same logits."""
+    folder = golden / "families" / "glm4_moe"
+    target = tiny.load_target(folder)
+    own = quantize_weights(target, kind)
+    assert isinstance(own.layers[1].experts_gate_up, Quantized) and not isinstance(own.layers[1].router, Quantized)
+
+    def wide(leaf: Any) -> Any:
+        return leaf.values.astype(jnp.float32) * leaf.scale[..., None] if isinstance(leaf, Quantized) else leaf
+
+    rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    ids = list(range(40))
+    got, same, other = (last_logits(model, ids) for model in (own, rounded, target))
+    np.testing.assert_allclose(got, same, atol=1e-4)
+    assert np.abs(got - other).max() > 1e-2, "control: rounding shows"
+
+
+@pytest.mark.once
+def test_activations_of_experts_are_not_quantised(golden: Path) -> None:
+    folder = golden / "families" / "qwen3_moe"
+    with pytest.raises(ValueError, match=r"expected int8 or fp8 for the experts .*, got fp8_dynamic"):
+        Model.from_pretrained(folder, quantize="fp8_dynamic")
+    with pytest.raises(ValueError, match=r"expected int8 or fp8 for the experts .*, got fp8_dynamic"):
+        quantize_weights(quantize_weights(tiny.load_target(folder), "fp8"), "fp8_dynamic")
 
 
 @pytest.mark.once

@@ -99,6 +99,7 @@ def leaves(tree: Any) -> dict[str, jax.Array]:
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gemma2", {}),
     ("qwen2", dict(quantize="int8")),
+    ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
 )
 
@@ -120,7 +121,8 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
     for name, array in got.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
-    for name in ("layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down"):
+    experts = ("layers.1.experts_gate_up", "layers.1.experts_down") if family == "glm4_moe" else ()
+    for name in ("layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
         array = next(got[full] for full in (name, f"{name}.values") if full in got)
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 

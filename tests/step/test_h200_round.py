@@ -9,9 +9,13 @@ import jax
 import pytest
 
 from jspec import Tree
+from jspec.core.config import EngineConfig
+from jspec.core.records import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
+from jspec.step.memory import DeviceMemory, MemoryPlanner
+from jspec.step.prefill import prefill_step
 from jspec.step.program import init_state
 from jspec.tools.bench import random_models as shapes
 from jspec.tools.bench import step as rounds
@@ -46,14 +50,18 @@ def compile_round(
     depth: int | None = None,
     nodes: int | None = None,
     method: str = "eagle3",
+    shape: str = SHAPE,
+    layers: int | None = None,
 ) -> tuple[H200Program, int]:
     """Compile a round whose tree is cut at ``depth``; return the program and the state's size in bytes."""
-    target = jax.eval_shape(partial(shapes.random_target, SHAPE, "bfloat16"))
-    head = jax.eval_shape(partial(HEADS[method], SHAPE, "bfloat16"))
+    target = jax.eval_shape(partial(shapes.random_target, shape, "bfloat16"))
+    head = jax.eval_shape(partial(HEADS[method], shape, "bfloat16"))
+    config = replace(target.config, layers=target.config.layers[:layers])
+    target = target.replace(layers=target.layers[:layers], config=config)
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
     case = rounds.Case(
-        SHAPE,
+        shape,
         batch=batch,
         context=1024,
         tree=tree,
@@ -243,3 +251,47 @@ def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> Non
     assert logits and not [name for name in logits if "multiply" in name or "convert" in name], logits
     assert program.count("rotate_append") >= 32
     assert len(program.launches) <= 418
+
+
+# ---- mixtures of experts: some layers of Qwen3-30B-A3B
+
+
+@pytest.mark.parametrize(
+    ("tree", "layers", "batch", "launches", "temp_mib"),
+    [
+        (None, 4, 1, 72, 12),
+        pytest.param(Tree.chain(4), 8, 1, 205, 12, marks=pytest.mark.long),
+        pytest.param(Tree.chain(4), 8, 32, 280, 160, marks=pytest.mark.long),
+        pytest.param(Tree.topk(60, 8, 10), 8, 1, 315, 100, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_h200_round_of_a_mixture_of_experts_is_one_cuda_graph_that_copies_no_weights(
+    tree: Tree | None, layers: int, batch: int, launches: int, temp_mib: int
+) -> None:
+    """A layer has two kernels for its experts; an expert's weights are 9 MB, those of a layer 1.2 GB."""
+    compiled = compile_round(tree, batch=batch, shape="qwen3-30b-a3b", layers=layers)
+    program = check(*compiled, launches=launches, temp_mib=temp_mib)
+    assert program.count("expert_matmul") == 2 * layers
+    assert not [launch for launch in program.launches if launch.kind in ("kConditional", "kWhile", "kSort")]
+
+
+@pytest.mark.long
+def test_h200_prefill_of_a_mixture_of_experts_sorts_nothing_and_fits_into_the_planned_memory() -> None:
+    """The rows of 2048 tokens are counted, not sorted; the plan's estimate of temporary memory holds."""
+    target = jax.eval_shape(partial(shapes.random_target, "qwen3-30b-a3b", "bfloat16"))
+    config = replace(target.config, layers=target.config.layers[:2])
+    target = target.replace(layers=target.layers[:2], config=config)
+    case = rounds.Case("qwen3-30b-a3b", batch=8, context=1024, tree=None)
+    program, params, pool = rounds.build(case, target, None)
+    program = replace(program, controls=False)
+    state = jax.eval_shape(lambda p: init_state(program, p, pool), params)
+    packed = PrefillInput.shapes(2048, slots=8, pages=state.page_table.shape[1])
+    run, options = partial(prefill_step, program), program.compiler_options
+    compiled = compile_for_h200(run, params, state, packed, donate_argnums=1, options=options)
+    assert compiled.count("expert_matmul") == 2 * 2
+    assert not [launch for launch in compiled.launches if "sort" in (launch.kind + launch.name).lower()]
+    assert not compiled.copies(1 << 20)
+    engine = EngineConfig(slots=8, max_len=1200, buckets=(8,), prefill_buckets=(2048,))
+    planned = MemoryPlanner(program, params, engine, DeviceMemory(2**40, 0, True)).plan(pool).workspace
+    assert compiled.temp_bytes < planned < 5 * compiled.temp_bytes

@@ -75,6 +75,8 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
 ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
     *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks"),
+    *("router", "router_bias", "router_correction", "experts_gate_up", "experts_gate_up_bias"),
+    *("experts_down", "experts_down_bias"),
 )
 
 

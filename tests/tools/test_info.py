@@ -39,6 +39,15 @@ TRAITS = {
         f"attention: {PLAIN}, scores times 0.1",
         "factors: residual 0.4, embedding 6, logits 1 / 2",
     ],
+    "glm4_moe": [
+        f"attention: {PLAIN}, biases of q, k and v, norms of q and k (each head)",
+        "feed-forward: 48 channels, silu in 1 of 2 layers; 8 experts of 16 channels, 2 a token, silu, "
+        "sigmoid over the chosen, times 2.5, choice corrected, shared expert of 16 channels in 1 of 2 layers",
+    ],
+    "gpt_oss": [
+        "feed-forward: 4 experts of 24 channels, 2 a token, silu, softmax over the chosen, biases, limited to 7, "
+        "alpha 1.702",
+    ],
     "llama": [f"attention: {PLAIN}", "rope: llama3, theta 500000, factor 4, from 64 tokens", "window: none"],
     "mistral": ["window: 24 tokens", "norms: before attention and feed-forward", "vocabulary: 128, own output head"],
     "olmo3": [

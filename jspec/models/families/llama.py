@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from convert.huggingface import Row
 from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
+    DEFAULT_THETA,
     FULL,
     SLIDING,
     all_layers,
@@ -20,7 +21,8 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
-from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope, unsupported
+from jspec.models.layer_config import GQA, LayerConfig, Rope, unsupported
+from jspec.models.mlp_config import Dense, Experts
 from jspec.models.weight_map import LAYER, Names, model_rows
 
 
@@ -35,6 +37,7 @@ class Llama:
         names: tensor names by parameter of a layer.
         norms_less_one: whether the file stores the weights of norms minus 1.
         rotates_parts: whether `partial_rotary_factor` may be below 1.
+        theta: rotary base of a config.json that gives none.
     """
 
     published: ClassVar[str] = "Llama 2, 3, 3.1, 3.2 (text), 3.3"
@@ -43,6 +46,7 @@ class Llama:
     names: ClassVar[Names] = LAYER
     norms_less_one: ClassVar[bool] = False
     rotates_parts: ClassVar[bool] = False
+    theta: ClassVar[float] = DEFAULT_THETA
 
     def config(self, fields: Mapping[str, Any], *, rope_theta: float | None = None) -> ModelConfig:
         """Read the config.json of a model; `jspec.models.families.Family.config` documents arguments and errors."""
@@ -66,14 +70,14 @@ class Llama:
         all_layers(fields, FULL)  # checks the number of layers
         attention = GQA(*(sizes.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim")))
         attention = replace(attention, **self.attention(fields))
-        mlp = Dense(sizes.pop("intermediate_size"), read_activation(fields, "hidden_activation", "hidden_act"))
+        dense = Dense(sizes.pop("intermediate_size"), read_activation(fields, "hidden_activation", "hidden_act"))
         ropes, types = self.ropes(fields, rope_theta), self.layer_types(fields)
         if missing := sorted(set(types) - ropes.keys()):
             raise fields.error("rope_parameters", f"an object for each layer type, also for {', '.join(missing)}")
         windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
         layers = [
             LayerConfig(replace(attention, rope=ropes[kind], window=windows[kind]), mlp, **self.layer(fields))
-            for kind in types
+            for kind, mlp in zip(types, self.mlps(fields, dense), strict=True)
         ]
         return {**sizes, "layers": tuple(layers)}
 
@@ -93,7 +97,7 @@ class Llama:
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
         """Return the rotary embedding of each layer type; ``theta`` replaces the base if it is not None."""
-        ropes = read_ropes(fields, theta=theta)
+        ropes = read_ropes(fields, theta=theta, default=self.theta)
         fractions = {rope.fraction for rope in ropes.values()}
         if fractions != {1.0} and not self.rotates_parts:
             raise unsupported("partial_rotary_factor", max(fractions), "1.0")
@@ -103,6 +107,10 @@ class Llama:
         """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""
         bias = fields.flag("attention_bias")
         return {"bias": bias, "output_bias": bias}
+
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+        """Return the feed-forward of each layer; ``dense`` has `intermediate_size` channels."""
+        return [dense] * fields.integer("num_hidden_layers")
 
     def layer(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of `LayerConfig` that differ from their defaults, except attention and feed-forward."""

@@ -1,8 +1,8 @@
-"""The dense Mistral families (arXiv:2310.06825): Mistral, Ministral and Ministral 3."""
+"""The Mistral families (arXiv:2310.06825): Mistral, Ministral, Ministral 3, and Mixtral (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,6 +11,8 @@ from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, all_layers, read_layer_types
 from jspec.models.layer_config import Rope
+from jspec.models.mlp_config import Dense, Experts, Router
+from jspec.models.weight_map import LAYER
 
 
 @register("mistral")
@@ -50,3 +52,23 @@ class Ministral3(Mistral):
         beta = next((form.number("llama_4_scaling_beta") for form in forms if form.get("llama_4_scaling_beta")), 0.0)
         ropes = super().ropes(fields, theta)
         return {kind: replace(rope, temperature=beta) for kind, rope in ropes.items()}
+
+
+@register("mixtral")
+class Mixtral(Mistral):
+    """Mixtral: every layer is a mixture of experts, whose width is `intermediate_size`."""
+
+    published: ClassVar = "Mixtral 8x7B, 8x22B"
+    defaults: ClassVar = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+    theta: ClassVar = 1e6
+    names: ClassVar = {
+        **LAYER,
+        "router": ("block_sparse_moe.gate.weight",),
+        "experts_gate_up": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+        "experts_down": ("block_sparse_moe.experts.{}.w2.weight",),
+    }
+
+    def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
+        count = fields.integer("num_local_experts", fields.integer("num_experts", 8))
+        router = Router(count, fields.integer("num_experts_per_tok", 2))
+        return [Experts(dense.width, router, dense.activation)] * fields.integer("num_hidden_layers")

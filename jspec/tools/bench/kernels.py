@@ -170,7 +170,7 @@ def _results(a: argparse.Namespace) -> Iterator[Result]:
 
 OPTIONS = (
     option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
-    step.SHAPE,
+    option("--shape", choices=random_models.DENSE, help=f"model sizes; {random_models.DEFAULT_SHAPE}"),
     option("--rows", type=counts, default=[1, 5], metavar="1,5", help="rows of a product, new tokens a sequence"),
     option("--batch", type=counts, default=[1, 8, 32, 64], metavar="1,8", help="sequences in attention"),
     option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),

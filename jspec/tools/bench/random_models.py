@@ -15,6 +15,7 @@ from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
 from jspec.models.layer_config import Rope
+from jspec.models.mlp_config import Dense
 from jspec.models.params import model_params, random_weights
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
@@ -47,20 +48,54 @@ TARGETS = {
         rope_theta=1e6,
         max_position_embeddings=40960,
     ),
+    "qwen3-30b-a3b": _published(
+        "qwen3_moe",
+        2048,
+        6144,
+        48,
+        (32, 4, 128),
+        vocab_size=151936,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        norm_topk_prob=True,
+    ),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
     "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
+    "tiny-moe": _published(
+        "qwen3_moe",
+        64,
+        192,
+        8,
+        (4, 2, 16),
+        vocab_size=512,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=65536,
+    ),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
-DRAFT_VOCAB = {"llama3-8b": 32000, "qwen3-8b": 32000, "gemma3-12b": 32000, "tiny": 128, "tiny-gemma3": 128, "least": 16}
+DENSE = sorted(name for name, c in TARGETS.items() if all(isinstance(layer.mlp, Dense) for layer in c.layers))
+DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | {"tiny": 128, "tiny-gemma3": 128, "tiny-moe": 128, "least": 16}
+HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "tiny-moe": 192}  # intermediate channels of heads for targets with experts
 
 
 def default_shape() -> str:
     """Return the name of the shape that commands measure by default: a small one on a CPU."""
     return "tiny" if jax.default_backend() == "cpu" else "llama3-8b"
+
+
+def _sizes(name: str) -> dict[str, Any]:
+    """Return the sizes that a head has in common with its target."""
+    c, same = TARGETS[name], "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps"
+    width = HEAD_WIDTH.get(name, c.intermediate_size)
+    return {size: getattr(c, size) for size in same.split()} | {"intermediate_size": width}
 
 
 def head_config(name: str) -> Eagle3Config:
@@ -75,9 +110,8 @@ def peagle_config(name: str) -> PEagleConfig:
 
 def _eagle3_fields(name: str) -> dict[str, Any]:
     c = TARGETS[name]
-    same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
     return {
-        **{size: getattr(c, size) for size in same.split()},
+        **_sizes(name),
         "target_hidden_size": c.hidden_size,
         "draft_vocab_size": DRAFT_VOCAB[name],
         "rope": Rope(),
@@ -99,10 +133,9 @@ def dspark_config(name: str) -> DSparkConfig:
 def _block_sizes(name: str) -> dict[str, Any]:
     """Return the values that configs of DFlash and DSpark heads have in common."""
     c = TARGETS[name]
-    same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim norm_eps"
     spread = (c.num_layers - 4) / (DFLASH_LAYERS - 1)  # between the layers whose outputs are read: 1 to N - 3
     return dict(
-        **{size: getattr(c, size) for size in same.split()},
+        **_sizes(name),
         num_layers=DFLASH_LAYERS,
         target_hidden_size=c.hidden_size,
         draft_vocab_size=c.vocab_size,

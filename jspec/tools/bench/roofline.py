@@ -12,6 +12,7 @@ from jspec.core.tree import Tree
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import GQA
+from jspec.models.mlp_config import Experts
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,35 @@ def verify_costs(
     Args:
         rows: number of rows of the matrix products; None: those of all nodes.
     """
-    product = partial(matmul, rows=batch * nodes if rows is None else rows, widths=widths)
+    rows = batch * nodes if rows is None else rows
+    product = partial(matmul, rows=rows, widths=widths)
     costs = []
     for layer in c.layers:
-        costs += [*_block(c, product, c.hidden_size), attention(layer.attention, batch, nodes, context, widths)]
+        own = _block(c, product, c.hidden_size)
+        if isinstance(layer.mlp, Experts):
+            own = [*own[:2], *expert_costs(layer.mlp, c.hidden_size, rows, widths)]
+        costs += [*own, attention(layer.attention, batch, nodes, context, widths)]
     return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
+
+
+def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cost]:
+    """Return the costs of a mixture of experts; the bytes are those of the experts that random choices hit on average.
+
+    Args:
+        c: config of the mixture.
+        hidden: number of channels of the residual stream.
+        rows: number of rows, each of which chooses its experts independently of the others.
+    """
+    count, chosen = c.router.count, c.router.chosen
+    costs = [matmul("router", rows, count, hidden, widths)]
+    hit = count * (1 - (1 - chosen / count) ** rows)
+    for name, out, inner in (("experts_gate_up", 2 * c.width, hidden), ("experts_down", hidden, c.width)):
+        one = matmul(name, rows * chosen, out, inner, widths)
+        costs.append(Cost(name, one.bytes * hit, one.flops))
+    if c.shared:
+        costs.append(matmul("gate_up", rows, 2 * c.shared, hidden, widths))
+        costs.append(matmul("down", rows, hidden, c.shared, widths))
+    return costs
 
 
 def block_products(c: ModelConfig | HeadConfig | DFlashConfig, inputs: int) -> dict[str, tuple[int, int]]:

@@ -144,7 +144,7 @@ OPTIONS = (
     option("out", type=Path, help="folder to write"),
     option("--head", help=f'folder or hub id of its EAGLE-3 head; "{DEMO}": the embedded one; default: none'),
     option("--head-out", type=Path, metavar="DIR", help="folder to write the head to; default: none"),
-    option("--shape", choices=sorted(random_models.TARGETS), help="names all sizes; default: every size is an option"),
+    option("--shape", choices=random_models.DENSE, help="names all sizes; default: every size is an option"),
     *(
         option(f"--{name.removesuffix('_size').replace('_', '-')}", type=count, dest=name, metavar="N", help=SIZE_HELP)
         for name in (*NAMES, "draft_vocab_size")

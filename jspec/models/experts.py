@@ -1,0 +1,103 @@
+"""The feed-forward of a mixture of experts (arXiv:1701.06538)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.models.layers import mlp
+from jspec.models.mlp_config import Experts
+from jspec.models.routing import route
+from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
+from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
+from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation, sum_f32, with_scales
+from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.shard import AXIS, Shard
+
+if TYPE_CHECKING:
+    from jspec.models.block import LayerWeights
+
+NONE = -1  # index of no expert
+
+
+def mix_experts(
+    x: Inputs,
+    layer: LayerWeights,
+    config: Experts,
+    used: Bool[Array, "batch tokens"] | None = None,
+    *,
+    implementation: str,
+    deterministic: bool = False,
+) -> PartialSums:
+    """Apply a mixture of experts: each row's experts, and the shared expert if there is one.
+
+    Each of several devices has some of the experts, and some channels of the shared one. All devices have all rows, and
+    add up their results in one exchange, as after a dense feed-forward.
+
+    Args:
+        x: normed input [batch, tokens, hidden], which is not quantised.
+        layer: weights of the layer.
+        config: config of the mixture.
+        used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        deterministic: use products whose result does not depend on the batch size.
+
+    Returns:
+        Partial sums of the output, [parts, batch, tokens, hidden].
+    """
+    gate_up, down = layer.experts_gate_up, layer.experts_down
+    assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
+    flat = x.reshape(-1, x.shape[-1])
+    chosen, weights = choose_experts(flat, layer, config, **fixed)
+    if used is not None:
+        chosen = jnp.where(used.ravel(), chosen, NONE)
+    if isinstance(down, Shard):
+        chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
+    gate = Gate(config.activation, config.limit, config.alpha)
+    inner = expert_matmul(flat, gate_up, chosen, gate=gate, bias=layer.experts_gate_up_bias, **fixed)
+    parts = expert_matmul(inner, down, chosen, bias=layer.experts_down_bias, factors=weights, **fixed)
+    parts = parts.reshape(-1, *x.shape)
+    if not config.shared and not isinstance(layer.experts_down, Shard):
+        return parts
+    if config.shared:
+        assert layer.gate_up is not None and layer.down is not None
+        own = layer.down.weight if isinstance(layer.down, Shard) else layer.down
+        parts = (*parts, *with_scales(mlp(x, layer.gate_up, own, activation=config.activation, **fixed)))
+    total = sum_f32(parts)[None]
+    if isinstance(layer.experts_down, Shard):
+        return layer.experts_down.join(total, x.dtype, deterministic=deterministic)
+    return total.astype(x.dtype)
+
+
+def choose_experts(
+    flat: Float[Array, "rows hidden"],
+    layer: LayerWeights,
+    config: Experts,
+    *,
+    implementation: str,
+    deterministic: bool,
+) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
+    """Return the experts that each row chooses and their weights, as `jspec.models.routing.route` does."""
+    router = layer.router
+    assert router is not None
+    x = flat.astype(router.dtype)
+    if deterministic:
+        padded = jnp.pad(router, ((0, -len(router) % ROWS), (0, 0)))
+        (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=implementation)
+        logits = logits[:, : len(router)]
+    else:
+        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        logits = jnp.einsum("tk,nk->tn", x, router, **exact)
+    logits = logits if layer.router_bias is None else logits + layer.router_bias
+    compute = partial(route, router=config.router, correction=layer.router_correction)
+    if not deterministic:
+        return compute(logits)
+    found = in_row_blocks_off_gpu(
+        lambda own: tuple(array.T for array in compute(own)), logits, implementation=implementation
+    )
+    return found[0].T, found[1].T

@@ -1,0 +1,155 @@
+"""The configs of feed-forwards, dense ones and mixtures of experts, as frozen, hashable records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from convert.fields import CheckpointError
+from jspec.models.checks import positive_values, unsupported
+from pallas_kernels.layers.quantize_rows import Activation
+
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The config of a gated feed-forward (arXiv:2002.05202).
+
+    Attributes:
+        width: number of intermediate channels.
+        activation: the gate's activation function: "silu", "gelu_tanh" (the approximation of GELU by tanh) or "gelu".
+    """
+
+    width: int
+    activation: Activation = "silu"
+
+    def row_size(self, hidden: int) -> int:
+        """Return how many values the products compute for a row, without its output: gate and up, and their product.
+
+        Args:
+            hidden: number of channels of the residual stream.
+        """
+        return 3 * self.width
+
+    def check(self) -> None:
+        """Check the width and the activation.
+
+        Raises:
+            ValueError: the width is not positive.
+            NotImplementedError: the activation is not supported.
+        """
+        positive_values("config", {"intermediate_size": self.width})
+        _check_activation(self.activation)
+
+
+def _check_activation(activation: Activation) -> None:
+    if activation not in ACTIVATIONS:
+        raise unsupported("hidden_act", activation, " or ".join(map(repr, ACTIVATIONS)))
+
+
+@dataclass(frozen=True)
+class Router:
+    """How each row of a mixture of experts chooses its experts, and how it weights their outputs.
+
+    A row chooses the experts with the largest scores. `jspec.models.routing` computes this.
+
+    Attributes:
+        count: number of experts.
+        chosen: number of experts that a row chooses.
+        scores: "softmax" of the router's logits over all experts, or the "sigmoid" of each logit.
+        is_normalised: whether the scores of the chosen experts are divided by their sum, to be their weights. With
+            "softmax" this equals a softmax over the logits of the chosen experts.
+        factor: factor of the weights.
+        bias: whether the logits have a bias.
+        correction: whether there is a correction of the scores (arXiv:2408.15664), which counts for the choice but not
+            for the weights.
+        groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437). The
+            score of a group is the sum of its two largest scores.
+        chosen_groups: number of groups that a row chooses.
+    """
+
+    count: int
+    chosen: int
+    scores: str = "softmax"
+    is_normalised: bool = True
+    factor: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+
+    def check(self) -> None:
+        """Check the numbers and the kind of scores.
+
+        Raises:
+            ValueError: a number is impossible.
+            NotImplementedError: the kind of scores is not supported.
+        """
+        numbers = {"num_experts": self.count, "num_experts_per_tok": self.chosen, "routed_scaling_factor": self.factor}
+        positive_values("config", numbers | {"n_group": self.groups, "topk_group": self.chosen_groups})
+        if self.scores not in SCORES:
+            raise unsupported("scoring_func", self.scores, " or ".join(map(repr, SCORES)))
+        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            raise CheckpointError(
+                "n_group",
+                f"expected a divisor of the {self.count} experts, at least two a group, got {self.groups}; "
+                "correct config.json",
+            )
+        if self.chosen_groups > self.groups:
+            raise CheckpointError(
+                "topk_group", f"expected at most n_group {self.groups}, got {self.chosen_groups}; correct config.json"
+            )
+        if self.chosen > (most := self.count // self.groups * self.chosen_groups):
+            raise CheckpointError(
+                "num_experts_per_tok",
+                f"expected at most {most}, the experts to choose from, got {self.chosen}; correct config.json",
+            )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The config of a mixture of experts (arXiv:1701.06538): gated feed-forwards, of which each row uses some.
+
+    Attributes:
+        width: number of intermediate channels of an expert.
+        router: how a row chooses its experts.
+        activation: the gate's activation function, as in `Dense`.
+        shared: number of intermediate channels of the feed-forward that every row uses beside its experts; 0: none.
+        bias: whether the experts' projections have biases.
+        limit: limit c of gate g and up u (gpt-oss): an expert computes g * sigmoid(alpha * g) * (u + 1), after g is
+            limited to at most c, and u to between -c and c. None: an expert computes activation(g) * u.
+        alpha: factor of the gate in the sigmoid, with a limit.
+    """
+
+    width: int
+    router: Router
+    activation: Activation = "silu"
+    shared: int = 0
+    bias: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def row_size(self, hidden: int) -> int:
+        """Return how many values the products compute for a row: those of `Dense`, and each expert's output.
+
+        Args:
+            hidden: number of channels of the residual stream.
+        """
+        return 3 * self.shared + self.router.chosen * (self.width + hidden)
+
+    def check(self) -> None:
+        """Check the sizes and options.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
+        positive_values("config", {"moe_intermediate_size": self.width, "swiglu_alpha": self.alpha})
+        _check_activation(self.activation)
+        if self.limit is not None:
+            positive_values("config", {"swiglu_limit": self.limit})
+            if self.activation != "silu":
+                raise unsupported("hidden_act", self.activation, "'silu' with swiglu_limit")
+        self.router.check()

@@ -1,0 +1,219 @@
+"""Compare the products of experts with a loop over rows in float64, on a CPU and, compiled only, for an H200."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.layers.expert_matmul import (
+    FEW_ROWS,
+    MANY_ROWS,
+    MOST_CHOICES,
+    REFERENCE_ROWS,
+    Gate,
+    blocks_of,
+    expert_matmul,
+    unsupported_experts,
+)
+from pallas_kernels.layers.quantized import Quantized, quantize
+from tests.reference.activations import ACTIVATIONS
+from tests.support.h200 import compile_for_h200
+
+LIMITED = Gate("silu", 0.5, 1.7)
+
+
+def choices(kind: str, experts: int, chosen: int, rows: int) -> np.ndarray:
+    """Return experts [chosen, rows]: different ones for each row, or all alike, or none for some."""
+    rng = np.random.default_rng(rows)
+    found = np.stack([rng.permutation(experts)[:chosen] for _ in range(rows)], axis=1).astype(np.int32)
+    if kind == "all rows to the same experts":
+        found[:] = np.arange(chosen)[:, None] + 1
+    elif kind == "an expert without rows":
+        found = np.where(found == 2, experts - 1, found).astype(np.int32)
+    elif kind == "rows without experts":
+        found[:, ::2], found[0, -1] = -1, experts + 3
+    return found
+
+
+KINDS = ("any", "all rows to the same experts", "an expert without rows", "rows without experts")
+
+
+def joined(gate: np.ndarray, up: np.ndarray, how: Gate) -> np.ndarray:
+    if how.limit is None:
+        return ACTIVATIONS[how.activation](gate) * up
+    gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit)
+    return gate / (1 + np.exp(-how.alpha * gate)) * (up + 1)
+
+
+def loop(x: Any, weight: Any, chosen: Any, gate: Gate | None = None, bias: Any = None, factors: Any = None) -> Any:
+    """Return the products of all rows and choices in float64, one after another."""
+    x, weight = (np.asarray(array, np.float64) for array in (x, weight))
+    width = weight.shape[1] // (2 if gate else 1)
+    out = np.zeros((*chosen.shape, width))
+    for j, t in np.ndindex(*chosen.shape):
+        if 0 <= (expert := chosen[j, t]) < len(weight):
+            own = weight[expert] @ (x[t] if x.ndim == 2 else x[j, t])
+            own = own if bias is None else own + np.asarray(bias, np.float64)[expert]
+            own = joined(*np.split(own, 2), gate) if gate else own
+            out[j, t] = own if factors is None else own * np.asarray(factors, np.float64)[j, t]
+    return out
+
+
+def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inner: int = 64) -> tuple[Any, ...]:
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(experts, out, inner)) / np.sqrt(inner), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(experts, out)), jnp.float32)
+    return x, weight, bias, jnp.asarray(rng.uniform(size=(chosen, rows)), jnp.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
+)
+def test_product_of_few_rows_equals_a_loop_over_rows(
+    kind: str, rows: int, implementation: Any, deterministic: bool
+) -> None:
+    x, weight, bias, factors = problem(rows)
+    chosen = choices(kind, 5, 2, rows)
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
+    got = expert_matmul(x, weight, jnp.asarray(chosen), bias=bias, factors=factors, **fixed)
+    np.testing.assert_allclose(got, loop(x, weight, chosen, bias=bias, factors=factors), atol=1e-5)
+    if (chosen == 1).any():
+        other = loop(x, weight, np.where(chosen == 1, 0, chosen), bias=bias, factors=factors)
+        assert np.abs(got - other).max() > 0.1, "control: another expert gives another product"
+
+
+@pytest.mark.parametrize("gate", [Gate(), Gate("gelu_tanh"), LIMITED])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementation: Any) -> None:
+    x, weight, bias, _ = problem(7)
+    chosen = choices("any", 5, 3, 7)
+    got = expert_matmul(x, weight, jnp.asarray(chosen), gate=gate, bias=bias, implementation=implementation)
+    np.testing.assert_allclose(got, loop(x, weight, chosen, gate, bias), atol=1e-5)
+    other = loop(x, weight, chosen, Gate("gelu") if gate.limit is None else Gate(), bias)
+    assert np.abs(got - other).max() > 1e-4, "control: another way to join them"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_product_of_many_rows_equals_a_loop_over_rows(kind: str, implementation: Any) -> None:
+    rows = MOST_CHOICES // 2 + 3
+    x, weight, *_ = problem(rows)
+    each = jnp.stack([x, 2 * x])  # other activations for each choice
+    chosen = choices(kind, 5, 2, rows)
+    got = expert_matmul(each, weight, jnp.asarray(chosen), implementation=implementation)
+    np.testing.assert_allclose(got, loop(each, weight, chosen), atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [REFERENCE_ROWS, FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_hold_each_choice_once_with_those_of_its_expert_only(kind: str, size: int) -> None:
+    chosen = choices(kind, 5, 2, 37).ravel()
+    expert, rows = (np.asarray(array) for array in blocks_of(jnp.asarray(chosen), 5, size))
+    assert sorted(rows[rows >= 0].tolist()) == list(range(len(chosen)))
+    known = np.where((chosen >= 0) & (chosen < 5), chosen, 5)
+    for own, listed in zip(expert, rows, strict=True):
+        assert set(known[listed[listed >= 0]].tolist()) <= {own}
+        assert (listed >= 0).any() == (own <= 5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementation: Any) -> None:
+    x, weight, bias, _ = problem(6, inner=128)
+    stored = quantize(weight, kind)
+    assert stored.scale.shape == weight.shape[:2] and stored.group is None
+    chosen = choices("any", 5, 2, 6)
+    got = expert_matmul(x, stored, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
+    wide = np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[..., None]
+    np.testing.assert_allclose(got, loop(x, wide, chosen, Gate(), bias), atol=1e-5)
+    unscaled = Quantized(stored.values, jnp.ones_like(stored.scale))
+    other = expert_matmul(x, unscaled, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
+    assert np.abs(got - other).max() > 0.1, "control: the scales count"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(implementation: Any) -> None:
+    x, weight, bias, factors = problem(150)
+    chosen = jnp.asarray(choices("any", 5, 2, 150))
+    options: dict[str, Any] = {"bias": bias, "deterministic": True, "implementation": implementation}
+    whole = np.asarray(expert_matmul(x, weight, chosen, factors=factors, **options))
+    for rows in ([7], [149, 3], list(range(40, 110))):
+        own = expert_matmul(x[np.array(rows)], weight, chosen[:, rows], factors=factors[:, rows], **options)
+        np.testing.assert_array_equal(own, whole[:, rows])
+
+
+# ---- on GPUs
+
+SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}  # experts, chosen, hidden, width
+
+
+def both_products(kind: str | None, deterministic: bool, x: Any, gate_up: Any, down: Any, chosen: Any) -> Any:
+    weights = [quantize(weight, kind) if kind else weight for weight in (gate_up, down)]  # type: ignore[arg-type]
+    inner = expert_matmul(x, weights[0], chosen, gate=Gate(), deterministic=deterministic)
+    return expert_matmul(inner, weights[1], chosen, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
+def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
+    shape: str, rows: int, deterministic: bool
+) -> None:
+    experts, chosen, hidden, width = SHAPES[shape]
+    sizes = ((rows, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    run = functools.partial(both_products, None, deterministic)
+    indices = jax.ShapeDtypeStruct((chosen, rows), jnp.int32)
+    program = compile_for_h200(run, *arrays, indices, fail_on_spills=True)
+    assert program.count("expert_matmul") == 2
+    is_listed = deterministic or rows * chosen > MOST_CHOICES
+    assert len(program.launches) == 2 if not is_listed else 2 < len(program.launches) <= 12
+    assert program.temp_bytes < 64 * rows * chosen * hidden + (1 << 20)
+    assert not program.copies(1 << 20)
+
+
+def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() -> None:
+    """The reason not to use it: its inputs are as large as the rows repeated for each expert."""
+    experts, chosen, hidden, width = SHAPES["qwen3-30b-a3b"]
+    shapes = ((320 * chosen, hidden), (experts, hidden, 2 * width))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = compile_for_h200(jax.lax.ragged_dot, *arrays, jax.ShapeDtypeStruct((experts,), jnp.int32))
+    assert program.temp_bytes >= 2 * 320 * chosen * experts * hidden
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize("rows", [1, 5, 60, 320])
+def test_products_on_a_gpu_equal_those_of_the_reference(rows: int, kind: str | None, deterministic: bool) -> None:
+    experts, chosen, hidden, width = SHAPES["qwen3-30b-a3b"]
+    rng = np.random.default_rng(rows)
+    x, gate_up, down = (
+        jnp.asarray(rng.normal(size=size) / np.sqrt(size[-1]), jnp.bfloat16)
+        for size in ((rows, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+    )
+    x, indices = x * np.sqrt(hidden), jnp.asarray(choices("rows without experts", experts, chosen, rows))
+    got = np.asarray(both_products(kind, deterministic, x, gate_up, down, indices), np.float32)
+    weights = [quantize(weight, kind) if kind else weight for weight in (gate_up, down)]  # type: ignore[arg-type]
+    inner = expert_matmul(x, weights[0], indices, gate=Gate(), implementation="reference")
+    wanted = np.asarray(expert_matmul(inner, weights[1], indices, implementation="reference"), np.float32)
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    if rows > 1:
+        assert np.abs(got - wanted[:, ::-1]).max() > 0.2 * np.abs(wanted).max(), "control: the rows reversed"
+
+
+def test_weights_that_the_kernel_does_not_support_are_named() -> None:
+    x, weight, *_ = problem(3, out=96)
+    assert unsupported_experts(jax.ShapeDtypeStruct((8, 1536, 2048), jnp.bfloat16), gated=True) is None  # type: ignore[arg-type]
+    for gate in (None, Gate()):
+        with pytest.raises(NotImplementedError, match=r"multiple of .*, multiple of .*got \(5, 96, 64\)"):
+            expert_matmul(x, weight, jnp.zeros((2, 3), jnp.int32), gate=gate, implementation="pallas")
+    huge = jax.ShapeDtypeStruct((128, 16384, 5120), jnp.bfloat16)
+    assert "less than 2147483648" in str(unsupported_experts(huge, gated=True))  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""Compare the choice of experts with a loop over rows in numpy, and its traits with wrong readings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.records import KVCache, PromptBatch, TokenBatch
+from jspec.models import experts as mixtures
+from jspec.models.decoder import Model, forward
+from jspec.models.mlp_config import Experts, Router
+from jspec.models.routing import route
+from tests.support import tiny
+
+ROUTERS = {
+    "softmax, normalised": Router(8, 3),
+    "softmax": Router(8, 3, is_normalised=False),
+    "sigmoid": Router(8, 3, scores="sigmoid", is_normalised=False),
+    "sigmoid, normalised, corrected": Router(8, 3, scores="sigmoid", factor=2.5, correction=True),
+    "groups": Router(12, 4, scores="sigmoid", correction=True, groups=4, chosen_groups=2),
+    "one of one": Router(1, 1),
+    "all": Router(5, 5, is_normalised=False),
+}
+
+
+def loop(logits: np.ndarray, router: Router, correction: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the experts of each row by sorting, in float64."""
+    experts, weights = [], []
+    for row in logits.astype(np.float64):
+        shifted = np.exp(row - row.max())
+        scores = shifted / shifted.sum() if router.scores == "softmax" else 1 / (1 + np.exp(-row))
+        keys = scores if correction is None else scores + correction
+        groups = keys.reshape(router.groups, -1)
+        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1), kind="stable")[: router.chosen_groups]
+        allowed = np.isin(np.arange(router.groups), best).repeat(groups.shape[1])
+        chosen = np.argsort(-np.where(allowed, keys, -np.inf), kind="stable")[: router.chosen]
+        own = scores[chosen]
+        experts.append(chosen)
+        weights.append(router.factor * (own / own.sum() if router.is_normalised else own))
+    return np.stack(experts, axis=1), np.stack(weights, axis=1)
+
+
+def problem(router: Router, rows: int = 40) -> tuple[np.ndarray, np.ndarray | None]:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(rows, router.count)).astype(np.float32)
+    return logits, rng.normal(size=router.count).astype(np.float32) if router.correction else None
+
+
+def choose(logits: np.ndarray, router: Router, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    experts, weights = route(jnp.asarray(logits), router, None if correction is None else jnp.asarray(correction))
+    return np.asarray(experts), np.asarray(weights)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route_chooses_and_weights_the_experts_of_a_loop_over_rows(name: str) -> None:
+    router = ROUTERS[name]
+    logits, correction = problem(router)
+    for ours, theirs in zip(choose(logits, router, correction), loop(logits, router, correction), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "softmax, normalised": [{"is_normalised": False}, {"scores": "sigmoid"}],
+    "sigmoid, normalised, corrected": [{"factor": 1.0}, {"is_normalised": False}],
+    "groups": [{"groups": 1, "chosen_groups": 1}, {"chosen_groups": 3}],
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), [(name, one) for name, all_ in WRONG.items() for one in all_], ids=str)
+def test_route_with_another_trait_differs(name: str, fields: dict[str, Any]) -> None:
+    """Negative controls of the comparison."""
+    logits, correction = problem(ROUTERS[name])
+    pairs = zip(
+        choose(logits, replace(ROUTERS[name], **fields), correction),
+        loop(logits, ROUTERS[name], correction),
+        strict=True,
+    )
+    assert max(np.abs(ours - theirs).max() for ours, theirs in pairs) > 1e-2
+
+
+def test_correction_counts_for_the_choice_but_not_for_the_weights() -> None:
+    router = Router(4, 1, scores="sigmoid", is_normalised=False, correction=True)
+    logits = np.asarray([[3.0, 0.0, -1.0, 1.0]], np.float32)
+    experts, weights = choose(logits, router, np.asarray([0, 0, 9.0, 0], np.float32))
+    assert experts.tolist() == [[2]]
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp(1.0)), rtol=1e-6)
+
+
+def test_of_equal_scores_the_expert_with_the_smallest_index_is_chosen() -> None:
+    experts, weights = choose(np.zeros((2, 6), np.float32), Router(6, 3))
+    assert experts.tolist() == [[0, 0], [1, 1], [2, 2]]
+    np.testing.assert_allclose(weights, 1 / 3, rtol=1e-6)
+    tied = np.asarray([[0, 5, 1, 5, 1, 1]], np.float32)
+    assert choose(tied, Router(6, 3))[0].T.tolist() == [[1, 3, 2]]
+
+
+def test_large_and_infinite_logits_give_finite_weights_and_nan_gives_no_index_out_of_range() -> None:
+    logits = np.asarray([[1e30, -1e30, 0, 1], [-np.inf, 2, -np.inf, 1], [np.nan, 1, 2, 3], [np.nan] * 4], np.float32)
+    for normalised in (True, False):
+        experts, weights = choose(logits, Router(4, 2, is_normalised=normalised))
+        assert experts.min() >= -1 and experts.max() < 4
+        assert np.isfinite(weights[:, :2]).all()
+        assert not np.isfinite(weights[:, 2:]).all(axis=0).any()
+    assert experts[:, 1].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["softmax", "groups"])
+def test_a_row_has_the_same_bits_among_other_rows(name: str) -> None:
+    logits, correction = problem(ROUTERS[name])
+    whole = choose(logits, ROUTERS[name], correction)
+    for rows in ([3], [39, 5, 17]):
+        for own, of_all in zip(choose(logits[rows], ROUTERS[name], correction), whole, strict=True):
+            np.testing.assert_array_equal(own, of_all[:, rows])
+
+
+# ---- the mixture of experts of a layer
+
+
+def mixture(**options: Any) -> Model:
+    """Return a random decoder of one layer with six experts, of which a token chooses two."""
+    own = tiny.config(40, layers=1)
+    layer = replace(own.layers[0], mlp=Experts(8, Router(6, 2), **options))
+    return tiny.random_model(replace(own, layers=(layer,)))
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) -> None:
+    model = mixture(shared=12)
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, rows, 16)).astype(np.float32)
+    names = ("router", "experts_gate_up", "experts_down", "gate_up", "down")
+    router, gate_up, down, *shared = (np.asarray(getattr(layer, name), np.float64) for name in names)
+
+    def mlp(x: np.ndarray, both: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gate, up = np.split(both @ x, 2)
+        return down @ (gate / (1 + np.exp(-gate)) * up)
+
+    experts, weights = loop(x[0] @ router.T, config.router, None)
+    wanted = np.stack([mlp(row, *shared) for row in x[0]])
+    for j, t in np.ndindex(*experts.shape):
+        wanted[t] += weights[j, t] * mlp(x[0, t].astype(np.float64), gate_up[experts[j, t]], down[experts[j, t]])
+    fixed: dict[str, Any] = {"implementation": "reference"}
+    got = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, **fixed)))[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    used = jnp.asarray(rng.integers(2, size=(1, rows)), bool)
+    some = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, used, **fixed)))[0]
+    np.testing.assert_array_equal(some[used[0]], got[used[0]])
+    alone = np.stack([mlp(row, *shared) for row in x[0]])
+    np.testing.assert_allclose(some[~used[0]], alone[~used[0]], atol=1e-5)  # no expert
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("nodes", [True, True, True, False, False, False]), ("prompts", [True, True, True, True, False, False])],
+)
+def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
+    kind: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second row of nodes is inactive; the second prompt has one token, whose keys are not written again."""
+    seen: list[np.ndarray] = []
+    multiply = mixtures.expert_matmul
+
+    def watched(x: Any, weight: Any, chosen: Any, **options: Any) -> Any:
+        seen.append(np.asarray(chosen))
+        return multiply(x, weight, chosen, **options)
+
+    monkeypatch.setattr(mixtures, "expert_matmul", watched)
+    fields: dict[str, Any] = dict(
+        tokens=jnp.asarray([[3, 4, 5], [6, 0, 0]]),
+        positions=jnp.asarray([[0, 1, 2], [0, 1, 2]]),
+        valid=jnp.asarray([[True] * 3, [False] * 3]),
+        first_row=jnp.zeros(2, jnp.int32),
+        page_table=jnp.asarray([[1], [2]], jnp.int32),
+        bits=None,
+        implementation="reference",
+    )
+    batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
+    pool = jnp.zeros((3, 2, 4, 4))
+    forward(mixture(), KVCache(k=[pool], v=[pool]), batch)
+    assert len(seen) == 2
+    for chosen in seen:
+        assert chosen.shape == (2, 6)
+        assert [(row >= 0).tolist() for row in chosen] == [expected] * 2
