@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,8 @@ DTYPES: dict[str | None, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys((None, *FLOATS), (SOURCE_FLOATS, "floating point")),
     FLOAT8: ((FLOAT8,), FLOAT8),
     "int32": (INTEGERS, "integers"),
+    "uint8": (("int32", "int64"), "integers"),  # words of packed values, and what describes them
+    "bytes": (("uint8",), "uint8"),
 }
 IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config determines their values
 
@@ -42,6 +44,7 @@ class Row:
         shape: shape of the parameter.
         fill: function (source, row, dtype) that reads and returns the values of the parameter.
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
+        kinds: key of `DTYPES` for each tensor whose dtype is not one for the dtype of the parameter, by tensor name.
     """
 
     parameter: str
@@ -49,6 +52,7 @@ class Row:
     shape: Shape
     fill: Callable[[Source, Row, str], np.ndarray]
     dtype: str | None = None
+    kinds: Mapping[str, str | None] = field(default_factory=dict)
 
     def nbytes(self, dtype: str) -> int:
         return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize
@@ -189,7 +193,8 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)
     misshapen = [f"{n} (expected {wanted[n]}, got {tensors[n].shape})" for n in both if tensors[n].shape != wanted[n]]
-    dtypes = {name: DTYPES[row.dtype and np.dtype(row.dtype).name] for row in rows for name in row.sources}
+    kinds = {name: row.kinds.get(name, row.dtype and np.dtype(row.dtype).name) for row in rows for name in row.sources}
+    dtypes = {name: DTYPES[kind] for name, kind in kinds.items()}
     faults = {"missing": missing, "unknown": unused, "wrong shape": misshapen}
     for name in both:
         accepted, kind = dtypes[name]

@@ -50,7 +50,7 @@ COMPANIONS = (
 )
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = {"values", "scale"}  # names of the two arrays of a quantised weight
+QUANTIZED = {"values", "scale", "zeros"}  # names of the arrays of a quantised weight; not all have zero points
 READ_AHEAD = 2**30  # bytes that orbax may hold on the host in addition to the largest array, while it reads
 
 
@@ -107,7 +107,9 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
     """
     flat: dict[str, Any] = {}
     for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        node = {"values": node.values, "scale": node.scale} if isinstance(node, Quantized) else node
+        if isinstance(node, Quantized):
+            zeros = {} if node.zeros is None else {"zeros": node.zeros}
+            node = {"values": node.values, "scale": node.scale, **zeros}
         nested = isinstance(node, (Mapping, list))
         flat.update(flatten(node, f"{prefix}{key}.") if nested else {f"{prefix}{key}": node})
     return flat
@@ -116,7 +118,8 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of weights for arrays by name; the inverse of `flatten`.
 
-    Children with the names 0, 1, ... become a list. A pair of children `values` and `scale` becomes a `Quantized`.
+    Children with the names 0, 1, ... become a list. Children `values` and `scale`, and `zeros` if there are any, become
+    a `Quantized`.
     """
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
@@ -129,7 +132,8 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     tree |= {head: unflatten(nested) for head, nested in children.items()}
     if tree and all(key.isdigit() for key in tree):
         return [tree[str(index)] for index in range(len(tree))]  # type: ignore[return-value]
-    return Quantized(**tree) if set(tree) == QUANTIZED else tree  # type: ignore[return-value]
+    is_quantized = set(tree) in (QUANTIZED, QUANTIZED - {"zeros"})
+    return Quantized(**tree) if is_quantized else tree  # type: ignore[return-value]
 
 
 def is_checkpoint(folder: Path) -> bool:

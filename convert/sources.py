@@ -19,7 +19,7 @@ from convert.fields import LFS_ADVICE, LFS_POINTER, CheckpointError, listed, rea
 
 PIECE_BYTES = 8 * 2**20  # bytes of one piece of a tensor as float32
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "BOOL": "bool"}
+SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
 FLOAT8 = "float8_e4m3fn"
 SAFETENSORS_DTYPES |= {"F8_E4M3": FLOAT8, "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 EXPONENT = {FLOAT8: 0x7F, "float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}

@@ -18,7 +18,8 @@ from jspec.core.shorten import short
 ACCEPT_RULES = ("coupled", "rejection", "block", "traversal", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-QUANTIZE = ("int8", "fp8", "fp8_dynamic")
+QUANTIZE = ("int8", "fp8", "fp8_dynamic", "int4")
+DEQUANTIZE = "none"  # instead of a kind: widen the weights that a checkpoint quantises
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 AHEAD_BUCKETS = (128, 512, 1024, 2048)  # with `compile_ahead`, when all are compiled side by side
@@ -83,8 +84,9 @@ class EngineConfig:
 
     Attributes, computation:
         implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
-        quantize: quantisation of the target's matrix products: "int8", "fp8" or "fp8_dynamic"
-            (`jspec.models.quantize`); None: weights as loaded. The drafter has an option of its own.
+        quantize: quantisation of the target's matrix products: "int8", "fp8", "fp8_dynamic" or "int4"
+            (`jspec.models.quantize`); None: weights as loaded; "none": `Engine.from_pretrained` widens the weights that
+            a Hugging Face folder quantises. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
             time, and needs weights that are not quantised.
@@ -148,7 +150,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not is_valid(value):
                 raise ValueError(f"{name}: expected {expected}, got {short(value)}")
-        if self.deterministic and self.quantize is not None:
+        if self.deterministic and self.quantize in QUANTIZE:
             raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
         self._check_typical()
         self._check_adaptive()
@@ -243,7 +245,7 @@ CHECKS: dict[str, Check] = {
     "logprobs_mode": _one_of(*LOGPROBS_MODES),
     "kv_dtype": _one_of(None, *KV_DTYPES),
     "draft_kv_dtype": _one_of(None, *KV_DTYPES),
-    "quantize": _one_of(None, *QUANTIZE),
+    "quantize": _one_of(None, *QUANTIZE, DEQUANTIZE),
     "typical_threshold": POSITIVE,
     "typical_alpha": POSITIVE,
     "log_interval": ("None or seconds >= 0", lambda value: value is None or (_is_number(value) and value >= 0)),

@@ -115,7 +115,7 @@ class DFlash(Drafter):
             rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
             feature_layers: indices of the target's hidden states that the head reads; they count as in
                 `jspec.models.decoder.forward`.
-            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.

@@ -165,9 +165,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
             continue
-        values, scale = qkv.values[first:].astype(jnp.float32), qkv.scale[first:].reshape(qkv.shape[0] - first, -1)
-        columns = jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
-        parts.append((values * columns).astype(head.hidden_norm.dtype))
+        parts.append(qkv.widened()[first:].astype(head.hidden_norm.dtype))
     return jnp.concatenate(parts)
 
 

@@ -147,7 +147,7 @@ class DraftModel(Drafter):
             path: Hugging Face folder, converted folder or hub id ("owner/name").
             tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the model attends to; None: all.
             device: as for `DraftModel`; the weights are read onto these devices only.

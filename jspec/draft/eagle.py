@@ -244,7 +244,7 @@ class Eagle3(EagleDrafter):
                 `jspec.models.decoder.forward`.
             norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
             norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
-            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
@@ -284,7 +284,7 @@ class Eagle(EagleDrafter):
             tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
             rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
-            quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
                 None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.

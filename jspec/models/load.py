@@ -25,11 +25,13 @@ from convert.huggingface import Row, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
+from jspec.core.config import DEQUANTIZE
 from jspec.core.progress import progress_bar
 from jspec.models import families, tensor_parallel
 from jspec.models.config import MAX_LAYERS, DecoderConfig, ModelConfig
+from jspec.models.int4_rows import PACKED
 from jspec.models.params import Params, model_params
-from jspec.models.quantize import check_scope, check_stored, quantize_parameters, scale_shape
+from jspec.models.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
 from jspec.models.quantized_config import CONFIG, read_scheme
 from jspec.models.quantized_rows import quantized_rows
 from jspec.models.tensor_parallel import put_named
@@ -90,13 +92,18 @@ def load(
     weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do with
     such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
 
+    4-bit checkpoints of GPTQ, AWQ and compressed-tensors stay packed, two values in a byte, as kind "int4"
+    (`jspec.models.int4_rows`). Their products widen parts of a weight in registers.
+
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
         dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
-        quantize: how the weight matrices are quantised, "int8", "fp8" or "fp8_dynamic" (`jspec.models.quantize`);
-            None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic" only.
+        quantize: how the weight matrices are quantised, "int8", "fp8", "fp8_dynamic" or "int4"
+            (`jspec.models.quantize`); None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic"
+            only, and stored 4-bit weights as "int4". "none" widens the quantised weights of a Hugging Face folder to
+            ``dtype``, which takes the memory of unquantised weights.
         placement: sharding of each parameter, by name; None: the default device.
         mesh: mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`), instead of a placement;
             each device gets its own part only. None: as ``placement`` says.
@@ -110,22 +117,24 @@ def load(
         ValueError: an argument is wrong, or the files are damaged or contradict each other.
         NotImplementedError: the model's family, or an option of the model, is not supported.
     """
-    format_of = partial(target_format, rope_theta=rope_theta)
+    format_of = partial(target_format, rope_theta=rope_theta, dequantize=quantize == DEQUANTIZE)
     options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "check": check}
     return read_checkpoint(path, format_of, kind="target", placement=placement, mesh=mesh, **options)
 
 
-def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
+def target_format(kind: str, *, rope_theta: float | None = None, dequantize: bool = False) -> Format:
     """Return the format of targets and draft models.
 
     Args:
         kind: "target", which is the kind of targets and of draft models.
         rope_theta: rotary base; None: as in the checkpoint.
+        dequantize: whether quantised weights are widened.
     """
     assert kind == "target", kind
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
         fields, names = text_model(fields, source)
+        names |= {_unpacked(name): _unpacked(stored) for name, stored in names.items() if name.endswith(PACKED)}
         names = without_later_layers(fields, source, names)
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
@@ -142,11 +151,16 @@ def target_format(kind: str, *, rope_theta: float | None = None) -> Format:
         check_count("num_layers", config.num_layers, names)
         return model_params(config)
 
-    return Format(with_scheme(from_hf), from_json, params, override)
+    return Format(with_scheme(from_hf, dequantize=dequantize), from_json, params, override)
 
 
-def with_scheme(from_hf: FromHF) -> FromHF:
-    """Return a function as in `Format` that also reads float8 weights; ``from_hf`` is called as if there were none."""
+def with_scheme(from_hf: FromHF, *, dequantize: bool = False) -> FromHF:
+    """Return a function as in `Format` that also reads quantised weights; ``from_hf`` is called as if there were none.
+
+    Args:
+        from_hf: function that reads unquantised weights.
+        dequantize: whether quantised weights are widened.
+    """
 
     def read(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
         scheme = read_scheme(fields, source.folder)
@@ -155,7 +169,7 @@ def with_scheme(from_hf: FromHF) -> FromHF:
         if scheme is None:
             return config, rows
         logger.info("%s: %s", source.folder, scheme)
-        return config, quantized_rows(rows, scheme, source.tensors)
+        return config, quantized_rows(rows, scheme, source.tensors, dequantize=dequantize)
 
     return read
 
@@ -177,6 +191,11 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
         logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
     return text, {_without_prefix(name): name for name in source.tensors}
+
+
+def _unpacked(name: str) -> str:
+    """Return the name that a packed tensor's weight has in an unquantised checkpoint."""
+    return f"{name.rpartition('.')[0]}.weight"
 
 
 def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str]) -> dict[str, str]:
@@ -250,6 +269,10 @@ def read_checkpoint(
     dtype = dtype_name(dtype)
     folder = find(path)
     logger.info("loading %s", folder)
+    if orbax.is_checkpoint(folder) and quantize == DEQUANTIZE:
+        raise ValueError(
+            f"quantize: expected a Hugging Face folder for 'none', got the converted {folder}; leave it out"
+        )
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
@@ -269,6 +292,7 @@ def read_checkpoint(
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
+    quantize = None if quantize == DEQUANTIZE else quantize  # the weight map has no quantised parameters then
     check_stored(orbax.unflatten(parameters_of(plan)), quantize)
     if check is not None:
         check(plan.config, folder)
@@ -296,7 +320,7 @@ def _params_on(mesh: Mesh | None, form: Format, config: Any, names: Collection[s
     """Return the declarations of a checkpoint's parameters, which a mesh must be able to divide if there is one."""
     if mesh is not None and isinstance(config, DecoderConfig):
         tensor_parallel.local_config(config, mesh.size)
-    bare = {name.removesuffix(".values").removesuffix(".scale") for name in names}
+    bare = {base if part in orbax.QUANTIZED else name for name in names for base, _, part in [name.rpartition(".")]}
     return form.params(config, bare)
 
 
@@ -368,15 +392,13 @@ def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Heade
 
 def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raise CheckpointError unless the arrays of a converted folder are those of its config."""
-    names = {name.removesuffix(".values") for name in stored if not name.endswith(".scale")}
+    names = {name.removesuffix(".values") for name in stored if not name.endswith((".scale", ".zeros"))}
     params = form.params(config, names)
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if f"{name}.values" in stored:
-            wanted |= {
-                f"{name}.values": spec.shape,
-                f"{name}.scale": scale_shape(spec.shape, stored.get(f"{name}.scale")),
-            }
+            own = {part: stored[f"{name}.{part}"] for part in orbax.QUANTIZED if f"{name}.{part}" in stored}
+            wanted |= {f"{name}.{part}": shape for part, shape in quantized_shapes(spec.shape, own).items()}
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}

@@ -1,4 +1,4 @@
-"""Quantises linear weights to int8 or float8.
+"""Quantises linear weights to int8, float8 or four bits.
 
 `pallas_kernels.layers.quantized` defines the products with quantised weights. Only the weights named in `NAMES` are
 quantised. Embeddings, tied output heads, norms and biases keep their dtype.
@@ -6,12 +6,17 @@ quantised. Embeddings, tied output heads, norms and biases keep their dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jspec.core.config import DEQUANTIZE
+from pallas_kernels.layers.grouped_matmul import unsupported
 from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
@@ -29,8 +34,10 @@ def check_scope(kind: object, model: str | None) -> None:
         kind: kind of quantisation; None: no quantisation.
         model: kind of checkpoint, one of `convert.detect.KINDS`; None: any kind that can be quantised.
     """
-    if kind is not None and kind not in KINDS:
+    if kind is not None and kind != DEQUANTIZE and kind not in KINDS:
         raise ValueError(f"quantize: expected None or one of {', '.join(KINDS)}, got {kind!r}; pass one of them")
+    if kind == DEQUANTIZE and model not in (None, "target"):
+        raise ValueError(f"quantize: expected a target or a draft model for 'none', got a head ({model}); leave it out")
     if kind is not None and model == "medusa":
         raise ValueError("quantize: expected a model or an EAGLE head, got Medusa heads; leave it out")
 
@@ -41,7 +48,7 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
     Args:
         model: the model or the head. Its weights must be unquantised, or quantised in the given kind. "fp8" weights
             may also become "fp8_dynamic", and vice versa.
-        kind: kind of quantisation, "int8", "fp8" or "fp8_dynamic".
+        kind: kind of quantisation, "int8", "fp8", "fp8_dynamic" or "int4".
 
     Returns:
         The model or the head with quantised weights.
@@ -50,6 +57,12 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
         ValueError: the kind is unknown, the weights are quantised in another kind, or no weight is named in `NAMES`.
     """
     check_scope(kind, None)
+    if kind == DEQUANTIZE:
+        if stored := quantized_as(model):
+            raise ValueError(
+                f"quantize: expected unquantised weights for 'none', got {stored}; load the folder with it"
+            )
+        return model
     quantized = quantize_parameters(model, kind)
     if quantized_as(quantized) is None:
         raise ValueError(f"quantize: expected weights named {', '.join(NAMES)}, got none; leave it out")
@@ -76,7 +89,7 @@ def quantize_parameters(tree: Tree, kind: str) -> Tree:
 
 
 def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None) -> None:
-    """Raise ValueError if weights or KV caches are float8 on a GPU without float8 products.
+    """Raise ValueError if a GPU cannot multiply weights as they are, or has no float8 products for them or for caches.
 
     Args:
         tree: tree of weights.
@@ -84,7 +97,10 @@ def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None
         device: the device; None: the default device.
     """
     capability = getattr(device or jax.devices()[0], "compute_capability", None)
-    if capability is None or tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
+    if capability is None:
+        return
+    _check_packed(tree)
+    if tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
         return
     if (quantized_as(tree) or "").startswith("fp8") or any(dtype.startswith("float8") for dtype in cache_dtypes):
         raise ValueError(
@@ -93,17 +109,42 @@ def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None
         )
 
 
-def scale_shape(weight: tuple[int, ...], found: jax.ShapeDtypeStruct | None) -> tuple[int, ...]:
-    """Return the shape that a stored weight's scales must have: one per row, or as found if they are of groups.
+def _check_packed(tree: Any) -> None:
+    """Raise ValueError if a GPU would have to widen a packed weight in memory to multiply it."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_quantized)
+    floats = (leaf.dtype for leaf in leaves if not _is_quantized(leaf) and leaf.ndim == 2)
+    dtype = next((dtype for dtype in floats if jnp.issubdtype(dtype, jnp.floating)), jnp.dtype("bfloat16"))
+    for weight in leaves:
+        if not _is_quantized(weight) or weight.kind != "int4":
+            continue
+        if reason := unsupported(weight.shape[1], weight.scale.shape[1], dtype):
+            raise ValueError(
+                f"int4: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they are loaded"
+            )
+
+
+def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the stored arrays of a quantised weight must have, by the arrays' names.
+
+    There may be a scale per row or per group of columns, and packed values may have blocks of any size.
 
     Args:
         weight: shape of the weight.
-        found: shape of the stored scales; None: there are none.
+        found: stored arrays of the weight, by name.
     """
-    if found is None or len(weight) != 2 or len(found.shape) != 2:
-        return weight[:-1]
-    groups = found.shape[1]
-    return (weight[0], groups) if groups > 0 and weight[1] % groups == 0 else weight[:1]
+    shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": weight[:-1]}
+    values, scale = found.get("values"), found.get("scale")
+    if len(weight) != 2 or values is None or scale is None or len(scale.shape) != 2:
+        return shapes
+    (out, inner), groups = weight, scale.shape[1]
+    if groups and inner % groups == 0:
+        shapes["scale"] = (out, groups)
+    if values.dtype != np.uint8 or len(values.shape) != 3:
+        return shapes
+    width = 2 * values.shape[2]
+    if width and inner % width == 0:
+        shapes["values"] = (out, inner // width, values.shape[2])
+    return shapes | ({"zeros": shapes["scale"]} if "zeros" in found else {})
 
 
 def quantized_as(tree: Any) -> str | None:
@@ -125,13 +166,13 @@ def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
 def _check_experts(path: tuple[Any, ...], kind: str) -> str:
     """Return the last part of a parameter's name; raise ValueError if the kind is not one for experts."""
     name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
-    if name in EXPERTS and kind == "fp8_dynamic":
+    if name in EXPERTS and kind in ("fp8_dynamic", "int4"):
         raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}; pass fp8")
     return name
 
 
 def _of_kind(weight: Quantized, kind: str) -> Quantized:
-    if "int8" in (kind, weight.kind) and weight.kind != kind:
+    if kind != weight.kind and not (kind.startswith("fp8") and weight.kind.startswith("fp8")):
         raise ValueError(f"quantize: expected unquantised weights, got {weight.kind}; start from the original")
     if kind == "fp8_dynamic" and has_group_scales(weight):
         raise ValueError(

@@ -1,17 +1,19 @@
-"""Reads from a checkpoint's config how its linear weights are quantised to float8.
+"""Reads from a checkpoint's config how its linear weights are quantised.
 
-Three formats are read: compressed-tensors ("float-quantized"), ModelOpt ("FP8"), and "fp8", the format of DeepSeek-V3
-(arXiv:2412.19437 section 3.3) and of the FP8 models of Qwen3. In all of them a weight is float8_e4m3fn, and its scales
-are a tensor beside it, by which its values are multiplied.
+Three formats of float8 are read: compressed-tensors ("float-quantized"), ModelOpt ("FP8"), and "fp8", the format of
+DeepSeek-V3 (arXiv:2412.19437 section 3.3) and of the FP8 models of Qwen3. In all of them a weight is float8_e4m3fn, and
+its scales are a tensor beside it, by which its values are multiplied. Three formats of four bits are read: GPTQ
+(arXiv:2210.17323), AWQ (arXiv:2306.00978), and compressed-tensors ("pack-quantized"); and mxfp4, that of gpt-oss.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from convert.fields import CheckpointError, Fields, named, read_json, require
 from jspec.models.layer_config import unsupported
@@ -19,24 +21,28 @@ from jspec.models.layer_config import unsupported
 CONFIG = "quantization_config"  # key of config.json
 MODELOPT = "hf_quant_config.json"  # file in which older versions of ModelOpt describe the quantisation
 SUPPORTED = (
-    "float8 weights of compressed-tensors, modelopt or fp8, or unquantised float weights (quantize='int8' or 'fp8' "
-    "rounds them at load)"
+    "float8 weights of compressed-tensors, modelopt or fp8, 4-bit weights of compressed-tensors, gptq, awq or mxfp4, "
+    "or unquantised float weights (quantize='int8', 'fp8' or 'int4' rounds them at load)"
 )
 REGEX = "re:"  # prefix of regular expressions among module names
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the linear weights of a checkpoint are quantised to float8.
+    """How the linear weights of a checkpoint are quantised.
 
     Attributes:
         method: name of the format, the `quant_method` of config.json.
-        granularity: values that share a scale, "tensor" (all values of a tensor), "channel" (a row) or "block".
+        granularity: values that share a scale, "tensor" (all values of a tensor), "channel" (a row), "block", or
+            "group" (a block of one row).
         block: rows and columns of a block; None: no blocks.
         activations: how the format's own kernels round activations to float8, with "dynamic" or "static" scales; None:
             not at all.
         unquantized: names of modules whose weights are not quantised. A name may be the beginning or the end of a
             module's dotted name, may have wildcards, and is a regular expression after the prefix "re:".
+        bits: bits of a value, 8 (float8_e4m3fn) or 4 (whole numbers).
+        has_zeros: whether groups have zero points.
+        zero_offset: number that is added to stored zero points.
     """
 
     method: str
@@ -44,6 +50,9 @@ class Scheme:
     block: tuple[int, int] | None = None
     activations: str | None = None
     unquantized: tuple[str, ...] = ()
+    bits: int = 8
+    has_zeros: bool = False
+    zero_offset: int = 0
 
     def exclusion(self, module: str) -> str | None:
         """Return the name in `unquantized` that excludes a module, or None."""
@@ -51,6 +60,9 @@ class Scheme:
 
     def __str__(self) -> str:
         shared = self.granularity if self.block is None else f"block of {self.block[0]} x {self.block[1]}"
+        if self.bits == 4:
+            zeros = " and a zero point" if self.has_zeros else ""
+            return f"{self.method}, 4-bit weights with a scale{zeros} per {shared}"
         used = "" if self.activations is None else f"; its {self.activations} scales of activations are not used"
         return f"{self.method}, float8 weights with a scale per {shared}{used}"
 
@@ -89,8 +101,10 @@ def _compressed_tensors(config: Fields) -> Scheme:
     known = ("quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config", "version")
     _refuse_others(config, *known, "quantization_status", "global_compression_ratio")
     require(config, ("format", "config_groups"))
-    _expect(config, "format", "float-quantized")
+    _expect(config, "format", "float-quantized", "pack-quantized")
     _expect(config.object("sparsity_config"), "format", "dense")
+    if config.text("format") == "pack-quantized":
+        return _pack_quantized(config)
     granularity, block, activations = _group_of(config)
     return Scheme("compressed-tensors", granularity, block, activations, _modules(config, "ignore"))
 
@@ -119,10 +133,103 @@ def _fp8(config: Fields) -> Scheme:
     return Scheme("fp8", "tensor" if block is None else "block", block, activations, modules)
 
 
+def _gptq(config: Fields) -> Scheme:
+    # Keys that tell how the weights were found, or how other engines multiply them.
+    made = (
+        "damp_percent",
+        "damp_auto_increment",
+        "desc_act",
+        "static_groups",
+        "sym",
+        "true_sequential",
+        "dataset",
+        "tokenizer",
+        "batch_size",
+        "block_name_to_quantize",
+        "module_name_preceding_first_block",
+        "modules_in_block_to_quantize",
+        "model_name_or_path",
+        "model_file_base_name",
+        "model_seqlen",
+        "max_input_length",
+        "pad_token_id",
+        "meta",
+    )
+    run = (
+        "use_cuda_fp16",
+        "use_exllama",
+        "disable_exllama",
+        "exllama_config",
+        "cache_block_outputs",
+        "backend",
+        "lm_head",
+    )
+    known = ("quant_method", "bits", "group_size", "checkpoint_format", "format", "method", "pack_dtype")
+    _refuse_others(config, *known, *made, *run)
+    _expect(config, "pack_dtype", "int32")
+    _expect(config, "method", "gptq")
+    name = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    _expect(config, name, "gptq", "gptq_v2")
+    offset = 0 if config.text(name, "gptq") == "gptq_v2" else 1
+    return _four_bits(config, "gptq", has_zeros=True, zero_offset=offset)
+
+
+def _awq(config: Fields) -> Scheme:
+    known = ("quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert")
+    _refuse_others(config, *known, "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config")
+    _expect(config, "version", "gemm", "GEMM")
+    if not config.flag("zero_point", True):
+        raise unsupported(f"{config.place}: zero_point", False, "True")
+    return _four_bits(config, "awq", has_zeros=True, unquantized=_modules(config, "modules_to_not_convert"))
+
+
+def _mxfp4(config: Fields) -> Scheme:
+    _refuse_others(config, "quant_method", "modules_to_not_convert", "dequantize")
+    return Scheme("mxfp4", "group", (1, 32), unquantized=_modules(config, "modules_to_not_convert"), bits=4)
+
+
+def _pack_quantized(config: Fields) -> Scheme:
+    groups = config.object("config_groups")
+    found = {_read_int4_group(groups.object(name)) for name in groups}
+    if len(found) != 1:
+        raise unsupported("config_groups", dict(groups), "one group, or several that quantise alike")
+    (scheme,) = found
+    return replace(scheme, unquantized=_modules(config, "ignore"))
+
+
+def _read_int4_group(group: Fields) -> Scheme:
+    _refuse_others(group, "targets", "weights", "format")
+    _expect(group, "format", "pack-quantized")
+    require(group, ("weights",))
+    weights = group.object("weights")
+    known = ("num_bits", "type", "strategy", "symmetric", "group_size", "observer", "observer_kwargs", "actorder")
+    _refuse_others(weights, *known, "scale_dtype", "zp_dtype")
+    _expect(weights, "type", "int")
+    _expect(weights, "strategy", "group", "channel")
+    if weights.text("strategy", "group") == "group":
+        require(weights, ("group_size",))
+    return _four_bits(weights, "compressed-tensors", "num_bits", has_zeros=not weights.flag("symmetric", True))
+
+
+def _four_bits(config: Fields, method: str, bits: str = "bits", **traits: Any) -> Scheme:
+    """Return the scheme of weights of four bits, in groups of the config's group_size; -1 or null: whole rows."""
+    require(config, (bits,))
+    if config.integer(bits) != 4:
+        raise unsupported(f"{config.place}: {bits}", config[bits], "4")
+    size = config.integer("group_size", least=-1) if config.get("group_size") is not None else -1
+    if size == 0:
+        raise config.error("group_size", "a number of columns above 0, or -1 for whole rows")
+    granularity, block = ("channel", None) if size == -1 else ("group", (1, size))
+    return Scheme(method, granularity, block, bits=4, **traits)
+
+
 READERS: dict[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
 }
 
 

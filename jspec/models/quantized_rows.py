@@ -1,8 +1,8 @@
-"""Reads float8 weights as they are stored: rows of a weight map for their bytes, and for their scales.
+"""Reads quantised weights as they are stored: rows of a weight map for their values, and for their scales.
 
-A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, which together are a `Quantized`
-(`pallas_kernels.layers.quantized`). Families need to know nothing of this: they map tensors to parameters as if the
-checkpoint were not quantised.
+A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, or three with `X.zeros`, which
+together are a `Quantized` (`pallas_kernels.layers.quantized`). `jspec.models.int4_rows` reads weights of four bits.
+Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
 
 The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
 stay unrounded with kind "fp8" and get a scale for each row with "fp8_dynamic". The scales of keys and values are for a
@@ -19,11 +19,14 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, listed, short
-from convert.huggingface import Row, is_stacked
+from convert.huggingface import Row, cast, is_stacked
 from convert.sources import FLOAT8, Shape, Source, Tensor
+from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
+from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import EXPERTS, NAMES
 from jspec.models.quantized_config import CONFIG, Scheme
+from pallas_kernels.layers.int4 import ZERO, unpack
 
 WEIGHT = ".weight"
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
@@ -32,38 +35,69 @@ SCALES = ("weight_scale_inv", "weight_scale")
 UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
-def quantized_rows(rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor]) -> list[Row]:
-    """Replace each row of a weight map whose tensors are quantised by a row of values and a row of scales.
+def quantized_rows(
+    rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor], *, dequantize: bool = False
+) -> list[Row]:
+    """Replace each row of a weight map whose tensors are quantised by rows of values, of scales and of zero points.
 
-    Whether a weight is quantised is seen from its tensors: it is float8, or there are scales for it.
+    Whether a weight is quantised is seen from its tensors: it is float8 or packed, or there are scales for it.
 
     Args:
         rows: rows of the weight map, as for an unquantised checkpoint.
         scheme: how the checkpoint is quantised.
         tensors: headers of the tensors, by name.
+        dequantize: read the values that quantised tensors stand for instead, in the dtype of other weights.
 
     Raises:
         CheckpointError: no weight is quantised, or one that the config excludes is.
         NotImplementedError: a parameter cannot be quantised, or has quantised and unquantised parts.
     """
+    if scheme.method == "mxfp4":
+        return mxfp4_rows(rows, tensors, dequantize=dequantize)
+    rows = list(rows)
     found: list[Row] = []
+    known = {name for row in rows for name in row.sources}
     unused = {name: tensor.shape for name, tensor in tensors.items() if name.endswith(UNUSED)}
+    count = 0
     for row in rows:
         quantized = [name for name in row.sources if _is_quantized(name, tensors)]
         if not quantized:
             found.append(row)
             continue
         _check(row, quantized, scheme, tensors)
-        found += _split(row, scheme, tensors, unused)
-        unused = {}  # one row names them all, so that each is known
-    if not any(row.dtype == FLOAT8 for row in found):
-        raise CheckpointError(CONFIG, f"expected float8 weights ({scheme.method}), got none; delete {CONFIG}")
+        if scheme.bits == 4:
+            own = split_int4(row, scheme, tensors, known, by_column=dequantize)
+        else:
+            own = _split(row, scheme, tensors, unused if not count else {})  # one row names them all, so each is known
+        found += [_dequantized(row, own)] if dequantize else own
+        count += 1
+    if not count:
+        expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
+        raise CheckpointError(CONFIG, f"expected {expected}, got none; delete {CONFIG}")
     return found
 
 
+def _dequantized(row: Row, parts: list[Row]) -> Row:
+    """Return a row that reads values, scales and zero points, and fills the parameter with what they stand for."""
+    kinds = {name: part.dtype for part in parts for name in part.sources}
+    sources = {name: shape for part in parts for name, shape in part.sources.items()}
+
+    def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
+        values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
+        wide = (unpack(values) if values.dtype == np.uint8 else values).astype(np.float32)
+        groups = (array if array.ndim == wide.ndim else array[..., None] for array in per_group)
+        scale, *zeros = (np.repeat(array, wide.shape[-1] // array.shape[-1], axis=-1) for array in groups)
+        if values.dtype == np.uint8:
+            wide -= zeros[0] if zeros else np.float32(ZERO)
+        return cast(wide * scale, dtype, row.parameter)
+
+    return replace(row, sources=sources, fill=fill, kinds=kinds)
+
+
 def _is_quantized(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    is_float8 = name in tensors and tensors[name].dtype.startswith("float8")
-    return is_float8 or any(scale in tensors for scale in _scale_names(name))
+    if name in tensors and tensors[name].dtype.startswith("float8"):
+        return True
+    return packed_name(name, tensors) is not None or any(scale in tensors for scale in _scale_names(name))
 
 
 def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
@@ -75,15 +109,15 @@ def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str,
     name = row.parameter.rpartition(".")[2]
     if name not in NAMES or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
-    if name in EXPERTS and scheme.block is not None:
-        raise unsupported(
-            row.parameter, f"blocks of {scheme.block}", "a scale a row or a tensor in a mixture of experts"
-        )
+    if name in EXPERTS and (scheme.block is not None or scheme.bits == 4):
+        expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
+        raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
         raise unsupported(row.parameter, f"{listed(others)} unquantised", "all of its parts quantised, or none")
     for name in quantized:
         if (key := scheme.exclusion(name.removesuffix(WEIGHT))) is not None:
-            place = tensors[name].file if name in tensors else CONFIG
+            stored = packed_name(name, tensors) or name
+            place = tensors[stored].file if stored in tensors else CONFIG
             raise CheckpointError(
                 place, f"{short(name)}: expected an unquantised weight, as {short(key)} excludes it in the config, got "
                 f"a quantised one; correct {CONFIG}",
@@ -135,12 +169,7 @@ def _fill_scales(
     flat = filled.reshape(-1) if block is None else filled  # scales of experts are stored one expert after another
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
-        wrong = scale[~(np.isfinite(scale) & (scale >= 0))]
-        if wrong.size:
-            raise CheckpointError(
-                source.tensors[name].file, f"{short(name)}: expected finite scales from 0, got {wrong.flat[0]} (values "
-                f"of this kind: {wrong.size}); download it again",
-            )  # fmt: skip
+        check_scales(source, name, scale)
         part = flat[first : first + out]
         if block is None:
             part[:] = scale.reshape(-1)

@@ -29,6 +29,7 @@ from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
+from pallas_kernels.layers.int4 import reblocked
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.shard import AXIS, Shard
 
@@ -152,7 +153,8 @@ def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
     """Divide a stored array over the devices of a mesh.
 
     Args:
-        name: name of the array: that of a parameter, or with ".values" or ".scale" that of a part of a quantised one.
+        name: name of the array: that of a parameter, or with ".values", ".scale" or ".zeros" that of a part of a
+            quantised one.
         array: the whole array, in the order of the checkpoint.
         params: declarations of the parameters.
         mesh: the devices.
@@ -160,10 +162,8 @@ def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
     base, _, kind = name.rpartition(".")
     if kind not in QUANTIZED:
         return put(array, params[name], mesh)
-    if kind == "scale":
-        array = _finer(array, params[base], mesh.size)
-        return put(array, of_scale(params[base], array), mesh)
-    return put(array, params[base], mesh)
+    array = _divisible(array, params[base], mesh.size, is_values=kind == "values")
+    return put(array, of_part(params[base], array), mesh)
 
 
 def placement(params: Params, shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Placement:
@@ -174,8 +174,9 @@ def placement(params: Params, shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: 
 
     def sharding(name: str) -> NamedSharding:
         base, _, kind = name.rpartition(".")
-        spec = spec_of(params[base if kind in QUANTIZED else name])[: len(shapes[name].shape)]
-        sizes = zip(spec, shapes[name].shape, strict=True)
+        shape = shapes[name]
+        spec = spec_of(of_part(params[base], shape) if kind in QUANTIZED else params[name])
+        sizes = zip(spec, shape.shape, strict=True)
         return NamedSharding(mesh, P(*(axis if size % mesh.size == 0 else None for axis, size in sizes)))
 
     return sharding
@@ -186,9 +187,10 @@ def _is_on(array: Any, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def of_scale(param: ParamSpec, scale: Any) -> ParamSpec:
-    """Return the declaration of the scales of a quantised parameter: one per row, or one per group of columns."""
-    return replace(param, shape=(*param.shape[:1], *scale.shape[1:]), axes=param.axes[: scale.ndim])
+def of_part(param: ParamSpec, array: Any) -> ParamSpec:
+    """Return the declaration of an array of a quantised parameter: [rows], [rows, groups] or [rows, blocks, bytes]."""
+    axes = (*param.axes, "")[: len(array.shape)]
+    return replace(param, shape=(*param.shape[:1], *array.shape[1:]), axes=axes)
 
 
 def place(tree: Tree, mesh: Mesh) -> Tree:
@@ -220,9 +222,13 @@ def _place(node: Any, mesh: Mesh) -> Any:
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
         if isinstance(leaf, Quantized):
-            scale = _finer(leaf.scale, param, mesh.size)
-            scale = put(scale, of_scale(param, scale), mesh, is_ordered=is_ordered)
-            return replace(leaf, values=put(leaf.values, param, mesh, is_ordered=is_ordered), scale=scale)
+
+            def put_part(array: Any, is_values: bool) -> Any:
+                array = _divisible(array, param, mesh.size, is_values=is_values)
+                return put(array, of_part(param, array), mesh, is_ordered=is_ordered)
+
+            zeros = None if leaf.zeros is None else put_part(leaf.zeros, False)
+            return replace(leaf, values=put_part(leaf.values, True), scale=put_part(leaf.scale, False), zeros=zeros)
         if _is_on(leaf, mesh) and AXIS not in spec_of(param):
             return leaf
         return put(leaf, param, mesh, is_ordered=is_ordered)
@@ -230,12 +236,18 @@ def _place(node: Any, mesh: Mesh) -> Any:
     return _map(put_leaf, node).replace(mesh=mesh)
 
 
-def _finer(scale: Any, param: ParamSpec, devices: int) -> Any:
-    """Return scales whose groups of columns do not cross the border between two devices."""
-    if scale.ndim == 1 or spec_of(param)[1] is None or scale.shape[1] % devices == 0:
-        return scale
-    groups = scale.shape[1]
-    return scale.repeat(math.lcm(groups, devices) // groups, axis=1)
+def _divisible(array: Any, param: ParamSpec, devices: int, *, is_values: bool) -> Any:
+    """Return an array of a quantised parameter whose groups or blocks of columns are not cut between two devices.
+
+    Raises:
+        ValueError: a device would get an odd number of packed columns.
+    """
+    if array.ndim == 1 or spec_of(param)[1] is None or array.shape[1] % devices == 0:
+        return array
+    if is_values:
+        return reblocked(array, devices) if array.dtype == np.uint8 else array
+    groups = array.shape[1]
+    return array.repeat(math.lcm(groups, devices) // groups, axis=1)
 
 
 def _map(function: Callable[..., Any], node: Weights, *others: Any) -> Any:
@@ -286,7 +298,7 @@ def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
             return Shard(leaf, "columns", param.shape[1])  # of all experts' down projections side by side
         if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in (*INNER, "experts"):
             return Shard(leaf, "rows", param.shape[0], gathers)
-        is_inner = own[1:] == (AXIS,) and param.axes[1] in INNER
+        is_inner = own[1:2] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 
     return _map(shard, node, specs).replace(config=local_config(node.config, devices), mesh=None)

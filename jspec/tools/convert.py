@@ -20,7 +20,7 @@ from jspec.models.load import parameters_of
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters
 from jspec.tools.parser import Parser
 
-STORED = ("int8", "fp8")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
+STORED = ("int8", "fp8", "int4")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -175,7 +175,9 @@ def _medusa(config: MedusaConfig) -> list[str]:
 def _parameters(found: Header) -> str:
     counts: Counter[str] = Counter()
     for name, leaf in found.parameters.items():
-        if not name.endswith((".scale", "draft_to_target")):
+        if name.endswith(".values") and leaf.dtype == np.uint8:
+            counts["int4"] += 2 * int(np.prod(leaf.shape))
+        elif not name.endswith((".scale", ".zeros", "draft_to_target")):
             counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
 
@@ -184,8 +186,13 @@ def _quantization(found: Header) -> list[str]:
     """Return a line with the kinds of the quantised weights, and how many input channels share a scale if not all."""
     leaves = jax.tree.leaves(orbax.unflatten(found.parameters), is_leaf=lambda node: isinstance(node, Quantized))
     weights = [leaf for leaf in leaves if isinstance(leaf, Quantized)]
-    kinds = sorted({w.kind + (f" in groups of {w.group}" if w.group else "") for w in weights})
+    kinds = sorted({_kind(weight) for weight in weights})
     return [f"quantised: {' or '.join(kinds)}"] if kinds else []
+
+
+def _kind(weight: Quantized) -> str:
+    group = f" in groups of {weight.group}" if weight.group else ""
+    return f"{weight.kind}{group}{'' if weight.zeros is None else ' with zero points'}"
 
 
 def _companions(folder: Path) -> list[str]:

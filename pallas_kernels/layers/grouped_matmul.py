@@ -1,6 +1,8 @@
-"""A product with a weight of one byte per value that has a scale for each group of columns in each row.
+"""A product with a weight of four or eight bits per value that has a scale for each group of columns in each row.
 
     parts[s, t, n] = sum_k x[t, k] values[n, k] scale[n, k // group]  over the s-th of S equal parts of k
+
+Of packed weights (`int4`), which may have zero points too, values[n, k] - zeros[n, k // group] is multiplied.
 
 The sum over s is x @ w.T. The kernel reads the weight's bytes, widens a tile of them in registers, and multiplies the
 sum over a step of k by the step's scales, so no widened copy of the weight is written to memory. The scales of blocks
@@ -14,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers import int4
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
@@ -24,15 +27,21 @@ FEW_ROWS = 16  # smallest side of a product on tensor cores
 MOST_ROWS = 64  # most rows of x per Pallas program
 
 
-def widened(values: Num[Array, "out inner"], scale: Float[Array, "out groups"]) -> Float[Array, "out inner"]:
+def widened(
+    values: Num[Array, "out inner"] | UInt8[Array, "out blocks bytes"],
+    scale: Float[Array, "out groups"],
+    zeros: UInt8[Array, "out groups"] | None = None,
+) -> Float[Array, "out inner"]:
     """Returns the weight in float32: each value times the scale of its row and group."""
+    if values.dtype == jnp.uint8:
+        return int4.widened(values, scale, zeros)
     return values.astype(jnp.float32) * jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
 
 
-def _reference(x, values, scale, *, parts, dtype):
+def _reference(x, values, scale, *zeros, parts, dtype):
     """Computes the product from a widened copy of the weight; the sums are float32."""
     pieces, weights = (
-        array.astype(jnp.float32).reshape(array.shape[0], parts, -1) for array in (x, widened(values, scale))
+        array.astype(jnp.float32).reshape(array.shape[0], parts, -1) for array in (x, widened(values, scale, *zeros))
     )
     dims = (((2,), (2,)), ((1,), (1,)))
     return jax.lax.dot_general(pieces, weights, dims, precision=jax.lax.Precision.HIGHEST).astype(dtype)
@@ -41,51 +50,63 @@ def _reference(x, values, scale, *, parts, dtype):
 def _kernel(
     # inputs
     x_ref,  # [T, K]
-    values_ref,  # [N, K], one byte per value
+    values_ref,  # [N, K], one byte per value, or packed [N, K / 2]
     scale_ref,  # [N, K / group] float32
-    # outputs
-    parts_ref,  # [parts, T, N]
+    *refs,  # zeros_ref [N, K / group] uint8, if the weight has zero points; output: parts_ref [parts, T, N]
     # static parameters
-    *,
     rows,  # T
     row_tile,  # rows of x per Pallas program
     out_tile,  # rows of the weight per Pallas program
     steps,  # loop iterations per part of k
     inner,  # values of k per loop iteration, a divisor of `group`
     group,  # values of k per scale
+    half,  # columns of half a block of a packed weight; 0: the weight is not packed
+    interpret,  # whether the kernel is interpreted
 ):
     """Computes one output tile, summed over one part of k, in one Pallas program.
 
     The weight is the first operand of the tensor-core product, because the first operand can have more rows than the
     second.
     """
+    *zeros_ref, parts_ref = refs
     part = pl.program_id(2)
     row = pl.program_id(0) * row_tile + jnp.arange(row_tile)
     out = pl.program_id(1) * out_tile + jnp.arange(out_tile)
-    is_row, is_out = row < rows, out < values_ref.shape[0]
+    is_row, is_out = row < rows, out < scale_ref.shape[0]
+
+    def product(values, column):
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # padding is arbitrary and not stored
+        return pltriton.dot(values.astype(x.dtype), x, trans_b=True)
 
     def step(index, total):
         first = (part * steps + index) * inner
-        column = first + jnp.arange(inner)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # padding is arbitrary and not stored
-        values = pltriton.load(values_ref.at[out[:, None], column], mask=is_out[:, None]).astype(x.dtype)
         scale = pltriton.load(scale_ref.at[out, first // group], mask=is_out)
-        return total + pltriton.dot(values, x, trans_b=True) * scale[:, None]
+        byte = jnp.arange(inner // 2 if half else inner)[None, :]
+        start = first // 2 if half else first
+        values = pltriton.load(values_ref.at[out[:, None], start + byte], mask=is_out[:, None])
+        if not half:
+            return total + product(values, first + byte) * scale[:, None]
+        zero = pltriton.load(zeros_ref[0].at[out, first // group], mask=is_out) if zeros_ref else jnp.full(out_tile, 8)
+        low, high = int4.differences(values, jnp.broadcast_to(zero[:, None], values.shape), x_ref.dtype, interpret)
+        column = first + byte // half * (2 * half) + byte % half
+        return total + (product(low, column) + product(high, column + half)) * scale[:, None]
 
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((out_tile, row_tile), jnp.float32))
     at = parts_ref.at[part, row[None, :], out[:, None]]
     pltriton.store(at, total.astype(parts_ref.dtype), mask=is_row[None, :] & is_out[:, None])
 
 
-def _pallas(x, values, scale, *, parts, dtype, interpret):
-    (rows, inner), out, group = x.shape, values.shape[0], values.shape[1] // scale.shape[1]
-    step = math.gcd(group, STEP)
-    row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
+def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
+    (rows, inner), (out, groups) = x.shape, scale.shape
+    group, half = inner // groups, values.shape[2] if values.dtype == jnp.uint8 else 0
     is_few = rows <= MOST_ROWS
+    # With 128 columns of a packed weight, more rows would exceed the registers of compute capability 8.0.
+    step = math.gcd(group, STEP if is_few or not half else STEP // 2)
+    row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
     out_tile = 64 if rows > FEW_ROWS and is_few else 128
     sizes = {"rows": rows, "row_tile": row_tile, "out_tile": out_tile, "steps": inner // parts // step}
     return pl.pallas_call(
-        functools.partial(_kernel, **sizes, inner=step, group=group),
+        functools.partial(_kernel, **sizes, inner=step, group=group, half=half, interpret=interpret),
         grid=(pl.cdiv(rows, row_tile), pl.cdiv(out, out_tile), parts),  # neighbours share rows of the weight
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         # Up to 64 rows, five stages fit into the 99 KiB of shared memory of compute capability 8.9. The larger tiles
@@ -93,26 +114,33 @@ def _pallas(x, values, scale, *, parts, dtype, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=4 if is_few else 8, num_stages=5 if is_few else 3),
         interpret=interpret,
         name="grouped_matmul",
-    )(x, values, scale)
+    )(x, values.reshape(out, -1), scale, *zeros)
 
 
-def _unsupported(x: Array, values: Array, scale: Array, parts: int) -> str | None:
-    """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
-    group = values.shape[1] // scale.shape[1]
-    step = math.gcd(group, STEP)
-    if step < LEAST_STEP or values.shape[1] % (parts * step):
-        return f"groups must be multiples of {LEAST_STEP} columns, got {group}"
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x must be bfloat16 or float16, got {x.dtype}"
+def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1) -> str | None:
+    """Returns a text that says which limit of the kernel a product exceeds; None if the product is supported.
+
+    Args:
+        inner: number of columns of the weight.
+        groups: number of scales of a row.
+        dtype: dtype of x.
+        parts: number of partial sums.
+    """
+    step = math.gcd(inner // groups, STEP)
+    if step < LEAST_STEP or inner % (parts * step):
+        return f"groups must be multiples of {LEAST_STEP} columns, got {inner // groups}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x must be bfloat16 or float16, got {dtype}"
     return None
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "parts", "implementation"))
 def grouped_matmul(
     x: Float[Array, "*rows inner"],
-    values: Num[Array, "out inner"],
+    values: Num[Array, "out inner"] | UInt8[Array, "out blocks bytes"],
     scale: Float[Array, "out groups"],
     dtype: jnp.dtype,
+    zeros: UInt8[Array, "out groups"] | None = None,
     *,
     parts: int = 1,
     implementation: Implementation = "auto",
@@ -121,9 +149,10 @@ def grouped_matmul(
 
     Args:
         x: activations [*rows, inner].
-        values: int8 or float8 values of the weight [out, inner].
+        values: int8 or float8 values of the weight [out, inner], or packed ones [out, blocks, bytes] (`int4.pack`).
         scale: float32 scales [out, groups]; each belongs to inner / groups columns of a row.
         dtype: dtype of the result.
+        zeros: zero points of packed values [out, groups]; None: 8.
         parts: number of equal parts into which the sum over k is divided.
         implementation: as in `paged_attention`. The kernel needs activations of two bytes per value and groups that are
             multiples of 32 columns. The reference writes a widened copy of the weight.
@@ -131,9 +160,9 @@ def grouped_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the call.
     """
-    rows, out = x.shape[:-1], values.shape[0]
+    rows, (out, groups) = x.shape[:-1], scale.shape
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
-    flat = x.reshape(-1, x.shape[-1])
-    sums = dispatch(implementation, _unsupported(x, values, scale, parts), kernel, reference, flat, values, scale)
-    return sums.reshape(parts, *rows, out)
+    arguments = [x.reshape(-1, x.shape[-1]), values, scale, *([] if zeros is None else [zeros])]
+    limit = unsupported(x.shape[-1], groups, x.dtype, parts)
+    return dispatch(implementation, limit, kernel, reference, *arguments).reshape(parts, *rows, out)

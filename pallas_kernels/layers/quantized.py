@@ -1,4 +1,4 @@
-"""Weights with one byte per value and scales, and matrix products with such weights.
+"""Weights of four or eight bits per value and scales, and matrix products with such weights.
 
 A weight has one scale per output channel:
 
@@ -10,7 +10,8 @@ Each row of x is quantised separately, so its result does not depend on other ro
 in the last bit of a float32 sum into a relative difference of 1/16. Therefore "fp8_dynamic" keeps the probabilities of
 decoding only up to such rounding errors, not bit for bit.
 
-A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`).
+A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`). A
+weight of int4 always has such scales, and may have zero points (`int4`).
 """
 
 import math
@@ -20,13 +21,14 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt8
 
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
+from pallas_kernels.layers import int4
+from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
-Kind = Literal["int8", "fp8", "fp8_dynamic"]
+Kind = Literal["int8", "fp8", "fp8_dynamic", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
 STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
@@ -41,16 +43,22 @@ class Quantized:
     experts are [experts, out].
     """
 
-    values: Num[Array, "*experts out inner"]  # int8 or float8_e4m3fn
+    values: Num[Array, "*experts out inner"] | UInt8[Array, "out blocks bytes"]  # int8 or float8_e4m3fn, or packed
     scale: Float[Array, "*experts out"] | Float[Array, "out groups"]  # float32
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
+    zeros: UInt8[Array, "out groups"] | None = None  # zero points of int4; None: 8
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        if self.values.dtype != jnp.uint8:
+            return self.values.shape
+        *rows, blocks, half = self.values.shape
+        return (*rows, blocks * 2 * half)
 
     @property
     def kind(self) -> Kind:
+        if self.values.dtype == jnp.uint8:
+            return "int4"
         if self.values.dtype == INT8:
             return "int8"
         return "fp8_dynamic" if self.dynamic else "fp8"
@@ -58,19 +66,29 @@ class Quantized:
     @property
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim < self.values.ndim else self.values.shape[1] // self.scale.shape[1]
+        return None if self.scale.ndim < len(self.shape) else self.shape[1] // self.scale.shape[1]
 
     def rows(self, index: Int[Array, " rows"]) -> "Quantized":
         """Returns some rows of the weight, as a weight with the same values."""
-        return replace(self, values=self.values[index], scale=self.scale[index])
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> "Quantized":
         """Returns columns `start` to `stop - 1` of the weight, as a weight with the same values."""
-        values, scale = self.values[:, start:stop], self.scale
-        if self.group is not None:
-            fine = math.gcd(self.group, start, stop)  # groups of this size lie within the columns
-            scale = jnp.repeat(scale, self.group // fine, axis=1)[:, start // fine : stop // fine]
-        return replace(self, values=values, scale=scale)
+        if self.kind == "int4":
+            values = int4.pack(int4.unpack(self.values)[:, start:stop])
+        else:
+            values = self.values[:, start:stop]
+        if self.group is None:
+            return replace(self, values=values)
+        fine = math.gcd(self.group, start, stop)  # groups of this size lie within the columns
+        count, part = self.group // fine, slice(start // fine, stop // fine)
+        zeros = None if self.zeros is None else jnp.repeat(self.zeros, count, axis=1)[:, part]
+        return replace(self, values=values, scale=jnp.repeat(self.scale, count, axis=1)[:, part], zeros=zeros)
+
+    def widened(self) -> Float[Array, "out inner"]:
+        """Returns the weight in float32."""
+        return widened(self.values, self.scale.reshape(self.shape[0], -1), self.zeros)
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +137,9 @@ def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
 
 
 def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
-    """Returns a weight quantised to one byte per value, with one scale per output channel."""
+    """Returns a weight quantised to one byte per value, with one scale per output channel, or to `int4` in groups."""
+    if kind == "int4":
+        return Quantized(*int4.round_to_int4(weight))
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
@@ -228,7 +248,9 @@ def matmul_grouped(
         raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
     x = gated(x, gate) if gate else x
     dtype = jnp.dtype("float32") if parts > 1 else dtype or x.dtype
-    return grouped_matmul(x, weight.values, weight.scale, dtype, parts=parts, implementation=implementation)
+    return grouped_matmul(
+        x, weight.values, weight.scale, dtype, weight.zeros, parts=parts, implementation=implementation
+    )
 
 
 def matmul(

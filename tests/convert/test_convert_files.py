@@ -258,9 +258,11 @@ def test_load_model_of_an_unsupported_type_raises_naming_file_and_supported_type
 
 
 def test_load_checkpoint_quantised_by_another_tool_raises_naming_quantize(tmp_path):
-    config = {**TARGET, "quantization_config": {"quant_method": "gptq", "bits": 4, "modules": ["x" * 900] * 50}}
+    config = {**TARGET, "quantization_config": {"quant_method": "bitsandbytes", "modules": ["x" * 900] * 50}}
     folder = folders.write(tmp_path, config, folders.target_tensors())
-    with pytest.raises(NotImplementedError, match=r"quantize='int8' or 'fp8' rounds them at load\), got \{") as error:
+    with pytest.raises(
+        NotImplementedError, match=r"quantize='int8', 'fp8' or 'int4' rounds them at load\), got \{"
+    ) as error:
         load.load(folder)
     assert len(str(error.value)) < 500
 

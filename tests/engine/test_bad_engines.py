@@ -78,7 +78,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(accept="greedy"), r"accept: expected one of \('coupled', .*'typical'\), got 'greedy'"),
     (dict(implementation="cuda"), r"implementation: expected one of \('auto', 'pallas', 'reference'\), got 'cuda'"),
     (dict(kv_dtype="int3"), r"kv_dtype: expected one of .* got 'int3'"),
-    (dict(quantize="int4"), r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic'\), got 'int4'"),
+    (
+        dict(quantize="int3"),
+        r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'none'\), got 'int3'",
+    ),
     (dict(quantize=True), r"quantize: expected one of .* got True"),
     (dict(memory_fraction=0), r"memory_fraction: expected in \(0, 1\], got 0"),
     (dict(memory_fraction=1.5), r"memory_fraction: expected in \(0, 1\], got 1\.5"),

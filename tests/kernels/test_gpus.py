@@ -147,6 +147,12 @@ def grouped_product(rows: int) -> Case:
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
+def packed_product(rows: int, dtype: Any = BF16) -> Case:
+    values, groups = shape(6144, HIDDEN // 32, 16, dtype=jnp.uint8), (6144, HIDDEN // 128)
+    weight = Quantized(values, shape(*groups, dtype=F32), zeros=shape(*groups, dtype=jnp.uint8))
+    return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN, dtype=dtype), weight)
+
+
 def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
     arrays = shape(rows, HIDDEN, dtype=dtype), shape(6144, HIDDEN, dtype=dtype)
     return partial(deterministic_matmul, implementation="pallas"), arrays
@@ -213,6 +219,8 @@ CASES: dict[str, Case] = {
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
     **{f"product {rows} int8": product(rows, "int8") for rows in (5, 61)},
+    **{f"product {rows} packed": packed_product(rows) for rows in (5, 61, 160)},
+    "product 5 packed, float16": packed_product(5, jnp.float16),
     "attention 5, deterministic": deterministic_attention(5),
     "attention 61, deterministic": deterministic_attention(61, depths=9),
     "prefill, deterministic": deterministic_attention(512),
@@ -261,6 +269,7 @@ DEFAULT = {
         "move fp8",
         "product 61 int8",
         "product 61 in groups",
+        "product 61 packed",
         "norm of 4 partial sums",
         "sampling threshold",
         "sample tokens",

@@ -13,8 +13,10 @@ import pytest
 
 from jspec.models.layers import head_product
 from pallas_kernels import gated_matmul, split_matmul
+from pallas_kernels.layers import int4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.quantized import Quantized, matmul, quantize_activation, reduce_partials
+from tests.reference import int4 as reference
 from tests.support.gpus import H100, compile_for
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -66,6 +68,57 @@ def test_product_in_groups_has_the_sums_of_each_groups_values_times_its_scale(
     assert error(got.sum(0), expected(x, weight)) < 1e-6  # float32 sums of exact products
     other = run(x, weight.values, jnp.roll(weight.scale, 1, axis=1)).sum(0)
     assert error(other, expected(x, weight)) > 0.1, "control: each group has the next one's scale"
+
+
+def packed_problem(rows: int, out: int, inner: int, group: int, has_zeros: bool) -> tuple[jax.Array, Quantized]:
+    """Return random x and packed weight; zero points are up to 16, as in files of GPTQ."""
+    x, weight = problem(rows, out, inner, group)
+    rng = np.random.default_rng(inner)
+    values = int4.pack(jnp.asarray(rng.integers(0, 16, (out, inner)), jnp.uint8))
+    zeros = jnp.asarray(rng.integers(0, 17, weight.scale.shape), jnp.uint8) if has_zeros else None
+    return x, Quantized(values, weight.scale, zeros=zeros)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "group", "parts", "has_zeros"),
+    [
+        (1, 70, 512, 128, 1, True),  # the last tile of columns is partial
+        (20, 64, 256, 32, 1, False),
+        (70, 130, 512, 64, 2, True),  # two tiles of rows
+        (5, 64, 768, 384, 2, True),  # three steps of k in a group
+    ],
+)
+def test_product_with_a_packed_weight_has_the_sums_of_each_groups_differences_times_its_scale(
+    rows: int, out: int, inner: int, group: int, parts: int, has_zeros: bool, implementation: str
+) -> None:
+    x, weight = packed_problem(rows, out, inner, group, has_zeros)
+    run = partial(grouped_matmul, dtype=F32, parts=parts, implementation=implementation)
+    wide = reference.device(weight.values, weight.scale, weight.zeros).astype(np.float64)  # type: ignore[arg-type]
+    wanted = np.asarray(x, np.float64) @ wide.T
+    got = run(x, weight.values, weight.scale, zeros=weight.zeros)
+    assert got.shape == (parts, rows, out)
+    assert error(got.sum(0), wanted) < 1e-6  # float32 sums of exact products
+    swapped = weight.values << 4 | weight.values >> 4
+    assert error(run(x, swapped, weight.scale, zeros=weight.zeros).sum(0), wanted) > 0.1, "control: halves swapped"
+    zeros = jnp.full(weight.scale.shape, 8, jnp.uint8) if weight.zeros is None else weight.zeros
+    other = run(x, weight.values, weight.scale, zeros=zeros + 1).sum(0)
+    assert error(other, wanted) > 0.01, "control: zero points of one more"
+
+
+@pytest.mark.once
+def test_packed_values_keep_their_columns_in_any_blocks() -> None:
+    values = np.random.default_rng(0).integers(0, 16, (3, 96)).astype(np.uint8)
+    packed = int4.pack(values)
+    assert packed.shape == (3, 3, 16) and int4.reblocked(packed, 3) is packed
+    assert packed[1, 2, 5] == values[1, 64 + 5] + 16 * values[1, 64 + 16 + 5]
+    for parts in (2, 4, 16):
+        assert int4.reblocked(packed, parts).shape[1] % parts == 0
+        np.testing.assert_array_equal(int4.unpack(int4.reblocked(packed, parts)), values)
+    weight = Quantized(jnp.asarray(packed), jnp.ones((3, 3)), zeros=jnp.zeros((3, 3), jnp.uint8))
+    np.testing.assert_array_equal(matmul(jnp.eye(40), weight.columns(16, 56)), values[:, 16:56].T)
+    with pytest.raises(ValueError, match="int4: expected an even number of input channels, got 3"):
+        int4.reblocked(packed, 32)
 
 
 @pytest.mark.once
@@ -134,6 +187,22 @@ def test_product_in_groups_compiled_for_h100_writes_no_widened_weight(name: str,
     weight = Quantized(
         jax.ShapeDtypeStruct((out, inner), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((out, inner // 128), F32)
     )
+    program = compile_for(H100, function, x, weight, fail_on_spills=True)
+    activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
+    assert program.temp_bytes <= activations
+    assert [launch.name for launch in program.launches if "multiply" not in launch.name] == ["grouped_matmul"]
+
+
+@pytest.mark.parametrize("rows", [1, 61, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(jnp.dtype("float16"), marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_with_a_packed_weight_compiled_for_h100_writes_no_widened_weight(
+    name: str, dtype: jnp.dtype, rows: int
+) -> None:
+    out, inner, function = PRODUCTS[name]
+    x, groups = jax.ShapeDtypeStruct((1, rows, inner), dtype), (out, inner // 128)
+    values, zeros = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((out, inner // 32, 16), groups))
+    weight = Quantized(values, jax.ShapeDtypeStruct(groups, F32), zeros=zeros)
     program = compile_for(H100, function, x, weight, fail_on_spills=True)
     activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
     assert program.temp_bytes <= activations

@@ -12,11 +12,13 @@ import pytest
 from convert.fields import CheckpointError, Fields
 from jspec.models.quantized_config import Scheme, read_scheme
 from tests.support import quantized_folders as made
+from tests.support.int4_folders import AWQ, GPTQ, packed_config
 
 pytestmark = pytest.mark.once
 
 ROWS, BLOCKS = made.FORMATS["compressed-tensors by row"].config, made.FORMATS["fp8 by block"].config
 BY_TENSOR = made.FORMATS["compressed-tensors by tensor"].config
+PACKED = packed_config()
 WEIGHTS = ("config_groups", "group_0", "weights")
 INPUTS = ("config_groups", "group_0", "input_activations")
 
@@ -64,9 +66,34 @@ def test_config_without_quantisation_gives_no_scheme() -> None:
     assert weights_only is not None and weights_only.activations is None
 
 
+def test_config_of_each_4_bit_format_gives_its_scheme() -> None:
+    groups, rows = {"granularity": "group", "block": (1, 16), "bits": 4}, {"granularity": "channel", "bits": 4}
+    assert read(GPTQ) == Scheme("gptq", **groups, has_zeros=True, zero_offset=1)
+    assert read(changed(GPTQ, ["checkpoint_format"], "gptq_v2")) == Scheme("gptq", **groups, has_zeros=True)
+    assert read(changed(GPTQ, ["group_size"], -1)) == Scheme("gptq", **rows, has_zeros=True, zero_offset=1)
+    assert read(AWQ) == Scheme("awq", **groups, has_zeros=True, unquantized=("lm_head",))
+    assert read(PACKED) == Scheme("compressed-tensors", **groups, unquantized=("lm_head",))
+    asymmetric = read(changed(PACKED, [*WEIGHTS, "symmetric"], False))
+    assert asymmetric is not None and asymmetric.has_zeros and asymmetric.zero_offset == 0
+    assert str(read(AWQ)) == "awq, 4-bit weights with a scale and a zero point per block of 1 x 16"
+    assert str(Scheme("compressed-tensors", **rows)) == "compressed-tensors, 4-bit weights with a scale per channel"
+
+
 UNSUPPORTED = [
-    ({"quant_method": "gptq", "bits": 4}, "quantization_config: expected float8 weights of compressed-tensors"),
-    (changed(ROWS, ["format"], "pack-quantized"), "format: expected 'float-quantized', got 'pack-quantized'"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantization_config: expected float8 weights of compr"),
+    (changed(ROWS, ["format"], "int-quantized"), "format: expected 'float-quantized' or 'pack-quantized', got 'int-q"),
+    (changed(PACKED, [*WEIGHTS, "num_bits"], 8), "weights: num_bits: expected 4, got 8"),
+    (changed(PACKED, [*WEIGHTS, "type"], "float"), "type: expected 'int', got 'float'"),
+    (changed(PACKED, [*WEIGHTS, "strategy"], "block"), "strategy: expected 'group' or 'channel', got 'block'"),
+    (changed(PACKED, INPUTS, {"num_bits": 8}), "input_activations: expected none"),
+    (changed(GPTQ, ["bits"], 3), "bits: expected 4, got 3"),
+    (changed(GPTQ, ["bits"], 8), "bits: expected 4, got 8"),
+    (changed(GPTQ, ["checkpoint_format"], "marlin"), "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
+    (changed(GPTQ, ["dynamic"], {"-:lm_head": {}}), "dynamic: expected none"),
+    (changed(GPTQ, ["pack_dtype"], "int64"), "pack_dtype: expected 'int32', got 'int64'"),
+    (changed(AWQ, ["bits"], 8), "bits: expected 4, got 8"),
+    (changed(AWQ, ["version"], "gemv"), "version: expected 'gemm' or 'GEMM', got 'gemv'"),
+    (changed(AWQ, ["zero_point"], False), "zero_point: expected True, got False"),
     (changed(ROWS, [*WEIGHTS, "num_bits"], 4), "num_bits: expected 8, got 4"),
     (changed(ROWS, [*WEIGHTS, "type"], "int"), "type: expected 'float', got 'int'"),
     (changed(ROWS, [*WEIGHTS, "strategy"], "group"), "strategy: expected 'tensor' or 'channel' or 'block', got 'gr"),
@@ -104,6 +131,10 @@ WRONG = [
     (changed(ROWS, WEIGHTS, None), "missing weights"),
     (changed(ROWS, WEIGHTS, {"strategy": "channel"}), "missing num_bits"),
     ({"quant_method": "modelopt"}, "missing quant_algo"),
+    ({"quant_method": "gptq"}, "missing bits"),
+    (changed(GPTQ, ["group_size"], 0), "group_size: expected a number of columns above 0, or -1"),
+    (changed(AWQ, ["group_size"], "all"), "group_size: expected an integer"),
+    (changed(PACKED, [*WEIGHTS, "group_size"], None), "missing group_size"),
 ]
 
 

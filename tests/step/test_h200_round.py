@@ -227,9 +227,15 @@ def test_h200_deterministic_round_is_one_cuda_graph_of_deterministic_kernels(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "launches"),
-    [pytest.param("fp8", 410, marks=pytest.mark.matrix), pytest.param("fp8_dynamic", 412, marks=pytest.mark.long)],
+    [
+        pytest.param("fp8", 410, marks=pytest.mark.matrix),
+        pytest.param("fp8_dynamic", 412, marks=pytest.mark.long),
+        pytest.param("int4", 410, marks=pytest.mark.long),
+    ],
 )
-def test_h200_round_with_fp8_weights_and_cache_reads_them_unconverted(quantize: str, launches: int) -> None:
+def test_h200_round_with_quantised_weights_and_float8_cache_reads_them_unconverted(
+    quantize: str, launches: int
+) -> None:
     """A weight converted to another type would take at least 34 MB of temporary memory."""
     program = check(*compile_round(Tree.chain(4), quantize, "float8_e4m3fn"), launches=launches, temp_mib=12)
     rounded = program.count("paged_attention_merge_and_round")  # in every layer, and in each of the draft's passes

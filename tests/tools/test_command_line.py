@@ -149,10 +149,13 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--ngram", "--accept", "sometimes"), "accept: expected one of"),
         (("--suffix", "--tree", "topk:6,2,2", "--accept", "block"), "block"),
         (("--max-tokens", "0"), "max_tokens"),
-        (("--quantize", "int4"), "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic'), got 'int4'"),
+        (
+            ("--quantize", "int3"),
+            "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'none'), got 'int3'",
+        ),
         (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
         (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),
-        (("--eagle", "eagle", "--draft-quantize", "int4"), "quantize: expected None or one of int8"),
+        (("--eagle", "eagle", "--draft-quantize", "int3"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
             "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --draft-model",

@@ -41,7 +41,7 @@ def chip() -> Chip | None:
 class Widths:
     """The bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
 
-    weight: int = 2  # bytes of a weight
+    weight: float = 2  # bytes of a weight
     cache: int = 2  # bytes of a K or V cache entry
     speed: int = 1  # rate of matrix products over that of bf16
 

@@ -203,7 +203,8 @@ def floor_milliseconds(case: Case) -> float | None:
 
     def widths(quantize: str | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
-        return roofline.Widths(1 if quantize else 2, cache, 2 if quantize == "fp8_dynamic" else 1)
+        weight = {None: 2.0, "int4": 0.5}.get(quantize, 1.0)
+        return roofline.Widths(weight, cache, 2 if quantize == "fp8_dynamic" else 1)
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)

@@ -1,0 +1,238 @@
+"""Reads weights of four bits: rows of a weight map for packed values, scales and zero points.
+
+Files pack eight values into an int32 word. GPTQ and AWQ store a weight's transpose, and compressed-tensors the weight:
+
+    format               words of values            words of zero points          scales
+    gptq                 8 columns [in / 8, out]    8 rows [groups, out / 8]      [groups, out]
+    awq                  8 rows [in, out / 8]       8 rows [groups, out / 8]      [groups, out]
+    compressed-tensors   8 columns [out, in / 8]    8 rows [out / 8, groups]      [out, groups]
+
+AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4` says.
+Nothing is rounded: values and zero points are whole numbers, and scales become float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from convert.fields import CheckpointError, short
+from convert.huggingface import Row
+from convert.sources import Shape, Source, Tensor
+from jspec.models.layer_config import unsupported
+from jspec.models.quantized_config import Scheme
+from pallas_kernels.layers.int4 import block_of, pack
+
+WORD = 8  # values in an int32 word
+AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight rows, in fours of bits from the lowest
+PACKED = (".qweight", ".weight_packed")  # ends of the names of packed weights
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a format stores a weight.
+
+    Attributes:
+        values, zeros, scale: last parts of the tensors' names.
+        order: last part of the name of the tensor that holds each column's group.
+        axes: axes of the words of values, and of zero points, along which neighbours are packed.
+        is_transposed: whether input channels come first.
+        places: place in a word of each of its values.
+    """
+
+    values: str
+    zeros: str
+    scale: str
+    order: str
+    axes: tuple[int, int]
+    is_transposed: bool
+    places: tuple[int, ...] = tuple(range(WORD))
+
+    def stored(self, out: int, columns: int, axis: int | None) -> Shape:
+        """Return the shape in the file of a tensor [out, columns] whose neighbours along an axis are packed."""
+        shape = [columns, out] if self.is_transposed else [out, columns]
+        if axis is not None:
+            shape[axis] = -(-shape[axis] // WORD)
+        return tuple(shape)
+
+
+LAYOUTS = {
+    "gptq": Layout("qweight", "qzeros", "scales", "g_idx", (0, 1), is_transposed=True),
+    "awq": Layout("qweight", "qzeros", "scales", "g_idx", (1, 1), is_transposed=True, places=AWQ),
+    "compressed-tensors": Layout(
+        "weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx", (1, 0), is_transposed=False
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the weights of which a parameter is fused.
+
+    Attributes:
+        module: name of the linear layer.
+        out, columns: shape of the weight.
+        groups: number of scales of a row.
+        zero_offset: number that is added to stored zero points.
+        layout: how the format stores the weight.
+        order: name of the tensor that holds each column's group; None: groups are consecutive columns.
+        shape: name of the tensor that holds the shape; None: there is none.
+    """
+
+    module: str
+    out: int
+    columns: int
+    groups: int
+    zero_offset: int
+    layout: Layout
+    order: str | None
+    shape: str | None
+
+    def read(self, source: Source, end: str, columns: int, axis: int | None) -> np.ndarray:
+        """Read a tensor, unpack its words if neighbours along an axis are packed, and return it as [out, columns]."""
+        name = f"{self.module}.{end}"
+        pieces = [piece if axis is None else self._unpacked(piece, axis) for piece in source.pieces(name)]
+        found = np.concatenate(pieces)
+        if axis is None:
+            check_scales(source, name, found)
+        return (found.T if self.layout.is_transposed else found)[: self.out, :columns]
+
+    def _unpacked(self, words: np.ndarray, axis: int) -> np.ndarray:
+        shifts = np.array(self.layout.places, np.uint32) * 4
+        if axis == 0:
+            values = words.view(np.uint32)[:, None, :] >> shifts[:, None] & 15
+            return values.astype(np.uint8).reshape(-1, words.shape[1])
+        values = words.view(np.uint32)[..., None] >> shifts & 15
+        return values.astype(np.uint8).reshape(len(words), -1)
+
+    def group_of(self, source: Source) -> np.ndarray:
+        """Return the group of each column.
+
+        Raises:
+            CheckpointError: a group does not exist, or the stored shape is not that of the weight.
+        """
+        if self.shape is not None:
+            stored = np.concatenate(list(source.pieces(self.shape)))
+            if stored.tolist() != [self.out, self.columns]:
+                raise _damage(source, self.shape, f"the shape {[self.out, self.columns]}", stored.tolist())
+        if self.order is None:
+            return np.arange(self.columns) // (self.columns // self.groups)
+        found = np.concatenate(list(source.pieces(self.order)))
+        if (wrong := found[(found < 0) | (found >= self.groups)]).size:
+            raise _damage(source, self.order, f"groups from 0 to {self.groups - 1}", wrong[0])
+        return found
+
+    def check_order(self, source: Source) -> None:
+        """Raise NotImplementedError unless each group is the next columns."""
+        found = self.group_of(source)
+        if not np.array_equal(found, np.arange(self.columns) // (self.columns // self.groups)):
+            expected = "groups of consecutive columns (desc_act: false), or quantize='none', which widens the weights"
+            raise unsupported(short(self.order), "groups in another order", expected)
+
+
+def _damage(source: Source, name: str, expected: str, got: object) -> CheckpointError:
+    file = source.tensors[name].file
+    return CheckpointError(file, f"{short(name)}: expected {expected}, got {got}; download it again")
+
+
+def check_scales(source: Source, name: str, scales: np.ndarray) -> None:
+    """Raise CheckpointError if a scale is negative, infinite or NaN."""
+    wrong = scales[~(np.isfinite(scales) & (scales >= 0))]
+    if wrong.size:
+        raise _damage(source, name, "finite scales from 0", f"{wrong.flat[0]} (values of this kind: {wrong.size})")
+
+
+def packed_name(weight: str, tensors: Mapping[str, object]) -> str | None:
+    """Return the name of the packed tensor of a weight; None: there is none."""
+    base = weight.removesuffix(".weight")
+    return next((f"{base}{end}" for end in PACKED if f"{base}{end}" in tensors), None)
+
+
+def split_int4(
+    row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], known: Set[str], *, by_column: bool
+) -> list[Row]:
+    """Return the rows of a parameter's packed values, its scales, and its zero points if it has any.
+
+    Args:
+        row: row of the unquantised weight, whose sources are concatenated along axis 0.
+        scheme: how the checkpoint is quantised.
+        tensors: headers of the tensors, by name.
+        known: names of the tensors of all other rows.
+        by_column: give each column scales of its own, so that groups may be in any order.
+
+    Raises:
+        CheckpointError: a packed tensor is not int32.
+        NotImplementedError: groups do not divide the columns.
+    """
+    layout, (out, columns) = LAYOUTS[scheme.method], row.shape
+    size = columns if scheme.block is None else scheme.block[1]
+    if columns % size:
+        raise unsupported(f"{row.parameter}: group_size", size, f"a divisor of its {columns} input channels")
+    groups, block = columns // size, block_of(columns)
+    parts = [_part(name, shape, groups, scheme, tensors) for name, shape in row.sources.items()]
+    values = _sources(parts, layout.values, columns, layout.axes[0])
+    if wrong := [name for name in values if name in tensors and tensors[name].dtype != "int32"]:
+        tensor = tensors[wrong[0]]
+        raise CheckpointError(tensor.file, f"{short(wrong[0])}: expected int32, got {tensor.dtype}; download it again")
+    others = {name: tensors[name].shape for part in parts for name in (part.order, part.shape) if name}
+    zero_biases = {name: (part.out,) for part in parts if (name := f"{part.module}.bias") in tensors.keys() - known}
+    scales = {**_sources(parts, layout.scale, groups, None), **zero_biases}
+    shape = (out, columns if by_column else groups)
+    fill_values = partial(_fill_values, parts, by_column)
+    fill_scale = partial(_fill_scale, parts, tuple(zero_biases), by_column)
+    rows = [
+        Row(f"{row.parameter}.values", values | others, (out, columns // block, block // 2), fill_values, "uint8"),
+        Row(f"{row.parameter}.scale", scales, shape, fill_scale, "float32"),
+    ]
+    if scheme.has_zeros:
+        zeros = _sources(parts, layout.zeros, groups, layout.axes[1])
+        rows.append(Row(f"{row.parameter}.zeros", zeros, shape, partial(_fill_zeros, parts, by_column), "uint8"))
+    return rows
+
+
+def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Part:
+    module, layout = weight.removesuffix(".weight"), LAYOUTS[scheme.method]
+    names = (f"{module}.{layout.order}", f"{module}.weight_shape")
+    order, stored = (name if name in tensors else None for name in names)
+    out, columns = shape
+    return Part(module, out, columns, groups, scheme.zero_offset, layout, order, stored)
+
+
+def _sources(parts: list[Part], end: str, columns: int, axis: int | None) -> dict[str, Shape]:
+    return {f"{part.module}.{end}": part.layout.stored(part.out, columns, axis) for part in parts}
+
+
+def _fill_values(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
+    filled, first = np.empty(row.shape, np.dtype(dtype)), 0
+    for part in parts:
+        if not by_column:
+            part.check_order(source)
+        values = part.read(source, part.layout.values, part.columns, part.layout.axes[0])
+        filled[first : first + part.out] = pack(values, 2 * row.shape[2])
+        first += part.out
+    return filled
+
+
+def _fill_scale(
+    parts: list[Part], zero_biases: tuple[str, ...], by_column: bool, source: Source, row: Row, dtype: str
+) -> np.ndarray:
+    for name in zero_biases:
+        if any(piece.any() for piece in source.pieces(name)):
+            raise _damage(source, name, "zeros, as the model has no such bias", "other values")
+    found = [part.read(source, part.layout.scale, part.groups, None).astype(np.float32) for part in parts]
+    return _joined(parts, found, by_column, source)
+
+
+def _fill_zeros(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
+    axis = parts[0].layout.axes[1]
+    found = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
+    return _joined(parts, found, by_column, source)
+
+
+def _joined(parts: list[Part], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:
+    """Concatenate arrays [out, groups], with the columns of the weight instead of groups if wanted."""
+    pairs = zip(parts, arrays, strict=True)
+    return np.concatenate([array[:, part.group_of(source)] if by_column else array for part, array in pairs])
