@@ -361,14 +361,14 @@ def test_nan_in_the_logits_of_one_device_ends_the_request_with_an_error() -> Non
     with Engine(tiny.model(VOCAB, layers=1, hidden=64), tensor_parallel=2, **LLAMA_OPTIONS) as engine:
         stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40, temperature=1.0, seed=1))
         assert next(stream).token_ids
-        runner = engine.core.runner
-        head = runner.params.target.head
+        side = engine.core.runner.target_side
+        head = side.params.target.head
         broken = jax.device_put(head.at[VOCAB - 1].set(jnp.nan), head.sharding)
-        runner.params = replace(runner.params, target=replace(runner.params.target, head=broken))
+        side.params = replace(side.params, target=replace(side.params.target, head=broken))
         with pytest.raises(FloatingPointError, match="got NaN"):
             list(stream)
         assert not exchanged_widths(engine, gathers_logits=False) & WIDTHS
-        check_devices_equal(runner.state)
+        check_devices_equal(side.state)
 
 
 def test_preemption_and_prefix_hits_with_pages_of_one_row_change_no_token() -> None:
