@@ -87,9 +87,11 @@ def test_head_with_stored_float8_weights_computes_with_the_weights_that_they_sta
 
 
 def test_head_with_an_unsupported_quantisation_raises_naming_what_is_supported(tmp_path: Path) -> None:
-    config = {**test_head_options.SIZES, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    config = {**test_head_options.SIZES, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     folder = folders.write(tmp_path, config, test_head_options.tensors_of(config, set()))
-    with pytest.raises(NotImplementedError, match=r"quantization_config: expected float8 weights of .*, got .*awq"):
+    with pytest.raises(
+        NotImplementedError, match=r"quantization_config: expected float8 weights of .*, got .*bitsandbytes"
+    ):
         Eagle3.from_pretrained(folder)
 
 
