@@ -173,7 +173,7 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
     is_listed, size = deterministic or chosen.size > MOST_CHOICES, FEW_ROWS
     lists: tuple[Array, ...] = (chosen.ravel(),)
-    grid: tuple[int, ...] = (width // tile, experts + 1, pl.cdiv(chosen.shape[1], size))
+    grid: tuple[int, ...] = (width // tile, experts + 1, pl.cdiv(chosen.size, size))
     if is_listed:
         size = MANY_ROWS if deterministic or chosen.size > FEW_ROWS * experts else FEW_ROWS
         lists = blocks_of(chosen.ravel(), experts, size)

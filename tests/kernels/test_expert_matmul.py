@@ -37,10 +37,18 @@ def choices(kind: str, experts: int, chosen: int, rows: int) -> np.ndarray:
         found = np.where(found == 2, experts - 1, found).astype(np.int32)
     elif kind == "rows without experts":
         found[:, ::2], found[0, -1] = -1, experts + 3
+    elif kind == "one row with experts":
+        found[:, 1:] = -1
     return found
 
 
-KINDS = ("any", "all rows to the same experts", "an expert without rows", "rows without experts")
+KINDS = (
+    "any",
+    "all rows to the same experts",
+    "an expert without rows",
+    "rows without experts",
+    "one row with experts",
+)
 
 
 def joined(gate: np.ndarray, up: np.ndarray, how: Gate) -> np.ndarray:
