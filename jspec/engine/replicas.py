@@ -1,4 +1,4 @@
-"""Several equal engines in one process, each on its own devices, behind the calls of one engine."""
+"""Runs several equal engines in one process, each on its own devices, with the calls of `Engine`."""
 
 from __future__ import annotations
 

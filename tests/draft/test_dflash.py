@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from jspec import DFlash, Model, Tree
-from jspec.core.records import KVCache, PromptBatch
 from jspec.draft import auto
 from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.head_config import DFlashConfig
-from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.replay import observe
@@ -23,7 +21,7 @@ from pallas_kernels.layers.quantized import reduce_partials
 from tests.reference import dflash as reference
 from tests.support import folders, recordings, tiny
 from tests.support.recordings import TOLERANCE, recording
-from tests.support.views import view_of_rows
+from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
 
@@ -75,27 +73,9 @@ def states() -> np.ndarray:
 
 def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
     """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
-    params, cache = prefilled(drafter, model, features)
-    block, _ = drafter.run_block(params, cache, view_of_rows([root], length=len(features)))
+    params, cache, view = prefilled(drafter, model, features, root=root)
+    block, _ = drafter.run_block(params, cache, view)
     return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
-
-
-def prefilled(drafter: DFlash, model: Model, features: np.ndarray) -> tuple[Any, KVCache]:
-    """Return the weights of a drafter, and a draft cache of one row with the context of some tokens."""
-    size = len(features)
-    params, view = drafter.bind(model), view_of_rows([0], length=size)
-    cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
-    batch = PromptBatch.whole(
-        jnp.asarray([size]),
-        tokens=jnp.zeros((1, size), jnp.int32),
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=view.page_table,
-        bits=None,
-        implementation="reference",
-    )
-    return params, drafter.prefill(params, cache, view, batch, jnp.asarray(features)[None])
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:

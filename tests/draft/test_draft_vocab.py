@@ -26,18 +26,16 @@ from jspec import (
     Tree,
     frequent_tokens,
 )
-from jspec.core.records import PromptBatch
 from jspec.draft import dflash_head
 from jspec.draft.draft_vocab import read_draft_vocab
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.tokenizer import ByteTokenizer
-from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.quantized import Quantized, reduce_partials
 from tests.draft import test_borrowed_head as borrowed
 from tests.draft.test_head_options import TOKENS, computed
 from tests.support import small, tiny
-from tests.support.views import view_of_rows
+from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
 
@@ -105,20 +103,8 @@ def test_logits_of_an_eagle_head_with_a_reduced_vocabulary_are_those_of_the_kept
 
 def draft_of(drafter: DFlash, target: Model) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that a DFlash head drafts after a random context, and the logits at each depth."""
-    size, params, view = 9, drafter.bind(target), view_of_rows([7], length=9)
-    cache = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
-    batch = PromptBatch.whole(
-        jnp.asarray([size]),
-        tokens=jnp.zeros((1, size), jnp.int32),
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=view.page_table,
-        bits=None,
-        implementation="reference",
-    )
-    features = np.random.default_rng(7).normal(size=(1, size, 2 * target.config.hidden_size))
-    cache = drafter.prefill(params, cache, view, batch, jnp.asarray(features, jnp.float32))
+    features = np.random.default_rng(7).normal(size=(9, 2 * target.config.hidden_size))
+    params, cache, view = prefilled(drafter, target, features, root=7)
     block, _ = drafter.run_block(params, cache, view)
     draft, _ = drafter.draft(params, cache, view)
     return np.asarray(draft.tokens[0]), np.asarray(reduce_partials(block.logits, jnp.float32)[0])

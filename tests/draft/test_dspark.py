@@ -16,7 +16,7 @@ from jspec.core.records import Draft
 from jspec.engine.round_record import Round
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.draft.test_dflash import CONFIG as DFLASH
-from tests.draft.test_dflash import ROOT, TOKENS, computed, prefilled, states, target, tensors_of
+from tests.draft.test_dflash import ROOT, TOKENS, computed, states, target, tensors_of
 from tests.draft.test_expand_block import paths_of
 from tests.reference import dflash as block_reference
 from tests.reference import dspark as reference
@@ -24,7 +24,7 @@ from tests.reference.head import norm
 from tests.support import folders, recordings, tiny
 from tests.support.folders import without
 from tests.support.recordings import TOLERANCE, recording
-from tests.support.views import view_of_rows
+from tests.support.views import prefilled, view_of_rows
 
 pytestmark = pytest.mark.once
 
@@ -76,7 +76,7 @@ def drafter_of(folder: Path, kind: str = "vanilla", tree: Tree | None = None) ->
 
 def drafted(drafter: DSpark, accept: str = "rejection") -> Draft:
     """Draft after `ROOT` at temperature 1."""
-    params, cache = prefilled(drafter, target(), states())
+    params, cache, _ = prefilled(drafter, target(), states())
     draft, _ = drafter.draft(params, cache, view_of_rows([ROOT], temperature=1.0, accept=accept, length=TOKENS))
     return draft
 
@@ -291,7 +291,7 @@ def test_logits_before_and_after_the_correction_are_those_of_the_authors_code(
     model, at = tiny.load_target(recordings.demo.TARGET), recorded["iter_offset"][DETAILED]
     size, tokens = int(recorded["prefix_len"][at]), recorded["tree_tokens"][at].tolist()
     features = recorded["features"][:size]
-    params, kept = prefilled(drafter, model, features)
+    params, kept, _ = prefilled(drafter, model, features)
     view = view_of_rows([tokens[0]], length=size)
     found, _ = drafter.run_block(params, kept, view)
     logits = np.asarray(reduce_partials(found.logits, jnp.float32)[0])

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Engine, Model, PEagle, SamplingParams, Tree
-from jspec.core.records import PromptBatch
 from jspec.draft import auto
 from jspec.draft.eagle import write_pending_rows
 from jspec.draft.eagle_formats import read_head
-from jspec.models.kv_cache import PoolShape
 from jspec.tools import info
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import reduce_partials
@@ -24,7 +22,7 @@ from tests.reference import head as reference
 from tests.support import block_rounds, folders, tiny
 from tests.support.folders import DRAFT_IDS, assert_same, block_shapes, loaded, without
 from tests.support.recordings import TOLERANCE, recording
-from tests.support.views import view_of_rows
+from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
 
@@ -130,20 +128,8 @@ def test_engine_with_a_peagle_head_emits_plain_tokens_and_drafts_by_the_formulas
 
 def computed(drafter: PEagle, tokens: np.ndarray, features: np.ndarray, depth: int) -> np.ndarray:
     """Compute a head's logits after a text of a token and ``tokens``, the last of which is the root."""
-    size, model = len(tokens), tiny.model(40, layers=8, hidden=drafter.head.config.target_hidden_size)
-    params, view = drafter.bind(model), view_of_rows([int(tokens[-1])], length=len(tokens))
-    state = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
-    batch = PromptBatch.whole(
-        jnp.asarray([size]),
-        tokens=jnp.asarray([[0, *tokens[:-1]]]),
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=view.page_table,
-        bits=None,
-        implementation="reference",
-    )
-    state = drafter.prefill(params, state, view, batch, jnp.asarray(features)[None])
+    model, before = tiny.model(40, layers=8, hidden=drafter.head.config.target_hidden_size), [0, *tokens[:-1]]
+    params, state, view = prefilled(drafter, model, features, root=int(tokens[-1]), tokens=np.array(before))
     _, product, _ = write_pending_rows(params, state, view, masks=depth - 1)
     return np.asarray(reduce_partials(product, jnp.float32)[0])
 

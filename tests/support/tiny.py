@@ -152,22 +152,21 @@ def dspark_head(
     return DSparkHead.from_weights(c, weights)
 
 
+def _sizes(target: Model) -> dict[str, Any]:
+    """Return the values that configs of all heads for a target have in common."""
+    own = target.config
+    same = "vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim"
+    sizes = {name: getattr(own, name) for name in same.split()}
+    return sizes | dict(target_hidden_size=own.hidden_size, norm_eps=1e-5, rope=Rope(), source_format="random")
+
+
 def block_config(record: type[DFlashConfig], target: Model, **fields: Any) -> Any:
     """Return the config of a head for blocks, whose mask token is the last id of the vocabulary."""
     own = target.config
     return record.of_sizes(
-        vocab_size=own.vocab_size,
+        **_sizes(target),
         draft_vocab_size=own.vocab_size,
-        hidden_size=own.hidden_size,
-        target_hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        norm_eps=1e-5,
-        rope=Rope(),
         qk_norm="head",
-        source_format="random",
         mask_token_id=own.vocab_size - 1,
         **fields,
     )
@@ -208,18 +207,9 @@ def head_config(
     """Return the config of a head for a target; the mask token of P-EAGLE is the last id of the vocabulary."""
     own = target.config
     return METHODS[method].of_sizes(
-        vocab_size=own.vocab_size,
+        **_sizes(target),
         draft_vocab_size=draft_vocab,
-        hidden_size=own.hidden_size,
-        target_hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        norm_eps=1e-5,
-        rope=Rope(),
         feature_layers=feature_layers,
-        source_format="random",
         fc_bias=method == "eagle",
         num_layers=num_layers,
         **({"mask_token_id": own.vocab_size - 1} if method == "peagle" else {}),

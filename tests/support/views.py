@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Draft, Sampling, SlotView
+from jspec.core.records import Draft, PromptBatch, Sampling, SlotView
+from jspec.draft.base import Drafter
+from jspec.models.decoder import Model
+from jspec.models.kv_cache import PoolShape
 from jspec.verify import resolve
 
 
@@ -30,6 +35,37 @@ def view_of_rows(
         all_greedy=False,
         implementation="reference",
     )
+
+
+def prefilled(
+    drafter: Drafter, model: Model, features: np.ndarray, *, root: int = 0, tokens: np.ndarray | None = None
+) -> tuple[Any, Any, SlotView]:
+    """Prefill one row of a drafter.
+
+    Args:
+        drafter: the drafter.
+        model: the target that it is bound to.
+        features: the target's hidden states of the row's tokens [tokens, features].
+        root: token after the row.
+        tokens: tokens of the row; None: all 0.
+
+    Returns:
+        The drafter's weights, its state and a view of the row.
+    """
+    size = len(features)
+    params, view = drafter.bind(model), view_of_rows([root], length=size)
+    state = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
+    batch = PromptBatch.whole(
+        jnp.asarray([size]),
+        tokens=jnp.asarray(np.zeros(size) if tokens is None else tokens, jnp.int32)[None],
+        positions=jnp.arange(size)[None],
+        valid=jnp.ones((1, size), bool),
+        first_row=jnp.zeros(1, jnp.int32),
+        page_table=view.page_table,
+        bits=None,
+        implementation="reference",
+    )
+    return params, drafter.prefill(params, state, view, batch, jnp.asarray(features, jnp.float32)[None]), view
 
 
 def draft_of_rows(tokens: np.ndarray, parents: np.ndarray) -> Draft:
