@@ -103,8 +103,9 @@ class EngineThread:
         A key without an unfinished request is ignored, because the request may just have ended.
         """
         with self._wake:
-            self._aborted.append(key)
-            self._wake.notify()
+            if key in self._requests:
+                self._aborted.append(key)
+                self._wake.notify()
 
     def stop(self) -> None:
         """Abort all requests, deliver their last chunks and wait for the end of the thread."""
