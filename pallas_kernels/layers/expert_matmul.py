@@ -183,7 +183,13 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = x.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    own = {"names": tuple(optional), "size": size, "inner": _step(weight.dtype, x.dtype, inner), "tile": tile, "gate": gate}
+    own = {
+        "names": tuple(optional),
+        "size": size,
+        "inner": _step(weight.dtype, x.dtype, inner),
+        "tile": tile,
+        "gate": gate,
+    }
     found = pl.pallas_call(
         functools.partial(_kernel, **own, is_listed=is_listed, precision=precision),
         grid=grid,
