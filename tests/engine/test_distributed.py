@@ -90,7 +90,9 @@ def test_frozen_process_is_lost_after_its_silence() -> None:
 def test_two_processes_without_drafter_emit_the_tokens_of_one() -> None:
     first, second = run_script("plain")
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
-    assert first.said == ["out of memory", expected_of_one_device()] and second.said == ["out of memory"]
+    assert all(one.said[0].startswith("out of memory:") for one in (first, second))
+    assert "process 1 (" in first.said[1] and first.said[1].endswith(f": {second.said[1]}")
+    assert second.said[1:] == ["the programs do not fit"] and first.said[2:] == [expected_of_one_device()]
 
 
 @pytest.mark.long
