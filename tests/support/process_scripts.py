@@ -227,8 +227,9 @@ def _generate_until_lost(own: Engine) -> None:
         say(str(error))
 
 
-def loaded(folder: str) -> None:
-    """Load the embedded target from a folder in each process."""
+def loaded(*folders: str) -> None:
+    """Load a target from a folder in each process, or from the same one in all."""
+    folder = folders[distributed.process_id() % len(folders)]
     own = Engine.from_pretrained(folder, tokenizer="bytes", tensor_parallel=2, slots=2, compile_cache=False)
     if distributed.process_id():
         own.follow()
