@@ -1,0 +1,178 @@
+"""The loss of EAGLE-3 heads, with the training-time test (arXiv:2503.01840).
+
+Column i of a row is the pair (feature of position i, token i + 1). At step j it predicts token i + 2 + j, from the
+feature that the head itself put out at step j - 1, and from the text's own token i + 1 + j. So the head learns on what
+it will be fed. With the target's probabilities q behind token i + 1 + j, restricted to the draft vocabulary, and the
+head's p, the loss is
+
+    sum_j decay^j / (rows * size) * sum_i m_ij * loss(p_ij, q_ij)
+
+where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the target's argmax behind it is one of the
+draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
+from jspec.models.decoder import Model
+from jspec.models.layers import limited
+from jspec.train.attention import Heads, attend, split_heads
+from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
+from jspec.train.observe import Observed
+from jspec.train.rows import Rows, ahead
+from pallas_kernels.layers.quantized import PartialSums, matmul_unscaled, reduce_partials
+
+REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
+
+
+@dataclass(frozen=True)
+class Eagle3Loss:
+    """The options of the loss.
+
+    Attributes:
+        steps: number of steps; a head drafts chains of this length as it was trained.
+        decay: factor of the loss of each further step.
+        kind: one of `LOSSES`.
+    """
+
+    steps: int = 7
+    decay: float = 0.8
+    kind: str = "soft"
+
+
+@struct.dataclass
+class Measured:
+    """Sums over the columns of a batch, by step.
+
+    Attributes:
+        loss: sum of m_ij * loss(p_ij, q_ij).
+        places: number of columns whose token i + 1 + j belongs to the document and counts.
+        hits: number of these where the head's argmax is the target's.
+        chained: number of columns that have all steps.
+        accepted: number of these where the head's argmax is the target's at this and at all earlier steps.
+    """
+
+    loss: Float[Array, "steps"]
+    places: Float[Array, "steps"]
+    hits: Float[Array, "steps"]
+    chained: Float[Array, "steps"]
+    accepted: Float[Array, "steps"]
+
+
+def loss(
+    head: EagleHead, target: Model, seen: Observed, rows: Rows, options: Eagle3Loss
+) -> tuple[Float[Array, ""], Measured]:
+    """Return the loss of a batch, and what was measured.
+
+    Args:
+        head: the head, with its embedding.
+        target: the target.
+        seen: the target's outputs.
+        rows: packed rows.
+        options: options of the loss.
+    """
+    loss, hits, places = unroll(head, target, seen, rows, options)
+    weights = options.decay ** jnp.arange(options.steps)
+    total = jnp.sum(loss, axis=(1, 2))
+    whole = places[-1] & jnp.all(places, axis=0)
+    accepted = jnp.cumprod(hits, axis=0) * whole
+    count = partial(jnp.sum, axis=(1, 2), dtype=jnp.float32)
+    chained = jnp.full(options.steps, jnp.sum(whole, dtype=jnp.float32))
+    measured = Measured(total, count(places), count(hits & places), chained, count(accepted))
+    return jnp.sum(weights * total) / rows.tokens.size, jax.lax.stop_gradient(measured)
+
+
+def unroll(
+    head: EagleHead, target: Model, seen: Observed, rows: Rows, options: Eagle3Loss
+) -> tuple[Float[Array, "steps rows size"], Bool[Array, "steps rows size"], Bool[Array, "steps rows size"]]:
+    """Run all steps.
+
+    Args:
+        head, target, seen, rows, options: arguments of `loss`.
+
+    Returns:
+        The loss of each step and column, with its mask; whether the head's argmax is the target's; and whether the
+        token behind which the target's probabilities are taken belongs to the document and counts.
+    """
+    ids, vocab = head.draft_to_target, target.config.vocab_size
+    ids = None if len(head.head) == vocab else ids  # type: ignore[arg-type]
+    teacher = teacher_of(target, seen.normed, ids)
+    drafted = is_drafted(seen.choices, ids, vocab)
+    features = fuse(head, seen.features)
+    before: list[list[Heads]] = []  # heads of each layer, by step
+    found = []
+    for step in range(options.steps):
+        by = step + 1
+        places = rows.reaches(by) & ahead(rows.counted, by)
+        weights = (places & ahead(drafted, by)).astype(jnp.float32)
+        run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind))
+        asked = ahead(teacher, by), ahead(seen.choices, by), weights
+        features, heads, lost, hits = run(head, features, before, ahead(rows.tokens, by), rows, asked)
+        before.append(heads)
+        found.append((lost, hits, places))
+    lost, hits, places = zip(*found, strict=True)
+    return jnp.stack(lost), jnp.stack(hits), jnp.stack(places)
+
+
+def _run_step(
+    head: EagleHead,
+    features: Float[Array, "rows size hidden"],
+    before: list[list[Heads]],
+    tokens: Array,
+    rows: Rows,
+    asked: tuple[Array, Array, Array],
+    *,
+    step: int,
+    kind: str,
+) -> tuple[Array, list[Heads], Array, Array]:
+    """Run one step.
+
+    Args:
+        head: the head.
+        features: feature of each column.
+        before: heads of the earlier steps, and of each layer of a step.
+        tokens: token of each column.
+        rows: packed rows.
+        asked: the target's probabilities and argmax to predict, and the weight of each column's loss.
+        step: number of the step, from 0.
+        kind: one of `LOSSES`.
+
+    Returns:
+        The features of the next step, the heads of each layer, the loss of each column, and whether its argmax is the
+        target's.
+    """
+    heads: list[Heads] = []
+    positions = rows.positions + step
+
+    def attend_rows(index: int, qkv: PartialSums) -> Array:
+        layer, config = head.layers[index], head.config.layers[index]
+        heads.append(split_heads(layer, config, qkv, positions, head.config.norm_eps))
+        return attend(config, [*(earlier[index] for earlier in before), heads[index]], rows.segments)
+
+    residual, qkv = project_inputs(head, tokens, features, REFERENCE)
+    attended, residual = run_layers(head, residual, qkv, attend_rows, REFERENCE)
+    assert head.norm is not None
+    features, normed = finish_layers(head, attended, residual, [(head.norm, None)], REFERENCE)
+    flat = [of.reshape(-1, *of.shape[2:]) for of in (normed[0], *asked)]
+    lost, hits = in_blocks(partial(_of_block, head, kind), len(head.head), *flat)  # type: ignore[arg-type]
+    return features, heads, lost.reshape(tokens.shape), hits.reshape(tokens.shape)
+
+
+def _of_block(
+    head: EagleHead, kind: str, normed: Array, teacher: Array, choices: Array, weights: Array
+) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"]]:
+    """Return the loss of each token of a block, and whether its argmax is the target's."""
+    assert head.head is not None
+    product = matmul_unscaled(normed, head.head, jnp.float32, implementation=REFERENCE)
+    logits = reduce_partials(limited(product, *head.logit_limits), jnp.float32)
+    chosen = jnp.argmax(logits, axis=-1)
+    chosen = chosen if head.draft_to_target is None else head.draft_to_target[chosen]
+    return weights * LOSSES[kind](logits, teacher.astype(jnp.float32)), chosen == choices
