@@ -5,7 +5,7 @@ feature that the head itself put out at step j - 1, and from the text's own toke
 it will be fed. With the target's probabilities q behind token i + 1 + j, restricted to the draft vocabulary, and the
 head's p, the loss is
 
-    sum_j decay^j / (rows * size) * sum_i m_ij * loss(p_ij, q_ij)
+    sum_j decay^j * sum_i m_ij * loss(p_ij, q_ij) / (rows * size)
 
 where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the target's argmax behind it is one of the
 draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
@@ -18,7 +18,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
@@ -26,8 +25,9 @@ from jspec.models.decoder import Model
 from jspec.models.layers import limited
 from jspec.train.attention import Heads, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
+from jspec.train.measured import Measured
 from jspec.train.observe import Observed
-from jspec.train.rows import Rows, ahead
+from jspec.train.rows import Rows, ahead, cast
 from pallas_kernels.layers.quantized import PartialSums, matmul_unscaled, reduce_partials
 
 REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
@@ -48,32 +48,13 @@ class Eagle3Loss:
     kind: str = "soft"
 
 
-@struct.dataclass
-class Measured:
-    """Sums over the columns of a batch, by step.
-
-    Attributes:
-        loss: sum of m_ij * loss(p_ij, q_ij).
-        places: number of columns whose token i + 1 + j belongs to the document and counts.
-        hits: number of these where the head's argmax is the target's.
-        chained: number of columns that have all steps.
-        accepted: number of these where the head's argmax is the target's at this and at all earlier steps.
-    """
-
-    loss: Float[Array, "steps"]
-    places: Float[Array, "steps"]
-    hits: Float[Array, "steps"]
-    chained: Float[Array, "steps"]
-    accepted: Float[Array, "steps"]
-
-
 def loss(
     head: EagleHead, target: Model, seen: Observed, rows: Rows, options: Eagle3Loss
 ) -> tuple[Float[Array, ""], Measured]:
-    """Return the loss of a batch, and what was measured.
+    """Return the loss of a batch times its number of places, rows * size, and what was measured.
 
     Args:
-        head: the head, with its embedding.
+        head: the head, with its embedding; it is cast to the dtype of the target's states where it is used.
         target: the target.
         seen: the target's outputs.
         rows: packed rows.
@@ -87,7 +68,7 @@ def loss(
     count = partial(jnp.sum, axis=(1, 2), dtype=jnp.float32)
     chained = jnp.full(options.steps, jnp.sum(whole, dtype=jnp.float32))
     measured = Measured(total, count(places), count(hits & places), chained, count(accepted))
-    return jnp.sum(weights * total) / rows.tokens.size, jax.lax.stop_gradient(measured)
+    return jnp.sum(weights * total), jax.lax.stop_gradient(measured)
 
 
 def unroll(
@@ -106,7 +87,7 @@ def unroll(
     ids = None if len(head.head) == vocab else ids  # type: ignore[arg-type]
     teacher = teacher_of(target, seen.normed, ids)
     drafted = is_drafted(seen.choices, ids, vocab)
-    features = fuse(head, seen.features)
+    features = fuse(cast(head, seen.features.dtype), seen.features)
     before: list[list[Heads]] = []  # heads of each layer, by step
     found = []
     for step in range(options.steps):
@@ -149,18 +130,18 @@ def _run_step(
         The features of the next step, the heads of each layer, the loss of each column, and whether its argmax is the
         target's.
     """
-    heads: list[Heads] = []
+    own, heads = cast(head, features.dtype), list[Heads]()
     positions = rows.positions + step
 
     def attend_rows(index: int, qkv: PartialSums) -> Array:
-        layer, config = head.layers[index], head.config.layers[index]
+        layer, config = own.layers[index], own.config.layers[index]
         heads.append(split_heads(layer, config, qkv, positions, head.config.norm_eps))
         return attend(config, [*(earlier[index] for earlier in before), heads[index]], rows.segments)
 
-    residual, qkv = project_inputs(head, tokens, features, REFERENCE)
-    attended, residual = run_layers(head, residual, qkv, attend_rows, REFERENCE)
-    assert head.norm is not None
-    features, normed = finish_layers(head, attended, residual, [(head.norm, None)], REFERENCE)
+    residual, qkv = project_inputs(own, tokens, features, REFERENCE)
+    attended, residual = run_layers(own, residual, qkv, attend_rows, REFERENCE)
+    assert own.norm is not None
+    features, normed = finish_layers(own, attended, residual, [(own.norm, None)], REFERENCE)
     flat = [of.reshape(-1, *of.shape[2:]) for of in (normed[0], *asked)]
     lost, hits = in_blocks(partial(_of_block, head, kind), len(head.head), *flat)  # type: ignore[arg-type]
     return features, heads, lost.reshape(tokens.shape), hits.reshape(tokens.shape)
@@ -171,7 +152,7 @@ def _of_block(
 ) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"]]:
     """Return the loss of each token of a block, and whether its argmax is the target's."""
     assert head.head is not None
-    product = matmul_unscaled(normed, head.head, jnp.float32, implementation=REFERENCE)
+    product = matmul_unscaled(normed, cast(head.head, normed.dtype), jnp.float32, implementation=REFERENCE)
     logits = reduce_partials(limited(product, *head.logit_limits), jnp.float32)
     chosen = jnp.argmax(logits, axis=-1)
     chosen = chosen if head.draft_to_target is None else head.draft_to_target[chosen]

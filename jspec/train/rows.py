@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, Shaped
 
 ALIGN = 16  # a document starts at a multiple of this number: the target reads documents in blocks of whole pages
+
+
+Tree = TypeVar("Tree")
 
 
 @struct.dataclass
@@ -40,3 +45,8 @@ def ahead(values: Shaped[Array, "rows size ..."], by: int) -> Shaped[Array, "row
     """Return for each place the value ``by`` places ahead; 0 where the row ends before."""
     rest = [(0, 0)] * (values.ndim - 2)
     return jnp.pad(values[:, by:], ((0, 0), (0, min(by, values.shape[1])), *rest))
+
+
+def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+    """Return a tree of arrays whose floating-point ones have another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
