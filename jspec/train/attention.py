@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,12 @@ class Heads(NamedTuple):
 
 
 def split_heads(
-    layer: EagleLayer, config: LayerConfig, qkv: PartialSums, positions: Int[Array, "rows size"], eps: float
+    layer: EagleLayer,
+    config: LayerConfig,
+    qkv: PartialSums,
+    positions: Int[Array, "rows size"],
+    eps: float,
+    dtype: jnp.dtype,
 ) -> Heads:
     """Split a fused QKV projection and rotate queries and keys, as `jspec.models.block.attention_part` does.
 
@@ -44,12 +49,13 @@ def split_heads(
         qkv: partial sums of the projection.
         positions: rotary position of each column.
         eps: epsilon of the norms.
+        dtype: dtype of the model.
     """
     attention = config.attention
     cos_sin = tables(attention.rope, attention.head_dim, positions)
     transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
-    return Heads(*split_qkv(qkv, cos_sin, transform, **sizes, dtype=layer.o.dtype))
+    return Heads(*split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype))
 
 
 def attend(
@@ -71,9 +77,9 @@ def attend(
     scale = 1 / math.sqrt(dim) if attention.scale is None else attention.scale
     block = largest_divisor(size, SCORES // (rows * heads * size))
     own = [jnp.stack(of, axis=2) for of in ([s.k for s in steps[1:]], [s.v for s in steps[1:]]) if of]
-    run = partial(_attend_block, steps[0].k, steps[0].v, segments)
-    options = {"ahead": len(steps) - 1, "scale": scale, "softcap": attention.softcap, "window": attention.window}
-    run = jax.checkpoint(partial(run, **options))
+    options: dict[str, Any] = {"ahead": len(steps) - 1, "scale": scale}
+    options |= {"softcap": attention.softcap, "window": attention.window}
+    run = jax.checkpoint(partial(_attend_block, steps[0].k, steps[0].v, segments, **options))
 
     def cut(values: Array) -> Array:
         return jnp.moveaxis(values.reshape(rows, size // block, block, *values.shape[2:]), 1, 0)
@@ -113,7 +119,7 @@ def _attend_block(
         scores = scores * scale
         return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
-    float32 = {"preferred_element_type": jnp.float32, "precision": _precision(q)}
+    float32: dict[str, Any] = {"preferred_element_type": jnp.float32, "precision": _precision(q)}
     columns, places = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     documents = jax.lax.dynamic_slice_in_dim(segments, first, q.shape[1], axis=1)
     visible = (columns[:, None] >= places) & (documents[:, :, None] == segments[:, None])

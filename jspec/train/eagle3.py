@@ -96,11 +96,11 @@ def unroll(
         weights = (places & ahead(drafted, by)).astype(jnp.float32)
         run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind))
         asked = ahead(teacher, by), ahead(seen.choices, by), weights
-        features, heads, lost, hits = run(head, features, before, ahead(rows.tokens, by), rows, asked)
+        features, heads, *results = run(head, features, before, ahead(rows.tokens, by), rows, asked)
         before.append(heads)
-        found.append((lost, hits, places))
-    lost, hits, places = zip(*found, strict=True)
-    return jnp.stack(lost), jnp.stack(hits), jnp.stack(places)
+        found.append((*results, places))
+    lost, hits, placed = zip(*found, strict=True)
+    return jnp.stack(lost), jnp.stack(hits), jnp.stack(placed)
 
 
 def _run_step(
@@ -135,7 +135,7 @@ def _run_step(
 
     def attend_rows(index: int, qkv: PartialSums) -> Array:
         layer, config = own.layers[index], own.config.layers[index]
-        heads.append(split_heads(layer, config, qkv, positions, head.config.norm_eps))
+        heads.append(split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype))
         return attend(config, [*(earlier[index] for earlier in before), heads[index]], rows.segments)
 
     residual, qkv = project_inputs(own, tokens, features, REFERENCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jspec.models.decoder import Model
 from jspec.models.layer_config import GQA, Rope
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params
-from jspec.train import eagle3
+from jspec.train import eagle3, write
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
@@ -75,6 +76,16 @@ class Method(abc.ABC):
             key: key of the batch's random numbers.
         """
 
+    @abc.abstractmethod
+    def files(self, head: Any, target: Model, tokens: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return config.json and the tensors of a head in the format of the method's authors.
+
+        Args:
+            head: the head.
+            target: the target.
+            tokens: ids of special tokens, as in config.json.
+        """
+
     def split(self, head: Any) -> tuple[Any, dict[str, Any]]:
         """Return the weights to train, in float32, and the other fields."""
         rest = {name: getattr(head, name) for name in self.frozen}
@@ -123,11 +134,15 @@ class Eagle3Method(Method):
         options = eagle3.Eagle3Loss(self.config.ttt, self.config.decay, self.config.loss)
         return eagle3.loss(head, target, seen, rows, options)
 
+    def files(self, head: EagleHead, target: Model, tokens: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        dtype = str(target.embed.dtype)
+        return write.eagle3_files(head, target.config, dtype, self.config.length, tokens)
+
 
 METHODS: dict[str, type[Method]] = {"eagle3": Eagle3Method}
 
 
-def layer_sizes(target: Model) -> dict[str, int]:
+def layer_sizes(target: Model) -> dict[str, Any]:
     """Return the sizes of a head's layers, arguments of `DecoderConfig.of_sizes`: those of the target's first layer."""
     layer, hidden = target.config.layers[0], target.config.hidden_size
     width = layer.mlp.width if isinstance(layer.mlp, Dense) else WIDTH * hidden

@@ -67,9 +67,7 @@ class Program:
     def __init__(self, method: Method, target: Model, head: Any, steps: int) -> None:
         config, self._method, self._target = method.config, method, target
         self._states = method.states(head, target)
-        adam = optax.adamw(
-            learning_rate(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay
-        )
+        adam = optax.adamw(learning_rate(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay)
         self._optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adam)
         self._rest = method.split(head)[1]
         self._run = jax.jit(self._update, donate_argnums=0)
