@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -101,7 +102,7 @@ class TrainConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
                 raise _wrong(name, "an int" if is_int else "a number", value)
-            if value < least or (value == least and not is_allowed):
+            if not least <= value < math.inf or (value == least and not is_allowed):
                 raise _wrong(name, f"at least {least}" if is_allowed else f"more than {least}", value)
         for name in SHARES:
             if getattr(self, name) > 1:

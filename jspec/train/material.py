@@ -109,7 +109,8 @@ def draft_vocabulary(
     """
     if size is not None and not len(always) < size <= vocab:
         raise ValueError(
-            f"train: draft_vocab: expected {len(always) + 1} to {vocab}, the target's vocabulary, got {size}"
+            f"train: draft_vocab: expected {len(always) + 1} (more than the tokens that end texts) to {vocab}, the "
+            f"target's vocabulary, got {size}"
         )
     size = min(vocab, DRAFT_VOCAB) if size is None else size
     if size == vocab:

@@ -17,7 +17,8 @@ from convert.orbax import unflatten
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import Eagle3Config
+from jspec.draft.head_config import Eagle3Config, default_states
+from jspec.draft.head_pair import check_fit
 from jspec.models.decoder import Model
 from jspec.models.layer_config import GQA, Rope
 from jspec.models.mlp_config import Dense
@@ -45,6 +46,19 @@ class Method(abc.ABC):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+
+    @abc.abstractmethod
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        """Return the indices of the target's states that a new head reads, as in `jspec.models.decoder.forward`."""
+
+    def check(self, target: Model) -> None:
+        """Raise ValueError if the options of the run do not fit a target."""
+        config, vocab = self.config, target.config.vocab_size
+        check_fit("train", self.new_states(target), target.config.num_layers, [])
+        if config.draft_vocab is not None and config.draft_vocab > vocab:
+            raise ValueError(
+                f"train: draft_vocab: expected at most {vocab}, the target's vocabulary, got {config.draft_vocab}"
+            )
 
     @abc.abstractmethod
     def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> Any:
@@ -97,6 +111,9 @@ class Eagle3Method(Method):
     """EAGLE-3 heads, and those of EAGLE-3.1 (arXiv:2503.01840)."""
 
     frozen = ("embed", "draft_to_target")
+
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        return self.config.feature_layers or default_states(target.config.num_layers)
 
     def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
         own, config = target.config, self.config

@@ -102,7 +102,7 @@ class Program:
             return total / rows.tokens.size, measured
 
         (value, measured), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights)
-        is_finite = jnp.isfinite(value) & jnp.isfinite(optax.global_norm(gradient))
+        is_finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         changes, optimizer = self._optimizer.update(gradient, state.optimizer, state.weights)
         new = TrainState(optax.apply_updates(state.weights, changes), optimizer, state.step + 1)
         kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)

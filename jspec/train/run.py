@@ -96,9 +96,10 @@ def fit(
     out = Path(out)
     _check_folder(out, resume)
     pair = _load(target, tokenizer, dtype)
-    vocab = pair.target.config.vocab_size
-    material = prepare(Path(data), pair.tokenizer, vocab, config, out / STATE / "data")
     method = METHODS[config.method](config)
+    if config.init is None:
+        method.check(pair.target)
+    material = prepare(Path(data), pair.tokenizer, pair.target.config.vocab_size, config, out / STATE / "data")
     head, coverage = _head(method, pair, material)
     steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
     _check_same(out / STATE / ABOUT, _describe(config, pair.target, material, steps))
