@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 
 from jspec.core.progress import progress_bar
 from jspec.core.shorten import short
@@ -26,7 +26,7 @@ LEAST = 3  # least tokens of a document: a feature, the token after it, and a to
 class Document(NamedTuple):
     """One document, or a part of a long one."""
 
-    tokens: Int[np.ndarray, "size"]
+    tokens: Integer[np.ndarray, "size"]
     counted: Bool[np.ndarray, "size"]  # whether each token is one that the target would generate
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from jspec.draft.draft_vocab import frequent_tokens
 from jspec.engine.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, fol
 
 def draft_vocabulary(
     rows: Packed, size: int | None, vocab: int, always: Sequence[int]
-) -> tuple[Int[np.ndarray, "draft_vocab"], float]:
+) -> tuple[Integer[np.ndarray, "draft_vocab"], float]:
     """Choose the most frequent of the tokens that count.
 
     Args:
@@ -129,7 +129,7 @@ def draft_vocabulary(
     return ids, coverage
 
 
-def rows_of(packed: Packed, chosen: Int[np.ndarray, "chosen"], count: int) -> Rows:
+def rows_of(packed: Packed, chosen: Integer[np.ndarray, "chosen"], count: int) -> Rows:
     """Return some rows as a batch, with empty rows after them up to a number of rows."""
     more = ((0, count - len(chosen)), (0, 0))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 
 from jspec.train.data import LEAST, Document
 from jspec.train.rows import ALIGN
@@ -25,15 +25,15 @@ class Packed:
         lines: row and line of each document, ordered by row.
     """
 
-    tokens: Int[np.ndarray, "rows size"]
-    segments: Int[np.ndarray, "rows size"]
+    tokens: Integer[np.ndarray, "rows size"]
+    segments: Integer[np.ndarray, "rows size"]
     counted: Bool[np.ndarray, "rows size"]
-    lines: Int[np.ndarray, "documents 2"]
+    lines: Integer[np.ndarray, "documents 2"]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def lines_of(self, rows: Int[np.ndarray, "chosen"]) -> list[int]:
+    def lines_of(self, rows: Integer[np.ndarray, "chosen"]) -> list[int]:
         """Return the lines of the documents in some rows, ascending."""
         return sorted(set(self.lines[np.isin(self.lines[:, 0], rows), 1].tolist()))
 
@@ -64,7 +64,7 @@ class Corpus:
             self.sizes.append(len(tokens))
             self.lines.append(line)
 
-    def close(self) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+    def close(self) -> tuple[Integer[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
         """Close the files; return all tokens, and whether each counts."""
         for file in self._files:
             file.close()
@@ -155,7 +155,7 @@ class Order:
         self._rows, self._seed = rows, seed
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
 
-    def batch(self, step: int, size: int) -> Int[np.ndarray, "size"]:
+    def batch(self, step: int, size: int) -> Integer[np.ndarray, "size"]:
         """Return the rows of a step's batch; steps count from 0."""
         return np.array([self._row(step * size + index) for index in range(size)])
 
