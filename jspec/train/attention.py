@@ -19,16 +19,16 @@ from jaxtyping import Array, Float, Int
 from jspec.draft.eagle_head import EagleLayer
 from jspec.models.layer_config import LayerConfig
 from jspec.models.rope import tables
+from jspec.train.products import einsum32
 from pallas_kernels.attention.rope_append import HeadTransform, split_qkv
 from pallas_kernels.layers.quantized import PartialSums
 
 SCORES = 2**28  # most scores of one step that exist at a time
 
 
-class Heads(NamedTuple):
-    """Rotated queries and keys, and values, of every column of one step in one layer."""
+class Keys(NamedTuple):
+    """Rotated keys, and values, of every column of one step in one layer."""
 
-    q: Float[Array, "rows size heads head_dim"]
     k: Float[Array, "rows size kv_heads head_dim"]
     v: Float[Array, "rows size kv_heads head_dim"]
 
@@ -40,7 +40,7 @@ def split_heads(
     positions: Int[Array, "rows size"],
     eps: float,
     dtype: jnp.dtype,
-) -> Heads:
+) -> tuple[Float[Array, "rows size heads head_dim"], Keys]:
     """Split a fused QKV projection and rotate queries and keys, as `jspec.models.block.attention_part` does.
 
     Args:
@@ -55,23 +55,28 @@ def split_heads(
     cos_sin = tables(attention.rope, attention.head_dim, positions)
     transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
-    return Heads(*split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype))
+    q, *own = split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype)
+    return q, Keys(*own)
 
 
 def attend(
-    config: LayerConfig, steps: Sequence[Heads], segments: Int[Array, "rows size"]
+    config: LayerConfig,
+    q: Float[Array, "rows size heads head_dim"],
+    steps: Sequence[Keys],
+    segments: Int[Array, "rows size"],
 ) -> Float[Array, "rows size width"]:
     """Attend with the queries of the last step to the rows of step 0 and to the same column of later steps.
 
     Args:
         config: config of the layer.
-        steps: heads of each step so far, step 0 first.
+        q: rotated queries of the last step.
+        steps: keys and values of each step so far, step 0 first.
         segments: document of each column; a column sees columns of its own document only.
 
     Returns:
         The attended values of all heads, concatenated. Scores and softmax are computed in float32.
     """
-    attention, q = config.attention, steps[-1].q
+    attention = config.attention
     rows, size, heads, dim = q.shape
     groups = rows, size, attention.kv_heads, heads // attention.kv_heads, dim
     scale = 1 / math.sqrt(dim) if attention.scale is None else attention.scale
@@ -119,31 +124,26 @@ def _attend_block(
         scores = scores * scale
         return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
-    float32: dict[str, Any] = {"preferred_element_type": jnp.float32, "precision": _precision(q)}
     columns, places = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     documents = jax.lax.dynamic_slice_in_dim(segments, first, q.shape[1], axis=1)
     visible = (columns[:, None] >= places) & (documents[:, :, None] == segments[:, None])
     if window is not None:
         visible &= columns[:, None] + ahead - places < window
-    scores = limit(jnp.einsum("btkgd,bskd->bkgts", q, k, **float32))
+    scores = limit(einsum32("btkgd,bskd->bkgts", q, k))
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     if own_k is None or own_v is None:
         weights = jnp.exp(scores - jax.lax.stop_gradient(top))
         total = jnp.sum(weights, axis=-1)
-        out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v, **float32)
+        out = einsum32("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     else:
-        own = limit(jnp.einsum("btkgd,btnkd->bkgtn", q, own_k, **float32))
+        own = limit(einsum32("btkgd,btnkd->bkgtn", q, own_k))
         top = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(own, axis=-1, keepdims=True)))
         weights, own = jnp.exp(scores - top), jnp.exp(own - top)
         total = jnp.sum(weights, axis=-1) + jnp.sum(own, axis=-1)
-        out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v, **float32)
-        out += jnp.einsum("bkgtn,btnkd->btkgd", own.astype(v.dtype), own_v, **float32)
+        out = einsum32("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+        out += einsum32("bkgtn,btnkd->btkgd", own.astype(v.dtype), own_v)
     return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype)
-
-
-def _precision(values: Array) -> jax.lax.Precision | None:
-    return jax.lax.Precision.HIGHEST if values.dtype == jnp.float32 else None
 
 
 def largest_divisor(size: int, most: int) -> int:

@@ -23,12 +23,13 @@ from jaxtyping import Array, Bool, Float
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
 from jspec.models.decoder import Model
 from jspec.models.layers import limited
-from jspec.train.attention import Heads, attend, split_heads
+from jspec.train.attention import Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
-from jspec.train.rows import Rows, ahead, cast
-from pallas_kernels.layers.quantized import PartialSums, matmul_unscaled, reduce_partials
+from jspec.train.products import einsum32
+from jspec.train.rows import Rows, ahead, behind, cast
+from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
 
@@ -88,17 +89,16 @@ def unroll(
     teacher = teacher_of(target, seen.normed, ids)
     drafted = is_drafted(seen.choices, ids, vocab)
     features = fuse(cast(head, seen.features.dtype), seen.features)
-    before: list[list[Heads]] = []  # heads of each layer, by step
+    before: list[list[Keys]] = []  # keys and values of each layer, by step
     found = []
     for step in range(options.steps):
         by = step + 1
         places = rows.reaches(by) & ahead(rows.counted, by)
-        weights = (places & ahead(drafted, by)).astype(jnp.float32)
+        weights = behind((places & ahead(drafted, by)).astype(jnp.float32), by)
         run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind))
-        asked = ahead(teacher, by), ahead(seen.choices, by), weights
-        features, heads, *results = run(head, features, before, ahead(rows.tokens, by), rows, asked)
-        before.append(heads)
-        found.append((*results, places))
+        features, keys, *results = run(head, features, before, rows, (teacher, seen.choices, weights))
+        before.append(keys)
+        found.append((*(ahead(of, by) for of in results), places))
     lost, hits, placed = zip(*found, strict=True)
     return jnp.stack(lost), jnp.stack(hits), jnp.stack(placed)
 
@@ -106,54 +106,54 @@ def unroll(
 def _run_step(
     head: EagleHead,
     features: Float[Array, "rows size hidden"],
-    before: list[list[Heads]],
-    tokens: Array,
+    before: list[list[Keys]],
     rows: Rows,
-    asked: tuple[Array, Array, Array],
+    teacher: tuple[Array, Array, Array],
     *,
     step: int,
     kind: str,
-) -> tuple[Array, list[Heads], Array, Array]:
+) -> tuple[Array, list[Keys], Array, Array]:
     """Run one step.
 
     Args:
         head: the head.
         features: feature of each column.
-        before: heads of the earlier steps, and of each layer of a step.
-        tokens: token of each column.
+        before: keys and values of the earlier steps, and of each layer of a step.
         rows: packed rows.
-        asked: the target's probabilities and argmax to predict, and the weight of each column's loss.
+        teacher: at each place, the target's probabilities and argmax behind its token, and the weight of the loss of
+            the column that predicts them.
         step: number of the step, from 0.
         kind: one of `LOSSES`.
 
     Returns:
-        The features of the next step, the heads of each layer, the loss of each column, and whether its argmax is the
-        target's.
+        The features of the next step; the keys and values of each layer; at the place of each teacher, the loss, and
+        whether the head's argmax is the target's.
     """
-    own, heads = cast(head, features.dtype), list[Heads]()
+    own, keys, by = cast(head, features.dtype), list[Keys](), step + 1
     positions = rows.positions + step
 
     def attend_rows(index: int, qkv: PartialSums) -> Array:
         layer, config = own.layers[index], own.config.layers[index]
-        heads.append(split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype))
-        return attend(config, [*(earlier[index] for earlier in before), heads[index]], rows.segments)
+        q, new = split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype)
+        keys.append(new)
+        return attend(config, q, [*(earlier[index] for earlier in before), new], rows.segments)
 
-    residual, qkv = project_inputs(own, tokens, features, REFERENCE)
+    residual, qkv = project_inputs(own, ahead(rows.tokens, by), features, REFERENCE)
     attended, residual = run_layers(own, residual, qkv, attend_rows, REFERENCE)
     assert own.norm is not None
     features, normed = finish_layers(own, attended, residual, [(own.norm, None)], REFERENCE)
-    flat = [of.reshape(-1, *of.shape[2:]) for of in (normed[0], *asked)]
-    lost, hits = in_blocks(partial(_of_block, head, kind), len(head.head), *flat)  # type: ignore[arg-type]
-    return features, heads, lost.reshape(tokens.shape), hits.reshape(tokens.shape)
+    # States move to the places of their teachers, because probabilities are wider.
+    flat = [of.reshape(-1, *of.shape[2:]) for of in (behind(normed[0], by), *teacher)]
+    lost, hits = in_blocks(partial(_of_block, head, kind), teacher[0].shape[-1], *flat)
+    return features, keys, lost.reshape(rows.tokens.shape), hits.reshape(rows.tokens.shape)
 
 
 def _of_block(
     head: EagleHead, kind: str, normed: Array, teacher: Array, choices: Array, weights: Array
 ) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"]]:
     """Return the loss of each token of a block, and whether its argmax is the target's."""
-    assert head.head is not None
-    product = matmul_unscaled(normed, cast(head.head, normed.dtype), jnp.float32, implementation=REFERENCE)
-    logits = reduce_partials(limited(product, *head.logit_limits), jnp.float32)
+    product = einsum32("th,vh->tv", normed, head.head)
+    logits = reduce_partials(limited(product[None], *head.logit_limits), jnp.float32)
     chosen = jnp.argmax(logits, axis=-1)
     chosen = chosen if head.draft_to_target is None else head.draft_to_target[chosen]
     return weights * LOSSES[kind](logits, teacher.astype(jnp.float32)), chosen == choices

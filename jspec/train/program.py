@@ -69,8 +69,8 @@ class Program:
         self._states = method.states(head, target)
         adam = optax.adamw(learning_rate(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay)
         self._optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adam)
-        self._rest = method.split(head)[1]
-        self._run = jax.jit(self._update, donate_argnums=0)
+        self._rest = {name: getattr(head, name) for name in method.frozen}
+        self._run: Any = jax.jit(self._update, donate_argnums=0)
         self._measure = jax.jit(self._measured)
 
     def start(self, head: Any) -> TrainState:
@@ -85,6 +85,11 @@ class Program:
     def update(self, state: TrainState, rows: Rows) -> tuple[TrainState, Report]:
         """Make one update; the given state's arrays are reused. A loss that is not finite leaves the weights as is."""
         return self._run(state, self._target, self._rest, rows)
+
+    def compile(self, state: TrainState, rows: Rows) -> Any:
+        """Compile the update for a batch's shape, which `update` takes from then on; return the compiled program."""
+        self._run = jax.jit(self._update, donate_argnums=0).lower(state, self._target, self._rest, rows).compile()
+        return self._run
 
     def measure(self, state: TrainState, rows: Rows) -> Measured:
         """Measure the weights without changing them."""

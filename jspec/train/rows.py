@@ -47,6 +47,12 @@ def ahead(values: Shaped[Array, "rows size ..."], by: int) -> Shaped[Array, "row
     return jnp.pad(values[:, by:], ((0, 0), (0, min(by, values.shape[1])), *rest))
 
 
+def behind(values: Shaped[Array, "rows size ..."], by: int) -> Shaped[Array, "rows size ..."]:
+    """Return for each place the value ``by`` places before; 0 where the row begins after."""
+    rest = [(0, 0)] * (values.ndim - 2)
+    return jnp.pad(values[:, : max(values.shape[1] - by, 0)], ((0, 0), (min(by, values.shape[1]), 0), *rest))
+
+
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
     """Return a tree of arrays whose floating-point ones have another dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
