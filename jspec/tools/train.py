@@ -36,6 +36,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "rope_theta": "rotary base of the head",
     "feature_layers": "indices of the target's states that the head reads; default: 2, N/2 and N-3 of N layers",
     "layers": "number of the head's layers",
+    "devices": "devices between which the rows of an update are divided",
     "eagle31": "train an EAGLE-3.1 head",
     "init": "folder of a head to go on with",
 }

@@ -29,6 +29,7 @@ RANGES = {  # for each number, the least value, and whether the value itself is 
     "seed": (0, True),
     "rope_theta": (0, False),
     "layers": (1, True),
+    "devices": (1, True),
 }
 SHARES = ("warmup", "final", "held_out")  # parts of a whole, at most 1
 
@@ -61,6 +62,7 @@ class TrainConfig:
         rope_theta: rotary base of the head.
         feature_layers: indices of the target's states that the head reads; None: 2, N / 2 and N - 3 of N layers.
         layers: number of the head's layers.
+        devices: number of devices, between which the rows of a batch are divided.
         eagle31: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
         init: folder of a head to go on with; None: random weights. Its config takes the place of the options above.
     """
@@ -88,6 +90,7 @@ class TrainConfig:
     rope_theta: float = 10000.0
     feature_layers: tuple[int, ...] | None = None
     layers: int = 1
+    devices: int = 1
     eagle31: bool = False
     init: str | None = None
 
@@ -109,6 +112,8 @@ class TrainConfig:
                 raise _wrong(name, "at most 1", getattr(self, name))
         if self.length % 16:
             raise _wrong("length", "a multiple of 16", self.length)
+        if self.batch % self.devices:
+            raise _wrong("batch", f"a multiple of devices ({self.devices})", self.batch)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values."""

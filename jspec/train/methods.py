@@ -78,7 +78,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self, head: Any, target: Model, seen: Observed, rows: Rows, key: Array
+        self, head: Any, target: Model, seen: Observed, rows: Rows, keys: Array
     ) -> tuple[Float[Array, ""], Measured]:
         """Return the loss of a batch times its number of places, and what was measured.
 
@@ -87,7 +87,7 @@ class Method(abc.ABC):
             target: the target.
             seen: the target's outputs.
             rows: packed rows.
-            key: key of the batch's random numbers.
+            keys: key of each row's random numbers.
         """
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class Eagle3Method(Method):
         return head.config.states_of(target.config.num_layers)
 
     def loss(
-        self, head: EagleHead, target: Model, seen: Observed, rows: Rows, key: Array
+        self, head: EagleHead, target: Model, seen: Observed, rows: Rows, keys: Array
     ) -> tuple[Float[Array, ""], Measured]:
         options = eagle3.Eagle3Loss(self.config.ttt, self.config.decay, self.config.loss)
         return eagle3.loss(head, target, seen, rows, options)

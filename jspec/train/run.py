@@ -24,7 +24,7 @@ from jspec.train.loop import Loop
 from jspec.train.material import Material, draft_vocabulary, prepare
 from jspec.train.measured import Figures
 from jspec.train.methods import METHODS, Method
-from jspec.train.program import Program
+from jspec.train.program import Program, mesh_of
 
 STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of what a run needs to go on; its description
 
@@ -103,7 +103,7 @@ def fit(
     head, coverage = _head(method, pair, material)
     steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
     _check_same(out / STATE / ABOUT, _describe(config, pair.target, material, steps))
-    program = Program(method, pair.target, head, steps)
+    program = Program(method, pair.target, head, steps, mesh_of(config.devices))
     state, checkpoints = program.start(head), Checkpoints(out / STATE / "checkpoints")
     state = checkpoints.restore(state) if checkpoints.steps else state
     journal = Journal(out / STATE / "journal.jsonl", int(state.step))
