@@ -9,17 +9,13 @@ import jax
 
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
+from jspec.step.memory import tree_bytes
 from jspec.train import attention, observe
 from jspec.train.config import TrainConfig
 
 MOMENTS = 3  # float32 copies of a weight that a run keeps: the weight and both moments of AdamW
 SCORES, LOGITS = 3, 3  # float32 copies of a block's scores and logits that exist at a time
 PASSES = 4  # forward, forward again for the gradient, and the gradient's two products for each of the forward's
-
-
-def tree_bytes(tree: Any) -> int:
-    """Return the bytes of all arrays of a tree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str, int]:
