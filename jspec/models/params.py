@@ -8,7 +8,7 @@ names of their axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,7 +173,13 @@ def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:
     return unflatten({name: _abstract(spec, dtype) for name, spec in params.items()})
 
 
-def random_weights(params: Params, dtype: str, seed: int, quantize: str | None = None) -> dict[str, Any]:
+def random_weights(
+    params: Params,
+    dtype: str,
+    seed: int,
+    quantize: str | None = None,
+    put: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
+) -> dict[str, Any]:
     """Draw a tree of random weights on the device.
 
     Args:
@@ -182,12 +188,13 @@ def random_weights(params: Params, dtype: str, seed: int, quantize: str | None =
         seed: seed of the random numbers.
         quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. To save memory,
             each parameter is quantised before the next parameter is drawn.
+        put: function that moves a named parameter to its devices before it is quantised.
     """
     make = jax.jit(_draw, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(seed), len(params))
     weights: dict[str, Any] = {}
     for key, (name, spec) in zip(keys, params.items(), strict=True):
-        own = {name: make(key, spec, dtype)}
+        own = {name: put(name, make(key, spec, dtype))}
         weights |= own if quantize is None else quantize_parameters(own, quantize)
     return unflatten(weights)
 

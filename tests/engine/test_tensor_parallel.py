@@ -33,7 +33,6 @@ from jspec import (
     Suffix,
 )
 from jspec.core.config import ACCEPT_RULES
-from jspec.core.records import KVCache, SlotState
 from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.program_choice import gathering
@@ -41,6 +40,7 @@ from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import lettered, small, tiny
+from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.slow
@@ -128,22 +128,6 @@ def exchanged_widths(engine: Engine, *, gathers_logits: bool) -> set[int]:
     texts = [one.as_text() for key, one in compiled if key.kind == "round" and key.gathers_logits == gathers_logits]
     assert texts, "no such round is compiled"
     return {int(size) for text in texts for size in re.findall(r"= \w+\[[\d,]*?(\d+)\]\S* all-gather", text)}
-
-
-def check_devices_equal(state: SlotState) -> int:
-    """Check that all devices hold the same bits of what every device has; return the number of such arrays.
-
-    Pools are divided by heads; devices beyond the number of key-value heads repeat those of others.
-    """
-    leaves = [
-        leaf
-        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        for leaf in ([] if isinstance(node, KVCache) else [node])
-    ]
-    for leaf in leaves:
-        first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
-        assert others and all(other == first for other in others), f"{leaf.shape} differs between devices"
-    return len(leaves)
 
 
 DEFAULT = (("eagle3 tree", 2), ("reduced eagle", 2), ("draft model", 4), ("dspark", 2))
