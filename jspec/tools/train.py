@@ -38,6 +38,9 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "layers": "number of the head's layers",
     "devices": "devices between which the rows of an update are divided",
     "eagle31": "train an EAGLE-3.1 head",
+    "regenerate": "let the target write the answers of the data first",
+    "max_tokens": "most tokens of such an answer",
+    "temperature": "temperature of such an answer",
     "init": "folder of a head to go on with",
 }
 

@@ -30,6 +30,8 @@ RANGES = {  # for each number, the least value, and whether the value itself is 
     "rope_theta": (0, False),
     "layers": (1, True),
     "devices": (1, True),
+    "max_tokens": (1, True),
+    "temperature": (0, True),
 }
 SHARES = ("warmup", "final", "held_out")  # parts of a whole, at most 1
 
@@ -64,6 +66,9 @@ class TrainConfig:
         layers: number of the head's layers.
         devices: number of devices, between which the rows of a batch are divided.
         eagle31: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
+        regenerate: whether the target writes the answers of the data first (`jspec.train.regenerate`).
+        max_tokens: most tokens of such an answer.
+        temperature: temperature of such an answer.
         init: folder of a head to go on with; None: random weights. Its config takes the place of the options above.
     """
 
@@ -92,6 +97,9 @@ class TrainConfig:
     layers: int = 1
     devices: int = 1
     eagle31: bool = False
+    regenerate: bool = False
+    max_tokens: int = 512
+    temperature: float = 0.8
     init: str | None = None
 
     def __post_init__(self) -> None:

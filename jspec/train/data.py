@@ -7,7 +7,7 @@ completion count. Of ``messages``, which the target's chat template formats, tho
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +68,20 @@ def read_documents(path: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[tup
             count += 1
             bar.update()
             try:
-                if isinstance(value, DataError):
-                    raise value
                 yield number, _document(value, tokenizer, vocab)
             except ValueError as error:
                 bad.append(f"line {number}: {error}")
+    refuse(path, bad, count)
+
+
+def refuse(path: Path, bad: Sequence[str], count: int) -> None:
+    """Raise DataError if a file has no lines or bad ones.
+
+    Args:
+        path: the file.
+        bad: number and fault of each bad line.
+        count: number of lines.
+    """
     if bad:
         more = f"; {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise DataError(
@@ -83,21 +92,40 @@ def read_documents(path: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[tup
         raise DataError(f"{path}: expected lines {SHAPES}, got an empty file")
 
 
-def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
-    """Make a document of a line's JSON value; raise ValueError if it has none of the three shapes."""
+def parse(value: Any) -> dict[str, Any]:
+    """Return a line's JSON value, which has one of the three shapes.
+
+    Raises:
+        DataError: it has none of them.
+    """
     match value:
+        case DataError():
+            raise value
         case {"messages": list(messages)}:
-            tokens, counted = _conversation(messages, tokenizer)
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            before = tokenizer.encode(prompt)
-            own = tokenizer.encode(completion, add_special_tokens=False)
-            tokens, counted = [*before, *own], [False] * len(before) + [True] * len(own)
-        case {"text": str(text)}:
-            tokens = tokenizer.encode(text)
-            counted = [True] * len(tokens)
+            if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+                raise DataError('messages: expected objects with "role" and "content"')
+            if not any(one["role"] == "assistant" for one in messages):
+                raise DataError("messages: expected an answer of the role assistant, got none")
+        case {"prompt": str(), "completion": str()} | {"text": str()}:
+            pass
         case _:
             keys = ", ".join(map(short, value)) if isinstance(value, dict) else type(value).__name__
             raise DataError(f"expected one of the shapes, got {short(keys, 80) or 'no keys'}")
+    return value
+
+
+def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
+    """Make a document of a line's JSON value; raise ValueError if it has none of the three shapes."""
+    value = parse(value)
+    if "messages" in value:
+        tokens, counted = _conversation(value["messages"], tokenizer)
+    elif "prompt" in value:
+        before = tokenizer.encode(value["prompt"])
+        own = tokenizer.encode(value["completion"], add_special_tokens=False)
+        tokens, counted = [*before, *own], [False] * len(before) + [True] * len(own)
+    else:
+        tokens = tokenizer.encode(value["text"])
+        counted = [True] * len(tokens)
     if len(tokens) < LEAST or not any(counted):
         raise DataError(f"expected {LEAST} tokens or more, of which some count, got {len(tokens)} and {sum(counted)}")
     ids = np.asarray(tokens, np.int64)
@@ -108,11 +136,7 @@ def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
 
 def _conversation(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Format a conversation up to its last answer, and mark the assistant's tokens."""
-    if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
-        raise DataError('messages: expected objects with "role" and "content"')
     answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
-    if not answers:
-        raise DataError("messages: expected an answer of the role assistant, got none")
     tokens = tokenizer.chat(messages[: answers[-1] + 1], add_generation_prompt=False)
     counted = [False] * len(tokens)
     for index in answers:

@@ -25,6 +25,7 @@ from jspec.train.material import Material, draft_vocabulary, prepare
 from jspec.train.measured import Figures
 from jspec.train.methods import METHODS, Method
 from jspec.train.program import Program, mesh_of
+from jspec.train.regenerate import regenerate
 
 STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of what a run needs to go on; its description
 
@@ -99,7 +100,8 @@ def fit(
     method = METHODS[config.method](config)
     if config.init is None:
         method.check(pair.target)
-    material = prepare(Path(data), pair.tokenizer, pair.target.config.vocab_size, config, out / STATE / "data")
+    vocab = pair.target.config.vocab_size
+    material = prepare(_data(pair, Path(data), out, config), pair.tokenizer, vocab, config, out / STATE / "data")
     head, coverage = _head(method, pair, material)
     steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
     _check_same(out / STATE / ABOUT, _describe(config, pair.target, material, steps))
@@ -137,13 +139,24 @@ def _load(target: str | Path | Model, tokenizer: Any, dtype: str | None) -> Pair
     return Pair(model, made, folder)
 
 
+def _eos(pair: Pair) -> tuple[int, ...]:
+    return () if pair.folder is None else eos_ids(pair.folder, pair.tokenizer, pair.target.config.vocab_size)
+
+
+def _data(pair: Pair, data: Path, out: Path, config: TrainConfig) -> Path:
+    """Return the file to train on: the given one, or that with the target's answers."""
+    if not config.regenerate:
+        return data
+    (out / STATE).mkdir(parents=True, exist_ok=True)
+    return regenerate(data, out / STATE / "regenerated.jsonl", pair.target, pair.tokenizer, _eos(pair), config)
+
+
 def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
     """Make the head, or load the one to go on with; return it with the coverage of its draft vocabulary."""
     config, vocab = method.config, pair.target.config.vocab_size
     if config.init is not None:
         return method.load(config.init, pair.target), 1.0
-    always = eos_ids(pair.folder, pair.tokenizer, vocab) if pair.folder is not None else ()
-    ids, coverage = draft_vocabulary(material.train, config.draft_vocab, vocab, always)
+    ids, coverage = draft_vocabulary(material.train, config.draft_vocab, vocab, _eos(pair))
     return method.create(pair.target, ids), coverage
 
 
