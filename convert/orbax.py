@@ -1,7 +1,7 @@
 """Reads and writes converted checkpoints: folders of `jspec.json` (the manifest), `weights/` and tokenizer files.
 
-This is the only file that uses orbax, which writes and reads `weights/`. The tree of weights is stored as arrays with
-names such as "layers.3.qkv".
+Orbax writes and reads `weights/`; besides this file, only `jspec/train/checkpoints.py` uses it. The tree of weights is
+stored as arrays with names such as "layers.3.qkv".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec import distributed, plot, testing
+    from jspec import distributed, plot, testing, train
     from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
@@ -86,6 +86,7 @@ __all__ = [
     "frequent_tokens",
     "plot",
     "testing",
+    "train",
 ]
 
 

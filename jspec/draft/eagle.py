@@ -46,7 +46,7 @@ from jspec.draft.eagle_head import (
     project_draft_tokens,
     project_inputs,
     reduce_vocabulary,
-    run_layers,
+    run_on_cache,
 )
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
@@ -161,7 +161,8 @@ class EagleDrafter(Drafter):
         shifted = shifted.at[:, 0].set(first)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(batch, batch.tokens, batch.first_row, valid, self.draft_window)
-        *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
+        inputs = project_inputs(params, pairs.tokens, shifted, pairs.implementation)
+        *_, cache = run_on_cache(params, state.cache, pairs, *inputs, attends=False)
         return replace(
             state,
             cache=cache,
@@ -350,7 +351,8 @@ def _write_pending(
     tokens = jnp.where(steps == last, view.root[:, None], pending)
     valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
+    inputs = project_inputs(params, pairs.tokens, features, pairs.implementation)
+    return last, *run_on_cache(params, state.cache, pairs, *inputs, attends=False)
 
 
 def _feature_before(
@@ -403,7 +405,7 @@ def draft_step(
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
-    attended, residual, cache = run_layers(params, cache, pairs, *projected, attends=True)
+    attended, residual, cache = run_on_cache(params, cache, pairs, *projected, attends=True)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 

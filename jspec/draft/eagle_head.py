@@ -14,7 +14,7 @@ pairs: the mask token beside a trained feature, which stands for the feature tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
 
+# Function of a layer's index and the partial sums of its QKV projection that returns the layer's attended values.
+Attend = Callable[[int, PartialSums], Any]
 FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 
 
@@ -247,21 +249,25 @@ def _columns(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def project_inputs(
-    head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
+    head: EagleHead,
+    tokens: Int[Array, "batch tokens"],
+    features: Float[Array, "batch tokens hidden"],
+    implementation: str,
 ) -> tuple[Array, PartialSums]:
     """Compute the residual stream and the QKV projection of layer 0 for (feature, token) pairs.
 
     Args:
         head: weights of the head.
-        pairs: tokens of the pairs.
+        tokens: tokens of the pairs.
         features: features of the pairs, after `fuse`.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
 
     Returns:
         The residual stream [batch, tokens, hidden], and the partial sums of the projection.
     """
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
-    embedded = look_up(head.embed, pairs.tokens).astype(features.dtype)
+    embedded = look_up(head.embed, tokens).astype(features.dtype)
     if isinstance(head.config, EagleConfig):
         assert head.fc is not None
         joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
@@ -271,7 +277,7 @@ def project_inputs(
         normed = _norm_features(head, features)
         residual = normed if _is_residual_normed(head.config) else features
         x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
-    return residual, split_matmul(x, layer.qkv, implementation=pairs.implementation)
+    return residual, split_matmul(x, layer.qkv, implementation=implementation)
 
 
 def project_draft_tokens(
@@ -286,7 +292,7 @@ def project_draft_tokens(
         parents: the head's output for each token's parent, which contains the token's feature.
     """
     if head.precomputed is None or parents.projected is None:
-        return project_inputs(head, pairs, parents.hidden)
+        return project_inputs(head, pairs.tokens, parents.hidden, pairs.implementation)
     residual = _norm_features(head, parents.hidden) if _is_residual_normed(head.config) else parents.hidden
     return residual, (parents.projected + head.precomputed.projected[ids])[None]
 
@@ -307,38 +313,77 @@ def _norm_features(head: EagleHead, features: Array) -> Array:
 
 
 def run_layers(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
-) -> tuple[Any, Array, KVCache]:
+    head: EagleHead, residual: Array, qkv: PartialSums, attend: Attend, implementation: str
+) -> tuple[Any, Array]:
     """Run the layers on (feature, token) pairs, from layer 0's QKV projection to the last layer's attention.
-
-    Every layer writes its keys and values to the cache.
 
     Args:
         head: weights of the head.
-        cache: draft cache.
-        pairs: tokens of the pairs, with positions and cache rows.
         residual: residual stream at the input of layer 0.
         qkv: partial sums of the QKV projection of layer 0.
+        attend: function of a layer's index and QKV projection that returns the attended values.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+
+    Returns:
+        What ``attend`` returned for the last layer, and the residual stream before this layer's attention.
+    """
+    out = attend(0, qkv)
+    for index, (layer, config) in enumerate(zip(head.layers[:-1], head.config.layers[:-1], strict=True)):
+        after = head.layers[index + 1]
+        norms: list[Norm] = [] if after.input_norm is None else [(after.input_norm, after.qkv)]
+        options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+        residual, x = mlp_part(layer, config, out, residual, norms, **options)
+        out = attend(index + 1, split_matmul(x, after.qkv, implementation=implementation))
+    return out, residual
+
+
+def run_on_cache(
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
+) -> tuple[Any, Array, KVCache]:
+    """Run the layers on (feature, token) pairs that attend to the draft cache, to which each layer writes its rows.
+
+    Args:
+        head, residual, qkv: arguments of `run_layers`.
+        cache: draft cache.
+        pairs: tokens of the pairs, with positions and cache rows.
         attends: whether to run the last layer's attention; False: stop after its keys and values are written.
 
     Returns:
         The last layer's attended values (its queries if ``attends`` is False), the residual stream and the cache.
     """
-    k_pools, v_pools, eps = [], [], head.config.norm_eps
-    out: Any = None
-    for index, (layer, config) in enumerate(zip(head.layers, head.config.layers, strict=True)):
-        is_last = index + 1 == len(head.layers)
-        pools = cache.k[index], cache.v[index]
-        options: dict[str, Any] = {"eps": eps, "start": FIRST_ROW, "attends": attends or not is_last}
-        out, k_pool, v_pool = attention_part(layer, config, qkv, pools, pairs, head.dtype, **options)
-        k_pools.append(k_pool)
-        v_pools.append(v_pool)
-        if not is_last:
-            next_layer = head.layers[index + 1]
-            norms: list[Norm] = [] if next_layer.input_norm is None else [(next_layer.input_norm, next_layer.qkv)]
-            residual, x = mlp_part(layer, config, out, residual, norms, eps=eps, implementation=pairs.implementation)
-            qkv = split_matmul(x, next_layer.qkv, implementation=pairs.implementation)
+    pools: list[tuple[Array, Array]] = []
+
+    def attend(index: int, qkv: PartialSums) -> Any:
+        layer, config, own = head.layers[index], head.config.layers[index], (cache.k[index], cache.v[index])
+        is_needed = attends or index + 1 < len(head.layers)
+        options: dict[str, Any] = {"eps": head.config.norm_eps, "start": FIRST_ROW, "attends": is_needed}
+        out, *new = attention_part(layer, config, qkv, own, pairs, head.dtype, **options)
+        pools.append((new[0], new[1]))
+        return out
+
+    out, residual = run_layers(head, residual, qkv, attend, pairs.implementation)
+    k_pools, v_pools = map(list, zip(*pools, strict=True))
     return out, residual, KVCache(k=k_pools, v=v_pools)
+
+
+def finish_layers(
+    head: EagleHead, attended: Inputs, residual: Array, norms: Sequence[Norm], implementation: str
+) -> tuple[Array, list[Array]]:
+    """Run the last layer after its attention, and the norms that read its output.
+
+    Args:
+        head: weights of the head.
+        attended: the last layer's attended values.
+        residual: residual stream before the last layer's attention.
+        norms: the norm before the output head, if the head has one, then others.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+
+    Returns:
+        The feature for the tokens that follow, and the normed output for each norm (without norms, the output itself).
+    """
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+    hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
+    return normed[0] if _is_output_normed(head.config) else hidden, normed
 
 
 def output_logits(
@@ -363,9 +408,8 @@ def output_logits(
     norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
-    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
-    hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
-    hidden, projected = normed[0] if is_fed_back else hidden, None
+    hidden, normed = finish_layers(head, attended, residual, norms, implementation)
+    projected = None
     with jax.named_scope("head"):
         product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)
     if head.precomputed is not None:
