@@ -19,12 +19,12 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, listed, short
-from convert.huggingface import Row, cast, is_stacked
+from convert.huggingface import Row, cast, is_stacked, selected, unselected
 from convert.sources import FLOAT8, Shape, Source, Tensor
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
-from jspec.models.quantize import EXPERTS, NAMES
+from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme
 from pallas_kernels.layers.int4 import ZERO, unpack
 
@@ -64,12 +64,17 @@ def quantized_rows(
         if not quantized:
             found.append(row)
             continue
-        _check(row, quantized, scheme, tensors)
+        whole, index = unselected(row)
+        _check(whole, quantized, scheme, tensors)
+        widens = dequantize or row.parameter.rpartition(".")[2] in WIDENED
         if scheme.bits == 4:
-            own = split_int4(row, scheme, tensors, known, by_column=dequantize)
+            own = split_int4(whole, scheme, tensors, known, by_column=widens)
         else:
-            own = _split(row, scheme, tensors, unused if not count else {})  # one row names them all, so each is known
-        found += [_dequantized(row, own)] if dequantize else own
+            own = _split(
+                whole, scheme, tensors, unused if not count else {}
+            )  # one row names them all, so each is known
+        own = own if index is None else [selected(part, index) for part in own]
+        found += [_dequantized(row, own)] if widens else own
         count += 1
     if not count:
         expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
@@ -107,7 +112,7 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
 def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
-    if name not in NAMES or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
+    if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
     if name in EXPERTS and (scheme.block is not None or scheme.bits == 4):
         expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"

@@ -41,6 +41,12 @@ class Tiles(NamedTuple):
     stages: int  # tiles in flight (pipeline stages)
     fixed: bool = False  # deterministic: the order of a query's sums depends only on the rows that it sees
     depths: int = 0  # entries of a query's path; a program then holds one query; 0: queries have no paths
+    value_dim: int = 0  # channels of a value, if keys are the rows of V and K side by side (latent attention); 0: not
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a key is the row of V followed by the row of K."""
+        return self.value_dim > 0
 
     @property
     def is_causal(self) -> bool:
@@ -76,7 +82,7 @@ def choose_tiles(
         wide: whether the matrix products are computed in float32.
     """
     batch, queries, heads = q.shape[:3]
-    kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(q.shape[3])
+    kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     rows_read = capacity if window is None else min(capacity, window + new_rows)  # at most, per sequence
 
@@ -132,7 +138,13 @@ def choose_tiles(
         splits=splits,
         warps=warps,
         stages=3 if few or is_alone or k_pool.dtype == FP8 else 2,
+        value_dim=latent_dim(q, k_pool),
     )
+
+
+def latent_dim(q: Array | ShapeDtypeStruct, k_pool: Array) -> int:
+    """Returns the number of channels of a value if keys are the rows of V and K side by side; 0: they are not."""
+    return q.shape[3] - k_pool.shape[3]
 
 
 def fixed_tiles(
@@ -154,7 +166,7 @@ def fixed_tiles(
         paths: [B, T, depths], as in `paged_attention`; None: causal.
         wide: whether the matrix products are computed in float32.
     """
-    queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(q.shape[3])
+    queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, page = heads // k_pool.shape[1], k_pool.shape[2]
     width = max(k_pool.dtype.itemsize, 2)
     depths = 0 if paths is None else paths.shape[-1]
@@ -174,6 +186,7 @@ def fixed_tiles(
         stages=3,
         fixed=True,
         depths=depths,
+        value_dim=latent_dim(q, k_pool),
     )
 
 
