@@ -207,8 +207,8 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors of a folder match a weight map.
 
-    Every tensor must occur in one or more rows, every tensor of a row must exist, and shapes and dtypes must be as
-    expected.
+    Every tensor must occur in a row, or in several rows that `selected` made. Every tensor of a row must exist, and
+    shapes and dtypes must be as expected.
 
     Args:
         rows: rows of the weight map.
@@ -216,8 +216,9 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     """
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
-    twice = [name for name, n in Counter(row.parameter for row in rows).items() if n > 1]
-    assert not twice, f"the weight map names these parameters more than once: {twice}"
+    taken = Counter(name for row in rows if not isinstance(row.fill, _Selection) for name in row.sources)
+    twice = [name for name, n in (taken + Counter(row.parameter for row in rows)).items() if n > 1]
+    assert not twice, f"the weight map names these more than once: {twice}"
     unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
     missing = sorted(name for name in wanted if name not in tensors)
     both = sorted(name for name in wanted if name in tensors)

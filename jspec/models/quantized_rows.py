@@ -65,16 +65,14 @@ def quantized_rows(
             found.append(row)
             continue
         whole, index = unselected(row)
-        _check(whole, quantized, scheme, tensors)
         widens = dequantize or row.parameter.rpartition(".")[2] in WIDENED
+        _check(whole, quantized, scheme, tensors, widens=widens)
         if scheme.bits == 4:
             own = split_int4(whole, scheme, tensors, known, by_column=widens)
         else:
-            own = _split(
-                whole, scheme, tensors, unused if not count else {}
-            )  # one row names them all, so each is known
-        own = own if index is None else [selected(part, index) for part in own]
-        found += [_dequantized(row, own)] if widens else own
+            own = _split(whole, scheme, tensors, {} if count else unused)  # one row names them all, so each is known
+        own = [_dequantized(whole, own)] if widens else own
+        found += own if index is None else [selected(part, index) for part in own]
         count += 1
     if not count:
         expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
@@ -109,12 +107,12 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
     return [f"{weight.removesuffix(WEIGHT)}.{suffix}" for suffix in suffixes]
 
 
-def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
+def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor], *, widens: bool) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
     if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
-    if name in EXPERTS and (scheme.block is not None or scheme.bits == 4):
+    if name in EXPERTS and (scheme.bits == 4 or (scheme.block is not None and not widens)):
         expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
         raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
@@ -171,7 +169,9 @@ def _fill_scales(
         CheckpointError: a scale is negative, infinite or NaN.
     """
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = filled.reshape(-1) if block is None else filled  # scales of experts are stored one expert after another
+    flat = (
+        filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
+    )  # scales of experts are stored one expert after another
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)

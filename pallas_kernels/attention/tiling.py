@@ -105,10 +105,12 @@ def choose_tiles(
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
 
     # Tile. A tile has 16 KiB of K and 16 KiB of V; for small programs 8 KiB each, because more of them run side by
-    # side. A float8 value counts as two bytes if heads are wide, because longer tiles would need too many registers.
+    # side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two bytes if heads
+    # are wide, because longer tiles would need too many registers.
     few = small or packed == MMA_ROWS
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)
-    tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
+    pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
+    tile = min(max(pools * (8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
 
     # Splits. Fill the GPU once with large programs, twice with small ones.
     load = programs if warps < 8 else 2 * programs
@@ -119,7 +121,7 @@ def choose_tiles(
     # Long contexts are split among small programs even at 32 sequences, since four such programs fit on a
     # multiprocessor.
     are_enough = load > FULL if small and is_long else load >= FULL - SPARE
-    splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT))
+    splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large
     # program of few packed rows, a third tile saves time only if contexts are not split.
