@@ -124,8 +124,9 @@ def choose_tiles(
     splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large
-    # program of few packed rows, a third tile saves time only if contexts are not split.
-    is_alone = splits == 1 and packed <= 32
+    # program of few packed rows, a third tile saves time only if contexts are not split; that of latent attention would
+    # not fit into the shared memory of smaller GPUs.
+    is_alone = splits == 1 and packed <= 32 and pools == 1
     return Tiles(
         group=group,
         queries=queries,

@@ -61,7 +61,7 @@ WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
 DENSE = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
 @cache
@@ -252,7 +252,8 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
+UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
+DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2), ("deepseek_v2", 2), ("deepseek_v3", 2))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,7 @@ DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
         pytest.param(family, devices, marks=() if (family, devices) in DEFAULT_FAMILIES else pytest.mark.matrix)
         for family in FAMILIES
         for devices in (2, 4)
+        if (family, devices) not in UNDIVIDED
     ],
 )
 def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(

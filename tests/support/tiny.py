@@ -74,7 +74,7 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
 # Values are drawn in this order; tests depend on the weights that a seed gives.
 ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
-    *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks"),
+    *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks", "q_up", "k_up", "v_up"),
     *("router", "router_bias", "router_correction", "experts_gate_up", "experts_gate_up_bias"),
     *("experts_down", "experts_down_bias"),
 )

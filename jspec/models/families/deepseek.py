@@ -95,11 +95,11 @@ class DeepseekV2(Deepseek):
         return behind_dense(fields, dense, router)
 
 
-@register("deepseek_v3", "kimi_k2")
+@register("deepseek_v3")
 class DeepseekV3(Deepseek):
-    """DeepSeek V3 and R1, Kimi K2: scores of experts are sigmoids, with a correction for the choice."""
+    """DeepSeek V3 and R1: scores of experts are sigmoids, with a correction for the choice."""
 
-    published: ClassVar = "DeepSeek V3, V3.1, R1; Kimi K2"
+    published: ClassVar = "DeepSeek V3, V3.1, R1"
     defaults: ClassVar = {
         "q_lora_rank": 1536, "rms_norm_eps": 1e-6, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
         "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
@@ -108,3 +108,10 @@ class DeepseekV3(Deepseek):
 
     def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
         return behind_dense(fields, dense, corrected_router(fields))
+
+
+@register("kimi_k2")
+class KimiK2(DeepseekV3):
+    """Kimi K2 (arXiv:2507.20534), which computes what DeepSeek V3 does."""
+
+    published: ClassVar = "Kimi K2"
