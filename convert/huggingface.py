@@ -216,8 +216,8 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     """
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
-    taken = Counter(name for row in rows if not isinstance(row.fill, _Selection) for name in row.sources)
-    twice = [name for name, n in (taken + Counter(row.parameter for row in rows)).items() if n > 1]
+    taken = (name for row in rows if not isinstance(row.fill, _Selection) for name in row.sources)
+    twice = [name for found in (taken, (row.parameter for row in rows)) for name, n in Counter(found).items() if n > 1]
     assert not twice, f"the weight map names these more than once: {twice}"
     unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
     missing = sorted(name for name in wanted if name not in tensors)
