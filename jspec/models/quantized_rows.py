@@ -36,7 +36,12 @@ UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 def quantized_rows(
-    rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor], *, dequantize: bool = False
+    rows: Iterable[Row],
+    scheme: Scheme,
+    tensors: Mapping[str, Tensor],
+    *,
+    dequantize: bool = False,
+    is_part: bool = False,
 ) -> list[Row]:
     """Replace each row of a weight map whose tensors are quantised by rows of values, of scales and of zero points.
 
@@ -47,6 +52,7 @@ def quantized_rows(
         scheme: how the checkpoint is quantised.
         tensors: headers of the tensors, by name.
         dequantize: read the values that quantised tensors stand for instead, in the dtype of other weights.
+        is_part: whether the rows are those of a part of the checkpoint, of which nothing may be quantised.
 
     Raises:
         CheckpointError: no weight is quantised, or one that the config excludes is.
@@ -74,7 +80,7 @@ def quantized_rows(
         own = [_dequantized(whole, own)] if widens else own
         found += own if index is None else [selected(part, index) for part in own]
         count += 1
-    if not count:
+    if not count and not is_part:
         expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
         raise CheckpointError(CONFIG, f"expected {expected}, got none; delete {CONFIG}")
     return found

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jspec import (
+    MTP,
     Completion,
     DFlash,
     Drafter,
@@ -95,6 +96,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "peagle": lambda: PEagle(tiny.peagle_head(target(), draft_vocab=31, feature_layers=(0, 2)), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
     "reduced eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2", draft_vocab=range(3, 32)),
+    "mtp": lambda: MTP(tiny.mtp_head(target()), "topk:8,3,3"),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
     "dflash": lambda: DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
     "reduced dflash": lambda: DFlash(

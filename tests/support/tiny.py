@@ -133,6 +133,12 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     return EagleHead.from_weights(c, unflatten(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
 
 
+def mtp_head(target: Model, *, seed: int = 1) -> EagleHead:
+    """Return a random MTP layer, which uses the target's final norm output, vocabulary and output head."""
+    c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="mtp")
+    return EagleHead.from_weights(c, unflatten(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
+
+
 def dflash_head(
     target: Model, *, block_size: int, feature_layers: tuple[int, ...], layers: int = 2, seed: int = 1
 ) -> DFlashHead:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from convert.fields import Fields
-from convert.huggingface import Row
-from jspec.models.config import ModelConfig
+from jspec.models.config import DecoderConfig
 from jspec.models.families import register
 from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
 from jspec.models.layer_config import GQA, MLA, Rope, unsupported
 from jspec.models.mlp_config import Dense, Experts, Router
 from jspec.models.rope import yarn_magnitude
-from jspec.models.weight_map import LAYER, Names, model_rows
+from jspec.models.weight_map import LAYER, Names
 
 CACHED, QUERY = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.{}.weight"
 GROUPED = "group_limited_greedy"  # value of `topk_method`
@@ -48,17 +47,12 @@ class Deepseek(Llama):
         )
         return [replace(own, rope=rope) for rope in ropes]
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
-        return model_rows(config, names, tensor_names(self.names, config))
-
-
-def tensor_names(names: Names, config: ModelConfig) -> Names:
-    """Return the tensor names of a layer, with those of the first projection in the order of `layer_params`."""
-    attention = config.layers[0].attention
-    assert isinstance(attention, MLA)
-    has_latent = attention.query_latent is not None
-    qkv = (QUERY.format("q_a_proj"), CACHED) if has_latent else (CACHED, QUERY.format("q_proj"))
-    return {**names, "qkv": qkv}
+    def layer_names(self, config: DecoderConfig) -> Names:
+        attention = config.layers[0].attention
+        assert isinstance(attention, MLA)
+        has_latent = attention.query_latent is not None  # the order is that of `jspec.models.params`
+        qkv = (QUERY.format("q_a_proj"), CACHED) if has_latent else (CACHED, QUERY.format("q_proj"))
+        return {**self.names, "qkv": qkv}
 
 
 def score_factor(fields: Fields, rope: Rope) -> float:

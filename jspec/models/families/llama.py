@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
-from jspec.models.config import ModelConfig
+from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
     DEFAULT_THETA,
@@ -89,7 +89,11 @@ class Llama:
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
-        return model_rows(config, names, self.names, norms_less_one=self.norms_less_one)
+        return model_rows(config, names, self.layer_names(config), norms_less_one=self.norms_less_one)
+
+    def layer_names(self, config: DecoderConfig) -> Names:
+        """Return the tensor names by parameter of a layer."""
+        return self.names
 
     def layer_types(self, fields: Fields) -> list[str]:
         """Return whether each layer has full or sliding-window attention."""
