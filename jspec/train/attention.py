@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.draft.eagle_head import EagleLayer
+from jspec.models.block import LayerWeights
 from jspec.models.layer_config import LayerConfig
 from jspec.models.rope import tables
 from jspec.train.products import einsum32
@@ -34,7 +34,7 @@ class Keys(NamedTuple):
 
 
 def split_heads(
-    layer: EagleLayer,
+    layer: LayerWeights,
     config: LayerConfig,
     qkv: PartialSums,
     positions: Int[Array, "rows size"],
