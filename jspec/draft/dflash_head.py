@@ -99,6 +99,11 @@ class Context:
     # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
+        return self.hidden_norm.dtype
+
     def declared(self) -> Params:
         """Return the declarations of the weights, by name."""
         config = self.config

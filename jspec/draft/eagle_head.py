@@ -113,6 +113,7 @@ class EagleHead:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
         norm = self.layers[0].mlp_norm
         assert norm is not None
         return norm.dtype

@@ -48,6 +48,11 @@ class Model:
     # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
+        return self.embed.dtype
+
     def declared(self) -> Params:
         """Return the declarations of the weights, by name."""
         return model_params(self.config)

@@ -281,6 +281,7 @@ def read_checkpoint(
             check(header.config, folder)
         params = _params_on(mesh, format_of(header.kind), header.config, header.parameters)
         if mesh is not None:
+            tensor_parallel.compare_folder(header, mesh)
             placement = tensor_parallel.placement(params, header.parameters, mesh)
         kept = [name for name, spec in params.items() if spec.dtype is not None]
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)

@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from convert.orbax import QUANTIZED, Placement
+from convert.fields import CheckpointError
+from convert.orbax import QUANTIZED, Header, Placement, sample
 from jspec import distributed
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
@@ -37,7 +38,6 @@ INNER = ("heads", "mlp")  # axes between two products: the second product adds u
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused", "experts")
 EXPERTS_DOWN = ("experts", "hidden", "channels")  # axes of the weight whose products the devices add up
-SAMPLED = 256  # number of values at either end of a weight that processes compare
 Tree = TypeVar("Tree")
 
 
@@ -128,17 +128,31 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
     own = array if order is None else array[order]
     if not sharding.is_fully_addressable:
-        _sample(own)
+        _compare_later(sample(own))
     return to_devices(own, sharding)
 
 
-def _sample(array: Any) -> None:
-    """Add the first and the last values of a weight to what all processes compare."""
+def compare_folder(header: Header, mesh: Mesh) -> None:
+    """Add samples of a converted folder's weights to what all processes compare, since each reads its own parts alone.
+
+    Raises:
+        CheckpointError: the folder has no samples, because an earlier version has written it.
+    """
+    if not mesh.is_multi_process:
+        return
+    if not header.samples:
+        raise CheckpointError(
+            header.folder, "expected samples of the weights, which several processes compare, got none; convert the "
+            "model again",
+        )  # fmt: skip
+    _compare_later(header.samples.encode())
+
+
+def _compare_later(values: bytes) -> None:
+    """Add values of weights to what all processes compare when they make an engine."""
     job = distributed.current()
-    assert job is not None
-    flat = array.reshape(-1)
-    for part in (flat[:SAMPLED], flat[-SAMPLED:]):
-        job.weights.update(np.asarray(part).tobytes())
+    if job is not None:  # else the engine is refused
+        job.weights.update(values)
 
 
 def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:

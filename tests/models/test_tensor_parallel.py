@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jspec import Model
+from convert.orbax import Header
+from jspec import Model, distributed
 from jspec.draft.auto import load_drafter
 from jspec.draft.eagle import Eagle3
 from jspec.models import load
 from jspec.models.params import ParamSpec, model_params
 from jspec.models.quantize import quantize_weights
-from jspec.models.tensor_parallel import device_rows, layout, local_shapes, mesh_of, place, spec_of
+from jspec.models.tensor_parallel import compare_folder, device_rows, layout, local_shapes, mesh_of, place, spec_of
 from jspec.tools import demo
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import matmul, reduce_partials
@@ -175,3 +178,14 @@ def test_mesh_that_processes_cannot_share_equally_is_refused(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=f"tensor_parallel: {expected}"):
         mesh_of(devices)
+
+
+def test_processes_compare_the_samples_of_a_converted_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(weights=hashlib.sha256())
+    monkeypatch.setattr(distributed, "_job", job)
+    header = Header("target", {}, {}, tmp_path, samples="0a")
+    for is_multi_process, expected in ((False, b""), (True, b"0a")):
+        compare_folder(header, SimpleNamespace(is_multi_process=is_multi_process))  # type: ignore[arg-type]
+        assert job.weights.hexdigest() == hashlib.sha256(expected).hexdigest()
+    with pytest.raises(ValueError, match=r"expected samples of the weights, .* got none; convert the model again"):
+        compare_folder(replace(header, samples=""), SimpleNamespace(is_multi_process=True))  # type: ignore[arg-type]
