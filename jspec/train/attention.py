@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.draft.eagle_head import EagleLayer
+from jspec.models.block import LayerWeights
 from jspec.models.layer_config import LayerConfig
 from jspec.models.rope import tables
 from jspec.train.products import einsum32
@@ -34,7 +34,7 @@ class Keys(NamedTuple):
 
 
 def split_heads(
-    layer: EagleLayer,
+    layer: LayerWeights,
     config: LayerConfig,
     qkv: PartialSums,
     positions: Int[Array, "rows size"],
@@ -51,7 +51,7 @@ def split_heads(
         eps: epsilon of the norms.
         dtype: dtype of the model.
     """
-    attention = config.attention
+    attention = config.gqa
     cos_sin = tables(attention.rope, attention.head_dim, positions)
     transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
@@ -76,7 +76,7 @@ def attend(
     Returns:
         The attended values of all heads, concatenated. Scores and softmax are computed in float32.
     """
-    attention = config.attention
+    attention = config.gqa
     rows, size, heads, dim = q.shape
     groups = rows, size, attention.kv_heads, heads // attention.kv_heads, dim
     scale = 1 / math.sqrt(dim) if attention.scale is None else attention.scale

@@ -8,7 +8,7 @@ from typing import Any
 
 from jspec.core.shorten import short
 
-METHODS = ("eagle3",)
+METHODS = ("eagle3", "dflash", "dspark", "medusa")
 LOSS_KINDS = ("soft", "lk")
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),
@@ -29,6 +29,10 @@ RANGES = {  # for each number, the least value, and whether the value itself is 
     "seed": (0, True),
     "rope_theta": (0, False),
     "layers": (1, True),
+    "anchors": (1, True),
+    "gamma": (0, False),
+    "mask_token": (0, True),
+    "markov_rank": (1, True),
     "devices": (1, True),
     "max_tokens": (1, True),
     "temperature": (0, True),
@@ -46,9 +50,11 @@ class TrainConfig:
         epochs: how often the data is read, if ``steps`` is None.
         length: tokens of a row; longer documents are cut.
         batch: rows of an update.
-        ttt: steps of the training-time test: draft tokens of a chain that the loss covers.
-        decay: factor of the loss of each further draft token.
-        loss: "soft": cross entropy with the target's probabilities; "lk": the loss of `jspec.train.losses.lk`.
+        ttt: draft tokens that the loss covers: steps of EAGLE-3's training-time test, tokens that a DFlash or DSpark
+            block drafts, or Medusa heads.
+        decay: EAGLE-3 and Medusa: factor of the loss of each further draft token.
+        loss: EAGLE-3: "soft": cross entropy with the target's probabilities; "lk": the loss of
+            `jspec.train.losses.lk`.
         learning_rate: largest learning rate of AdamW.
         warmup: share of the updates in which the rate rises from 0.
         final: part of the rate that is left at the end of a cosine.
@@ -62,10 +68,16 @@ class TrainConfig:
         eval_rows: most rows of an evaluation.
         seed: seed of the weights and of the order of the data.
         rope_theta: rotary base of the head.
-        feature_layers: indices of the target's states that the head reads; None: 2, N / 2 and N - 3 of N layers.
-        layers: number of the head's layers.
+        feature_layers: indices of the target's states that the head reads; None: 2, N / 2 and N - 3 of N layers for
+            EAGLE-3, and five from 2 to N - 2 for DFlash and DSpark. Medusa reads the state after the final norm.
+        layers: number of the head's layers, or of a Medusa head's blocks; None: 1, for DFlash and DSpark 5.
+        anchors: DFlash and DSpark: blocks of a row; None: one for 8 tokens.
+        gamma: DFlash and DSpark: depths over which the weight of the loss falls by e; None: for DFlash half the block,
+            for DSpark the number of draft tokens.
+        mask_token: DFlash and DSpark: id of the mask token; None: the last one of the vocabulary.
+        markov_rank: DSpark: channels of the Markov head, at most those of a hidden state.
         devices: number of devices, between which the rows of a batch are divided.
-        eagle31: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
+        eagle31: EAGLE-3: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
         regenerate: whether the target writes the answers of the data first (`jspec.train.regenerate`).
         max_tokens: most tokens of such an answer.
         temperature: temperature of such an answer.
@@ -94,7 +106,11 @@ class TrainConfig:
     seed: int = 0
     rope_theta: float = 10000.0
     feature_layers: tuple[int, ...] | None = None
-    layers: int = 1
+    layers: int | None = None
+    anchors: int | None = None
+    gamma: float | None = None
+    mask_token: int | None = None
+    markov_rank: int = 256
     devices: int = 1
     eagle31: bool = False
     regenerate: bool = False

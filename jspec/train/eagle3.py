@@ -63,13 +63,7 @@ def loss(
     """
     loss, hits, places = unroll(head, target, seen, rows, options)
     weights = options.decay ** jnp.arange(options.steps)
-    total = jnp.sum(loss, axis=(1, 2))
-    whole = places[-1] & jnp.all(places, axis=0)
-    accepted = jnp.cumprod(hits, axis=0) * whole
-    count = partial(jnp.sum, axis=(1, 2), dtype=jnp.float32)
-    chained = jnp.full(options.steps, jnp.sum(whole, dtype=jnp.float32))
-    measured = Measured(total, count(places), count(hits & places), chained, count(accepted))
-    return jnp.sum(weights * total), jax.lax.stop_gradient(measured)
+    return jnp.sum(weights * jnp.sum(loss, axis=(1, 2))), Measured.of(loss, hits, places)
 
 
 def unroll(

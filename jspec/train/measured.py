@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 @struct.dataclass
@@ -26,6 +29,26 @@ class Measured:
     hits: Float[Array, "depth"]
     chained: Float[Array, "depth"]
     accepted: Float[Array, "depth"]
+
+    @classmethod
+    def of(
+        cls,
+        losses: Float[Array, "depth *columns"],
+        hits: Bool[Array, "depth *columns"],
+        places: Bool[Array, "depth *columns"],
+    ) -> Measured:
+        """Measure a batch.
+
+        Args:
+            losses: loss of each prediction; 0 where none is made.
+            hits: whether the head's argmax is the target's.
+            places: whether the predicted token counts.
+        """
+        axes, whole = tuple(range(1, losses.ndim)), jnp.all(places, axis=0)
+        total = partial(jnp.sum, axis=axes, dtype=jnp.float32)
+        chained = jnp.full(len(losses), jnp.sum(whole, dtype=jnp.float32))
+        accepted = total(jnp.cumprod(hits, axis=0) * whole)
+        return jax.lax.stop_gradient(cls(total(losses), total(places), total(hits & places), chained, accepted))
 
     def figures(self) -> Figures:
         """Return the figures that follow, on the host."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from jspec.models.decoder import Model
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
-from jspec.train.methods import Method
+from jspec.train.method import Method
 from jspec.train.observe import observe
 from jspec.train.rows import Rows
 
@@ -145,7 +145,7 @@ class Program:
 
     def _update(self, state: TrainState, target: Model, rest: Any, rows: Rows) -> tuple[TrainState, Report]:
         seen = observe(target, rows, self._states)
-        size = rows.tokens.size * (1 if self._mesh is None else self._mesh.size)
+        size = self._method.columns(rows.tokens.shape[0] * (1 if self._mesh is None else self._mesh.size))
 
         def loss(weights: Any) -> tuple[Array, Measured]:
             keys = self._keys(state.step, rows)

@@ -23,7 +23,8 @@ from jspec.train.journal import Journal
 from jspec.train.loop import Loop
 from jspec.train.material import Material, draft_vocabulary, prepare
 from jspec.train.measured import Figures
-from jspec.train.methods import METHODS, Method
+from jspec.train.method import Method
+from jspec.train.methods import METHODS
 from jspec.train.program import Program, mesh_of
 from jspec.train.regenerate import regenerate
 
@@ -113,7 +114,7 @@ def fit(
 
     def export(head: Any) -> None:
         with write_errors(out, checkpoints.steps[-1:]):
-            write.write_head(out, *method.files(head, pair.target, tokens))
+            write.write_head(out, *method.files(head, pair.target, tokens), method.weights_file)
 
     figures = Loop(config, material, program, steps).run(state, checkpoints, journal, export)
     return Result(out, steps, figures, coverage, journal.path)
@@ -156,6 +157,8 @@ def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
     config, vocab = method.config, pair.target.config.vocab_size
     if config.init is not None:
         return method.load(config.init, pair.target), 1.0
+    if not method.has_vocabulary:
+        return method.create(pair.target, np.arange(vocab, dtype=np.int32)), 1.0
     ids, coverage = draft_vocabulary(material.train, config.draft_vocab, vocab, _eos(pair))
     return method.create(pair.target, ids), coverage
 

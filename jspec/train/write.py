@@ -13,10 +13,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from convert.fields import read_json
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.draft.head_config import Eagle3Config
+from jspec.draft.head_config import DSparkConfig, Eagle3Config, HeadConfig
 from jspec.draft.head_layers import LAYER_TENSORS
 from jspec.draft.head_weights import TENSORS
+from jspec.draft.medusa import MedusaHeads
+from jspec.draft.medusa import head_weights as medusa_weights
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import unsupported
 from jspec.models.mlp_config import Dense
@@ -35,27 +39,30 @@ def special_ids(folder: Path) -> dict[str, Any]:
     return {name: fields[name] for name in TOKENS if fields.get(name) is not None}
 
 
-def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], weights: str = WEIGHTS
+) -> None:
     """Write config.json and the weights; a folder that has both already keeps the old weights until the new are whole.
 
     Args:
         folder: folder to write into.
         config: values of config.json.
         tensors: tensors by name.
+        weights: name of the file of the weights.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    work = folder / f".{WEIGHTS}.new"
+    work = folder / f".{weights}.new"
     try:
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, work, metadata={"format": "pt"})
         (folder / f".{CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         os.replace(folder / f".{CONFIG}.new", folder / CONFIG)
-        os.replace(work, folder / WEIGHTS)
+        os.replace(work, folder / weights)
     except Exception as error:
-        for name in (WEIGHTS, CONFIG):
+        for name in (weights, CONFIG):
             (folder / f".{name}.new").unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise
@@ -92,23 +99,24 @@ def eagle3_files(
     ids = np.asarray(head.draft_to_target) if head.draft_to_target is not None else np.arange(config.vocab_size)
     params = head_params(config)
     tensors = named_tensors(head, params, dtype)
-    tensors |= {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(config.vocab_size), ids)}
-    return fields, tensors
+    return fields, tensors | vocabulary(ids, config.vocab_size)
 
 
-def _layer_fields(config: Eagle3Config, dtype: str, length: int) -> dict[str, Any]:
-    """Return the part of config.json that describes the layers, which must be those of Llama."""
+def _layer_fields(config: HeadConfig, dtype: str, length: int, family: str = "llama") -> dict[str, Any]:
+    """Return the part of config.json that describes the layers, which must be plain ones of a family."""
     layer = config.layers[0]
-    attention, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
+    attention, mlp, rope = layer.gqa, layer.mlp, layer.gqa.rope
     named = {"rope": rope.kind, "qk_norm": attention.qk_norm, "window": attention.window, "sinks": attention.sinks}
-    plain = {"rope": "default", "qk_norm": None, "window": None, "sinks": False}
+    plain = {"rope": "default", "qk_norm": "head" if family == "qwen3" else None, "window": None, "sinks": False}
     for name, value in named.items():
         if value != plain[name]:
-            raise unsupported(f"a head's {name}", value, f"{plain[name]} in the format of EAGLE-3's authors")
+            raise unsupported(f"a head's {name}", value, f"{plain[name]} in the format of the method's authors")
     if rope.fraction != 1 or not isinstance(mlp, Dense) or mlp.activation not in ACTIVATIONS:
-        raise unsupported("a head's layer", f"{rope}, {mlp}", "layers of Llama in the format of EAGLE-3's authors")
+        raise unsupported(
+            "a head's layer", f"{rope}, {mlp}", f"layers of {family} in the format of the method's authors"
+        )
     return {
-        "model_type": "llama",
+        "model_type": family,
         "hidden_act": ACTIVATIONS[mlp.activation],
         "hidden_size": config.hidden_size,
         "intermediate_size": mlp.width,
@@ -125,6 +133,71 @@ def _layer_fields(config: Eagle3Config, dtype: str, length: int) -> dict[str, An
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
+
+
+def block_files(
+    head: DFlashHead, target: ModelConfig, dtype: str, length: int, tokens: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return config.json and the tensors of a DFlash or DSpark head as their authors write them.
+
+    Args:
+        head: the head.
+        target, dtype, length, tokens: as for `eagle3_files`.
+
+    Raises:
+        NotImplementedError: the format has no words for an option of the head.
+    """
+    config = head.config
+    fields = {
+        "architectures": ["DSparkDraftModel" if isinstance(config, DSparkConfig) else "DFlashDraftModel"],
+        **_layer_fields(config, dtype, length, family="qwen3"),
+        **tokens,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": target.num_layers,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [_layer_of(state, target.num_layers) for state in config.feature_layers or ()],
+            "sample_from_anchor": config.sample_from_anchor,
+        },
+    }
+    if isinstance(config, DSparkConfig):
+        names = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
+        fields |= {name: getattr(config, name) for name in names}
+        fields["enable_confidence_head"] = config.confidence_head
+    owned = {"has_embed": head.embed, "has_head": head.head, "has_map": head.draft_to_target}
+    params = block_params(config, **{name: value is not None for name, value in owned.items()})
+    tensors = named_tensors(head, params, dtype)
+    if head.draft_to_target is not None:
+        tensors |= vocabulary(np.asarray(head.draft_to_target), config.vocab_size)
+    return fields, tensors
+
+
+def _layer_of(state: int, layers: int) -> int:
+    """Return the layer of the target whose output is a state; the last layer's is taken after the final norm."""
+    if not 1 <= state < layers and state != layers + 1:
+        raise unsupported(
+            "feature_layers", state, f"1 to {layers - 1} or {layers + 1} in the format of DFlash's authors"
+        )
+    return min(state, layers) - 1
+
+
+def medusa_files(heads: MedusaHeads, dtype: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return config.json and the tensors of Medusa heads as their authors write them."""
+    config = heads.config
+    fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, "version": "2"}
+    tensors = {
+        tensor: np.asarray(jax.device_get(_get(heads, row.parameter))).astype(dtype)
+        for row in medusa_weights(config)
+        for tensor in row.sources
+    }
+    return {**fields, "torch_dtype": dtype}, tensors
+
+
+def vocabulary(ids: np.ndarray, vocab: int) -> dict[str, np.ndarray]:
+    """Return the tensors of a draft vocabulary: offsets of the target ids, and which target ids it has."""
+    return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(vocab), ids)}
 
 
 def _feature_fields(states: Sequence[int], config: Eagle3Config, layers: int) -> dict[str, Any]:

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jspec.draft.dflash import DFlash
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
+from jspec.draft.medusa import Medusa
+from jspec.models.decoder import Model
+from jspec.tools.testing import check_lossless
 from jspec.train import loop
 from jspec.train.checkpoints import Checkpoints
 from jspec.train.journal import read_journal
@@ -61,6 +66,33 @@ def test_a_run_lowers_the_loss_and_writes_the_head_of_its_best_evaluation(folder
     assert head.config.draft_vocab_size == 24 and 10 in np.asarray(head.draft_to_target)  # the EOS token
     config = json.loads((unbroken.out / "config.json").read_text())
     assert config["eos_token_id"] == 10 and config["max_position_embeddings"] == 32
+
+
+@pytest.mark.parametrize(
+    ("method", "reader", "options"),
+    [
+        ("eagle3", Eagle3, {"eagle31": True}),
+        ("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}),
+        ("dspark", DSpark, {"feature_layers": (1, 2), "layers": 1, "markov_rank": 4}),
+        ("medusa", Medusa, {"feature_layers": None}),
+    ],
+)
+def test_heads_of_each_method_are_trained_and_draft(
+    folder: Path, method: str, reader: Any, options: dict[str, Any]
+) -> None:
+    vocabulary = {} if method == "eagle3" else {"draft_vocab": None}
+    result = runs.train(folder, method, method=method, steps=8, **options, **vocabulary)
+    losses = [entry["loss"] for entry in measured(result.out) if entry["kind"] == "eval"]
+    assert losses[-1] < losses[0]
+    drafter = reader.from_pretrained(result.out, tree="chain:2")
+    target = Model.from_pretrained(folder / "target")
+    options = dict(slots=1, max_len=32, max_tokens=8)
+    assert check_lossless(drafter, target, [[100, 101, 102]], **options) == {0.0: [], 1.0: []}
+    if method == "eagle3":
+        assert drafter.head.config.norm_output and drafter.head.config.fc_norm
+        again = runs.train(folder, "again", init=str(result.out), steps=4)
+        first = measured(again.out)[0]
+        assert first["loss"] < measured(result.out)[0]["loss"]  # it goes on from trained weights
 
 
 def kill_when(folder: Path, out: str, wait: Any) -> None:
