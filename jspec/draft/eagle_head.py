@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.draft_vocab import reduced_head
@@ -356,7 +356,11 @@ def run_layers(
 
 
 def output_logits(
-    head: EagleHead, attended: Inputs, residual: Array, implementation: str
+    head: EagleHead,
+    attended: Inputs,
+    residual: Array,
+    implementation: str,
+    used: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[HeadOut, PartialSums]:
     """Run the last layer after its attention, the output norm and the output head.
 
@@ -368,6 +372,7 @@ def output_logits(
         attended: the last layer's attended values.
         residual: residual stream before the last layer's attention.
         implementation: kernel implementation (`pallas_kernels.dispatch`).
+        used: whether each row's result is used; None: all are. It spares experts that other rows choose.
 
     Returns:
         The head's output for each token, and the logits [1, batch, tokens, draft_vocab] as `limited` returns them.
@@ -377,7 +382,7 @@ def output_logits(
     norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
-    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "used": used, "implementation": implementation}
     hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
     hidden, projected = normed[0] if is_fed_back else hidden, None
     with jax.named_scope("head"):
