@@ -20,6 +20,8 @@ from tests.reference import dflash, dspark
 from tests.reference.head import norm
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 DEPTH, ANCHORS, LENGTH = 3, 5, 48
 OPTIONS: dict[str, Any] = dict(ttt=DEPTH, anchors=ANCHORS, length=LENGTH, feature_layers=(1, 3), layers=2)
 SIZES = (19, 30, 7, 16)

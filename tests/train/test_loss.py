@@ -19,6 +19,8 @@ from jspec.train.rows import Rows
 from tests.reference import training
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 STEPS, DECAY = 3, 0.7
 FIELDS = ("qkv", "o", "gate_up", "down", "mlp_norm", "input_norm", "hidden_norm")  # weights of the layer
 
