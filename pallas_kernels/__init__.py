@@ -2,6 +2,7 @@
 
 from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention
+from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 from pallas_kernels.attention.kv_pages import append, move_rows
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
@@ -28,6 +29,8 @@ __all__ = [
     "deterministic_matmul",
     "gated_matmul",
     "gather_rows",
+    "interval_attention",
+    "interval_attention_gradient",
     "move_rows",
     "norm_columns",
     "paged_attention",

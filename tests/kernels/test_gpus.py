@@ -20,6 +20,8 @@ from pallas_kernels import (
     append,
     append_attention,
     gather_rows,
+    interval_attention,
+    interval_attention_gradient,
     move_rows,
     norm_columns,
     paged_attention,
@@ -102,6 +104,16 @@ def prefill(dim: int) -> Case:
 
     q, table = shape(1, 2048, HEADS, dim), shape(1, 256, dtype=I32)
     return attend, (q, *pools(dim, BF16), table, shape(1, dtype=I32))
+
+
+def intervals(dim: int, dtype: Any = BF16, *, gradient: bool) -> Case:
+    """Return the case of attention in training, or of its gradient."""
+    q, k, places = shape(2, 2048, HEADS, dim, dtype=dtype), shape(2, 2048, KV_HEADS, dim, dtype=dtype), (2, 2048)
+    options: dict[str, Any] = {"scale": 0.1, "implementation": "pallas"}
+    if not gradient:
+        return partial(interval_attention, **options), (q, k, k, shape(*places, dtype=I32))
+    sums = [shape(2, HEADS, 2048, dtype=F32)] * 2
+    return partial(interval_attention_gradient, **options), (q, k, k, q, *[shape(*places, dtype=I32)] * 2, *sums)
 
 
 def rotation(dim: int, dtype: Any = BF16, transform: HeadTransform | None = None) -> Case:
@@ -215,6 +227,9 @@ CASES: dict[str, Case] = {
         f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
         for dim in (80, 96, *DIMS)
     },
+    **{f"intervals {dim}": intervals(dim, gradient=False) for dim in (64, 96, 128)},
+    **{f"gradient of intervals {dim}": intervals(dim, gradient=True) for dim in (64, 96, 128)},
+    "gradient of intervals 128, float32": intervals(128, F32, gradient=True),
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -274,6 +289,8 @@ DEFAULT = {
         "sampling threshold",
         "sample tokens",
         "gelu and quantise",
+        "intervals 128",
+        "gradient of intervals 128",
         "norms before and after the sum",
         "top 10 of a vocabulary",
         "attention 61, deterministic",
@@ -298,11 +315,13 @@ def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
     spilling = {(gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)}
     spilling |= {("L40", "attention 61 x 128")}
     spilling |= {(gpu, f"{name} 128, all options") for gpu in ("A100", "L40") for name in ("attention 60 x", "prefill")}
+    spilling |= {(gpu, "gradient of intervals 128, float32") for gpu in GPUS}
     if jax_version < (0, 12):
         return spilling | {("A100", f"attention 61 x {dim}") for dim in (80, 96)}
     spilling -= {("A100", "prefill 96")}
     spilling |= {("L40", name) for name in ("attention 61 x 80", "attention 61 x 96", "ancestor bits")}
-    return spilling | {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
+    spilling |= {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
+    return spilling | {("B200", "gradient of intervals 128")}
 
 
 SPILLS = spilling_cases(jax.__version_info__)
