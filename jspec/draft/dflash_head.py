@@ -107,7 +107,7 @@ class Context:
     def declared(self) -> Params:
         """Return the declarations of the weights, by name."""
         config = self.config
-        sizes = tuple(layer.attention.kv_size for layer in config.layers for _ in ("keys", "values"))
+        sizes = tuple(layer.gqa.kv_size for layer in config.layers for _ in ("keys", "values"))
         shape, unit = (sum(sizes), config.hidden_size), config.layers[0].attention.head_dim
         kv = ParamSpec(shape, ("heads", "hidden"), parts=sizes, unit=unit)
         return {"fc": _fc(config), "hidden_norm": norm(config.hidden_size), "kv": kv}
@@ -165,7 +165,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
     """Return the rows of all layers' QKV projections that give keys and values, as one weight that is not quantised."""
     parts = []
     for layer, config in zip(head.layers, head.config.layers, strict=True):
-        qkv, first = layer.qkv, config.attention.q_size
+        qkv, first = layer.qkv, config.gqa.q_size
         assert not isinstance(qkv, Shard), "weights are divided after `bind`"
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
@@ -208,9 +208,9 @@ def context_keys(
     fused = rms_norm(matmul(features.astype(own.hidden_norm.dtype), own.fc), own.hidden_norm, eps)
     projected, first, found = matmul(fused, own.kv), 0, []
     for layer, config in zip(model.layers, model.config.layers, strict=True):
-        columns = projected[..., first : first + 2 * config.attention.kv_size]
-        first += 2 * config.attention.kv_size
-        found.append(_keys_and_values(layer, config.attention, columns, positions, eps))
+        columns = projected[..., first : first + 2 * config.gqa.kv_size]
+        first += 2 * config.gqa.kv_size
+        found.append(_keys_and_values(layer, config.gqa, columns, positions, eps))
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, final
+from typing import ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,11 @@ from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.models import load
-from jspec.models.attention import attend
+from jspec.models.block import attend_part
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
 from jspec.models.tensor_parallel import place
-from pallas_kernels.layers.quantized import PartialSums, has_dynamic_activations
+from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 
@@ -325,8 +325,8 @@ def write_pending_rows(
     residual = jnp.take_along_axis(residual, block[..., None], axis=1)
     rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
-    options: dict[str, Any] = {"start": FIRST_ROW, "quantize_output": has_dynamic_activations(params.layers[-1].o)}
-    attended = attend(q, cache.k[-1], cache.v[-1], pairs, params.config.layers[-1].attention, **options)
+    pools = cache.k[-1], cache.v[-1]
+    attended = attend_part(params.layers[-1], params.config.layers[-1], q, pools, pairs, start=FIRST_ROW)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 

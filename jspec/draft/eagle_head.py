@@ -8,6 +8,9 @@ reads the normed embedding and the normed feature, concatenated in this order.
 EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): The feature is the target's hidden state after its final norm. ``fc`` maps
 the concatenated embedding and feature to the input of layer 0, which has no norm before its attention. The output of
 the last layer goes to the target's output head without a norm.
+MTP (arXiv:2412.19437, section 2.2): The feature is the target's state after its final norm, too, but embedding and
+feature are normed before ``fc``, and the layer is one of the target's kind. Its normed output goes to the target's
+output head, and is the next feature.
 P-EAGLE (arXiv:2602.01469): A head as in EAGLE-3 that is never fed its own output. The draft tokens of a block are mask
 pairs: the mask token beside a trained feature, which stands for the feature that is not known yet.
 """
@@ -27,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.draft_vocab import reduced_head
-from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
@@ -54,7 +57,7 @@ FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 class EagleLayer(LayerWeights):
     """The weights of one layer of a head; in layer 0 of EAGLE-3, ``qkv`` has 2 * hidden input channels."""
 
-    # Norm of the embedding in layer 0 of EAGLE-3, or of the input in later layers; None in layer 0 of EAGLE-1.
+    # Norm of the embedding in layer 0 of EAGLE-3, or of the input of other layers; None in layer 0 of EAGLE-1.
     input_norm: Float[Array, "hidden"] | None = None
     hidden_norm: Float[Array, "hidden"] | None = None  # norm of the feature in layer 0 of EAGLE-3; None elsewhere
 
@@ -81,6 +84,8 @@ class EagleHead:
     fc_bias: Float[Array, "hidden"] | None = None  # bias of fc; None: no bias
     fc_norm: Float[Array, "states target_hidden"] | None = None  # norm of each target state before fc
     input_norm: Float[Array, "features"] | None = None  # norm of the concatenated target states before fc
+    embed_norm: Float[Array, "hidden"] | None = None  # norm of the embedding before fc; MTP only
+    feature_norm: Float[Array, "hidden"] | None = None  # norm of the feature before fc; MTP only
     norm: Float[Array, "hidden"] | None = None  # norm before the output head; None in EAGLE-1
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
@@ -126,7 +131,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         config: config of the head.
         has_embed: whether the head has an embedding of its own; if not, it uses the target's.
         has_head: whether an EAGLE-3 head has an output head of its own; if not, it uses the target's. EAGLE-1 heads
-            always use the target's.
+            and MTP layers always use the target's.
     """
     hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
     params: dict[str, ParamSpec] = {}
@@ -138,7 +143,9 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         params["mask_hidden"] = ParamSpec((states * width,), ("features",))
     if isinstance(config, Eagle3Config) and config.fc_norm:
         params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
-    if config.fuses_states or isinstance(config, EagleConfig):
+    if isinstance(config, MTPConfig):
+        params |= {"embed_norm": norm(hidden), "feature_norm": norm(hidden)}
+    if config.fuses_states or isinstance(config, EagleConfig | MTPConfig):
         inputs = states * width if config.fuses_states else 2 * hidden
         params["fc"] = ParamSpec((hidden, inputs), ("fused", "features"))
         if config.fc_bias:
@@ -146,7 +153,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     for index, layer in enumerate(config.layers):
         is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding beside feature
         own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
-        if is_joined or index > 0:
+        if is_joined or index > 0 or isinstance(config, MTPConfig):
             own["input_norm"] = norm(hidden)
         if is_joined:
             own["hidden_norm"] = norm(hidden)
@@ -154,6 +161,8 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     if isinstance(config, EagleConfig):
         return params
     params["norm"] = norm(hidden)
+    if isinstance(config, MTPConfig):
+        return params
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
     return params | {"draft_to_target": draft_ids(config)}
@@ -272,6 +281,12 @@ def project_inputs(
         assert head.fc is not None
         joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
         residual = x = joined if head.fc_bias is None else joined + head.fc_bias
+    elif isinstance(head.config, MTPConfig):
+        assert head.fc is not None and layer.input_norm is not None
+        assert head.embed_norm is not None and head.feature_norm is not None
+        both = rms_norm(embedded, head.embed_norm, eps), rms_norm(features, head.feature_norm, eps)
+        residual = matmul(jnp.concatenate(both, axis=-1), head.fc)
+        x = rms_norm(residual, layer.input_norm, eps)
     else:
         assert layer.input_norm is not None
         normed = _norm_features(head, features)
@@ -302,7 +317,7 @@ def _is_residual_normed(config: HeadConfig) -> bool:
 
 
 def _is_output_normed(config: HeadConfig) -> bool:
-    return isinstance(config, Eagle3Config) and config.norm_output
+    return isinstance(config, Eagle3Config | MTPConfig) and config.norm_output
 
 
 def _norm_features(head: EagleHead, features: Array) -> Array:

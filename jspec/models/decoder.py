@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
-from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
+from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional
 from jspec.models.config import ModelConfig
-from jspec.models.layers import head_product, limited
+from jspec.models.layers import head_product, limited, product
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding

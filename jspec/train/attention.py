@@ -57,7 +57,7 @@ def split_heads(
         eps: epsilon of the norms.
         dtype: dtype of the model.
     """
-    attention = config.attention
+    attention = config.gqa
     cos_sin = tables(attention.rope, attention.head_dim, positions)
     transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
@@ -79,7 +79,7 @@ def attend(
     Returns:
         The attended values of all heads, concatenated. Scores and softmax are computed in float32.
     """
-    attention, ahead = config.attention, len(steps) - 1
+    attention, ahead = config.gqa, len(steps) - 1
     assert attention.softcap is None and not attention.sinks, "no family of heads has them"
     starts = rows.starts
     if attention.window is not None:

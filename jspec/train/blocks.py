@@ -106,7 +106,7 @@ def run_blocks(
     def attend(index: int, qkv: PartialSums) -> Array:
         layer, own = model.layers[index], model.config.layers[index]
         q, keys = split_heads(layer, own, qkv, positions, model.config.norm_eps, features.dtype)
-        return attend_blocks(own.attention, q, keys, context[index], rows, blocks.anchors)
+        return attend_blocks(own.gqa, q, keys, context[index], rows, blocks.anchors)
 
     x = model.embedded(tokens).astype(features.dtype)
     first_norm = model.layers[0].attn_norm

@@ -29,11 +29,11 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
     own, trained = head.config, replace(head, embed=None, draft_to_target=None)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     width, tokens = target.embed.dtype.itemsize, config.batch * config.length
-    layers = [layer.attention for layer in own.layers]
+    layers = [layer.gqa for layer in own.layers]
     kept = own.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
     states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
     activations = 4 * own.intermediate_size + 6 * own.hidden_size
-    cache = sum(2 * layer.attention.kv_size for layer in target.config.layers)
+    cache = sum(layer.attention.kv_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
     return {
         "target": tree_bytes(target),
         "weights and moments": 4 * MOMENTS * count,
@@ -58,7 +58,7 @@ def head_flops(config: TrainConfig, head: EagleHead) -> float:
     for layer in head.layers:
         weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
     products = sum(2 * weight.size for weight in weights)
-    scores = sum(4 * layer.attention.q_size * config.length / 2 for layer in own.layers)
+    scores = sum(4 * layer.gqa.q_size * config.length / 2 for layer in own.layers)
     fused = 0 if head.fc is None else 2 * head.fc.size  # type: ignore[union-attr]
     return PASSES * config.ttt * (products + scores) + (PASSES - 1) * fused
 

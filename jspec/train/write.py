@@ -105,7 +105,7 @@ def eagle3_files(
 def _layer_fields(config: HeadConfig, dtype: str, length: int, family: str = "llama") -> dict[str, Any]:
     """Return the part of config.json that describes the layers, which must be plain ones of a family."""
     layer = config.layers[0]
-    attention, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
+    attention, mlp, rope = layer.gqa, layer.mlp, layer.gqa.rope
     named = {"rope": rope.kind, "qk_norm": attention.qk_norm, "window": attention.window, "sinks": attention.sinks}
     plain = {"rope": "default", "qk_norm": "head" if family == "qwen3" else None, "window": None, "sinks": False}
     for name, value in named.items():

@@ -47,6 +47,13 @@ def test_rows_of_fused_parameters_are_ordered_by_device() -> None:
     assert device_rows(ParamSpec((8, 3), ("vocab", "hidden")), 2) is None
 
 
+def test_part_that_is_one_unit_is_on_every_device() -> None:
+    """The first part is the projection to a latent cache, which all devices have; heads have two rows."""
+    mixed = device_rows(ParamSpec((11, 4), ("heads", "hidden"), parts=(3, 8), unit=(3, 2)), 2)
+    assert mixed is not None and mixed.reshape(2, 7).tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8, 9, 10]]
+    assert device_rows(ParamSpec((11, 4), ("latent", "hidden"), parts=(3, 8)), 2) is None, "it is not divided"
+
+
 def test_each_weight_of_a_target_is_divided_by_its_declared_axes() -> None:
     specs = {name: spec_of(param) for name, param in model_params(tiny.config(64, layers=1)).items()}
     rows, columns, whole = P(AXIS, None), P(None, AXIS), P(None)
@@ -105,12 +112,21 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen2", dict(quantize="int8")),
     ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
+    ("deepseek_v2", {}),
+    ("deepseek_v3", dict(quantize="int8")),
 )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("is_converted", [False, True], ids=["hugging face", "converted"])
-@pytest.mark.parametrize(("family", "options"), CASES, ids=[family for family, _ in CASES])
+@pytest.mark.parametrize(
+    ("family", "options", "devices"),
+    [
+        pytest.param(family, options, devices, id=f"{family}-{devices}")
+        for family, options in CASES
+        for devices in (2, 4)
+        if devices == 2 or not family.startswith("deepseek")  # these have six experts
+    ],
+)
 def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_gives(
     family: str, options: dict[str, Any], is_converted: bool, devices: int, golden: Path, tmp_path: Path
 ) -> None:
@@ -126,7 +142,8 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
     experts = ("layers.1.experts_gate_up", "layers.1.experts_down") if family == "glm4_moe" else ()
-    for name in ("layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
+    queries = "layers.0.q_up" if family == "deepseek_v3" else "layers.0.qkv"  # qkv of the former is not divided
+    for name in (queries, "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
         array = next(got[full] for full in (name, f"{name}.values") if full in got)
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 
