@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
 from jspec.models.decoder import Model
 from jspec.models.layers import limited
-from jspec.train.attention import Keys, attend, split_heads
+from jspec.train.attention import ATTENDED, Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
@@ -31,6 +31,7 @@ from jspec.train.products import einsum32
 from jspec.train.rows import Rows, ahead, behind, cast
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
+KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
 
 
@@ -89,7 +90,7 @@ def unroll(
         by = step + 1
         places = rows.reaches(by) & ahead(rows.counted, by)
         weights = behind((places & ahead(drafted, by)).astype(jnp.float32), by)
-        run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind))
+        run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind), policy=KEPT)
         features, keys, *results = run(head, features, before, rows, (teacher, seen.choices, weights))
         before.append(keys)
         found.append((*(ahead(of, by) for of in results), places))
@@ -130,7 +131,7 @@ def _run_step(
         layer, config = own.layers[index], own.config.layers[index]
         q, new = split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype)
         keys.append(new)
-        return attend(config, q, [*(earlier[index] for earlier in before), new], rows.segments)
+        return attend(config, q, [*(earlier[index] for earlier in before), new], rows)
 
     residual, qkv = project_inputs(own, ahead(rows.tokens, by), features, REFERENCE)
     attended, residual = run_layers(own, residual, qkv, attend_rows, REFERENCE)

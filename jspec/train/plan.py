@@ -10,11 +10,11 @@ import jax
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.step.memory import tree_bytes
-from jspec.train import attention, observe
+from jspec.train import observe
 from jspec.train.config import TrainConfig
 
 MOMENTS = 3  # float32 copies of a weight that a run keeps: the weight and both moments of AdamW
-SCORES, LOGITS = 3, 3  # float32 copies of a block's scores and logits that exist at a time
+LOGITS = 3  # float32 copies of a block's logits that exist at a time
 PASSES = 4  # forward, forward again for the gradient, and the gradient's two products for each of the forward's
 
 
@@ -30,9 +30,8 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     width, tokens = target.embed.dtype.itemsize, config.batch * config.length
     layers = [layer.gqa for layer in own.layers]
-    kept = own.hidden_size + 2 * sum(layer.kv_size for layer in layers)
+    kept = own.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
     states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
-    scores = min(attention.SCORES, tokens * config.length * layers[0].heads)
     activations = 4 * own.intermediate_size + 6 * own.hidden_size
     cache = sum(layer.attention.kv_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
     return {
@@ -45,7 +44,6 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
         "probabilities of the target": width * tokens * own.draft_vocab_size,
         "kept between steps": width * tokens * kept * config.ttt,
         "activations of a step": width * tokens * activations,
-        "scores": 4 * SCORES * scores,
         "logits": 4 * LOGITS * min(observe.LOGITS, tokens * own.draft_vocab_size),
     }
 

@@ -8,6 +8,8 @@ import pytest
 
 from jspec.train.config import TrainConfig
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

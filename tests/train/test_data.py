@@ -20,6 +20,8 @@ from jspec.train.data import DataError, read_documents
 from jspec.train.material import draft_vocabulary, prepare
 from jspec.train.rows import ALIGN
 
+pytestmark = pytest.mark.once
+
 
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template of one letter a role; "!" in a message makes the template rewrite the first one."""

@@ -21,6 +21,8 @@ from jspec.train.rows import Rows
 from tests.support import tiny
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 DEPTH, PROMPT, COUNT = 4, 24, 56
 TEXTS = 16
 TARGET = tiny.load_target(demo.TARGET)

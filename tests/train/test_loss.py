@@ -12,12 +12,15 @@ import pytest
 
 from jspec.draft.eagle_head import EagleHead
 from jspec.tools.replay import run_texts
-from jspec.train import attention, eagle3, losses, observe
+from jspec.train import eagle3, losses, observe
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.rows import Rows
+from pallas_kernels.attention import interval_attention
 from tests.reference import training
 from tests.train import support
+
+pytestmark = pytest.mark.once
 
 STEPS, DECAY = 3, 0.7
 FIELDS = ("qkv", "o", "gate_up", "down", "mlp_norm", "input_norm", "hidden_norm")  # weights of the layer
@@ -95,7 +98,7 @@ def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> N
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value = trained(head, rows)[0]
-    merged = rows.replace(segments=(rows.segments > 0).astype(jnp.int32))
+    merged = rows.replace(segments=jnp.ones_like(rows.segments))
     every = rows.replace(counted=rows.segments > 0)
     others = [trained(head, other)[0] for other in (merged, every)]
     assert all(abs(other - value) > 1e-2 * value for other in others)
@@ -110,7 +113,8 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value, gradient = trained(head, rows)
-    for module, name, size in ((observe, "LOGITS", 400), (losses, "LOGITS", 400), (attention, "SCORES", 4 * 48 * 8)):
+    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_attention, "SCORES", 4 * 48 * 8)
+    for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens
     blocks, own = trained(head, rows)

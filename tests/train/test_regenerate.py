@@ -18,6 +18,8 @@ from jspec.train.regenerate import regenerate
 from tests.support import tiny
 from tests.train.test_data import ChatBytes
 
+pytestmark = pytest.mark.once
+
 CONFIG = TrainConfig(length=64, max_tokens=6, temperature=0.7)
 TARGET = tiny.model(256, sharpness=4.0)
 LINES: list[dict[str, Any]] = [

@@ -26,6 +26,8 @@ from jspec.train.journal import read_journal
 from jspec.train.run import Result
 from tests.train import runs
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,9 +74,9 @@ def test_a_run_lowers_the_loss_and_writes_the_head_of_its_best_evaluation(folder
     ("method", "reader", "options"),
     [
         ("eagle3", Eagle3, {"eagle31": True}),
-        ("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}),
+        pytest.param("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}, marks=pytest.mark.long),
         ("dspark", DSpark, {"feature_layers": (1, 2), "layers": 1, "markov_rank": 4}),
-        ("medusa", Medusa, {"feature_layers": None}),
+        pytest.param("medusa", Medusa, {"feature_layers": None}, marks=pytest.mark.long),
     ],
 )
 def test_heads_of_each_method_are_trained_and_draft(
