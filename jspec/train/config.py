@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.train.losses import LOSSES
 
 METHODS = ("eagle3", "dflash", "dspark", "medusa")
-LOSS_KINDS = ("soft", "lk")
+LOSS_KINDS = tuple(LOSSES)
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),
     "epochs": (0, False),

@@ -205,6 +205,14 @@ def small_files() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_disk_that_is_full_while_data_is_packed_is_an_error_that_names_it(folder: Path, small_files: Any) -> None:
+    small_files(900)
+    with pytest.raises(OSError, match="File too large"):
+        runs.train(folder, "unpacked")
+    small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert runs.train(folder, "unpacked", resume=True, steps=1).steps == 1
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's tasks
 @pytest.mark.parametrize("part", ["head", "checkpoint"])
 def test_a_disk_that_is_full_stops_the_run_and_loses_nothing(
