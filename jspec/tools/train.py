@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jspec.core.config import QUANTIZE
 from jspec.tools import demo
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run that was begun in --out")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument("--dtype", help="dtype of the target; default: float32 on CPU, bfloat16 elsewhere")
+    kinds = ", ".join(QUANTIZE)
+    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of loss and acceptance, written at the end")
     for field in dataclasses.fields(TrainConfig):
         _add_field(parser, field)
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if options["feature_layers"] is not None:
         options["feature_layers"] = tuple(options["feature_layers"])
     target = demo.folder(arguments.target, "target")
-    options |= {"resume": arguments.resume, "dtype": arguments.dtype}
+    options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize")}
     options["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
     result = fit(target, arguments.data, arguments.out, **options)
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")

@@ -135,7 +135,7 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     return load(folder, name)
 
 
-def _new_array(path: Path, dtype: type, shape: tuple[int, int]) -> np.ndarray:
+def _new_array(path: Path, dtype: type, shape: tuple[int, int]) -> np.memmap:
     """Make an array of zeros in a file; raise OSError if the disk has no room for all of it."""
     array = np.lib.format.open_memmap(path, "w+", dtype, shape)
     if hasattr(os, "posix_fallocate"):  # without room, a write to the mapped file would end the process
