@@ -41,6 +41,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "gamma": "depths over which the weight of a block's loss falls by e; default: half the block, for DSpark all of it",
     "mask_token": "id of the mask token of DFlash and DSpark; default: the last one of the vocabulary",
     "markov_rank": "channels of DSpark's Markov head",
+    "keep_activations": "keep what EAGLE-3's steps compute for the gradient: faster, and takes more memory",
     "devices": "devices between which the rows of an update are divided",
     "eagle31": "train an EAGLE-3.1 head: the normed output is fed on",
     "regenerate": "let the target write the answers of the data first",
