@@ -4,10 +4,11 @@
 
 The rows of an expert are multiplied together, in blocks, so that its weight is read once for each block. An expert may
 have any number of rows; an expert without rows is not read. With few rows, each Pallas program finds the rows of its
-expert itself: it compares all choices with the expert's index, and counts. With many rows, that would take longer than
-the product; then XLA counts, and writes lists of the rows of each block. No rows are sorted. `jax.lax.ragged_dot`,
-which needs sorted rows, is not used: for a GPU, XLA turns it into a product of all rows with all experts, whose inputs
-for 320 rows and 8 of 128 experts take 1.3 GB.
+expert itself: it compares all choices with the expert's index, and counts. It multiplies all blocks of the expert, one
+after another. There is a program for each expert, or for each choice if these are fewer; only the first choice of an
+expert computes. With many rows, counting would take longer than the product; then XLA counts, and writes lists of the
+rows of each block. No rows are sorted. `jax.lax.ragged_dot`, which needs sorted rows, is not used: for a GPU, XLA turns
+it into a product of all rows with all experts, whose inputs for 320 rows and 8 of 128 experts take 1.3 GB.
 """
 
 import functools
@@ -99,15 +100,22 @@ def _reference(x, weight, scale, bias, factors, chosen, *, gate, dtype):
     return out.reshape(*chosen.shape, -1)
 
 
-def _own_choices(chosen_ref, expert, experts, block, size):
-    """Returns the indices of a block's choices among those of an expert; -1: none."""
-    index = jnp.arange(pl.next_power_of_2(chosen_ref.shape[0]))
+def _own_choices(chosen_ref, experts, is_by_choice):
+    """Returns the expert of a program, the indices of all choices, and each one's place among the expert's; -1: none.
+
+    Args:
+        chosen_ref: expert of each choice.
+        experts: number of experts; also the expert of the choices of none.
+        is_by_choice: whether the program has the expert of a choice; only the first choice of an expert has places.
+    """
+    program, index = pl.program_id(1), jnp.arange(pl.next_power_of_2(chosen_ref.shape[0]))
     chosen = pltriton.load(chosen_ref.at[index], mask=index < chosen_ref.shape[0], other=experts + 1)
     chosen = jnp.where((chosen >= 0) & (chosen < experts) | (index >= chosen_ref.shape[0]), chosen, experts)
+    expert = jnp.sum(jnp.where(index == program, chosen, 0)) if is_by_choice else program
     is_own = chosen == expert
-    place = jnp.cumsum(is_own.astype(jnp.int32)) - 1
-    wanted = block * size + jnp.arange(size)
-    return jnp.max(jnp.where(is_own[None, :] & (place[None, :] == wanted[:, None]), index[None, :], -1), axis=1)
+    if is_by_choice:
+        is_own &= jnp.min(jnp.where(is_own, index, chosen_ref.shape[0])) == program
+    return expert, index, jnp.where(is_own, jnp.cumsum(is_own.astype(jnp.int32)) - 1, -1)
 
 
 def _kernel(
@@ -119,25 +127,48 @@ def _kernel(
     # static parameters
     names,  # names of the optional inputs
     size,  # choices of a block
-    inner,  # values of k per loop iteration
-    tile,  # columns of an output tile
-    gate,
     is_listed,  # whether the blocks are inputs
-    precision,  # precision of the matrix products
+    is_by_choice,  # whether a program that finds its blocks has the expert of a choice
+    tile,  # columns of an output tile
+    **options,  # static parameters of `_multiply`
 ):
-    """Multiplies the rows of a block by some columns of its expert's weight, in one Pallas program."""
-    lists, out_ref = refs[: 1 + is_listed], refs[-1]
-    optional = dict(zip(names, refs[1 + is_listed : -1], strict=True))
-    experts, rows, width = weight_ref.shape[0], x_ref.shape[0], out_ref.shape[1]
+    """Multiplies the rows of a block, or of all blocks of an expert, by some columns of the expert's weight."""
+    lists = refs[: 1 + is_listed]
+    named = dict(zip(("x", "weight", *names, "out"), (x_ref, weight_ref, *refs[1 + is_listed :]), strict=True))
+    columns = pl.program_id(0) * tile + jnp.arange(tile)
+
+    def multiply(expert, choices):
+        _multiply(named, columns, expert, choices, **options)
+
     if is_listed:
-        expert = lists[0][pl.program_id(1)]
-        choices = pltriton.load(lists[1].at[pl.program_id(1), jnp.arange(size)])
-    else:
-        expert = pl.program_id(1)
-        choices = _own_choices(lists[0], expert, experts, pl.program_id(2), size)
+        multiply(lists[0][pl.program_id(1)], pltriton.load(lists[1].at[pl.program_id(1), jnp.arange(size)]))
+        return
+    expert, index, place = _own_choices(lists[0], weight_ref.shape[0], is_by_choice)
+
+    def block(number, carry):
+        wanted = number * size + jnp.arange(size)
+        multiply(expert, jnp.max(jnp.where(place[None, :] == wanted[:, None], index[None, :], -1), axis=1))
+        return carry
+
+    jax.lax.fori_loop(0, (jnp.max(place) + size) // size, block, 0)
+
+
+def _multiply(refs, columns, expert, choices, *, inner, gate, precision):
+    """Multiplies the rows of a block by some columns of its expert's weight, in one Pallas program.
+
+    Args:
+        refs: arrays of `_kernel`, by name.
+        columns: the columns of the result.
+        expert, choices: the block, as in `Blocks`.
+        inner: values of k per loop iteration.
+        gate: as in `expert_matmul`.
+        precision: precision of the matrix products.
+    """
+    x_ref, weight_ref, out_ref = refs["x"], refs["weight"], refs["out"]
+    (experts, *_, depth), rows, width = weight_ref.shape, x_ref.shape[0], out_ref.shape[1]
+    tile, size = len(columns), len(choices)
     last = jnp.max(choices)
     has_choices, named = last >= 0, jnp.where(choices < 0, last, choices)  # padding computes the last choice again
-    columns = pl.program_id(0) * tile + jnp.arange(tile)
     out = out_ref.at[named[None, :], columns[:, None]]
 
     @pl.when(has_choices & (expert < experts))
@@ -151,15 +182,15 @@ def _kernel(
 
         halves = [columns, width + columns] if gate else [columns]
         totals = (jnp.zeros((tile, size), jnp.float32),) * len(halves)
-        totals = jax.lax.fori_loop(0, x_ref.shape[1] // inner, step, totals)
+        totals = jax.lax.fori_loop(0, depth // inner, step, totals)
         for name in ("scale", "bias"):
-            if name in optional:
-                own = [pltriton.load(optional[name].at[expert, half])[:, None].astype(jnp.float32) for half in halves]
+            if name in refs:
+                own = [pltriton.load(refs[name].at[expert, half])[:, None].astype(jnp.float32) for half in halves]
                 combine = jnp.multiply if name == "scale" else jnp.add
                 totals = tuple(combine(total, values) for total, values in zip(totals, own, strict=True))
         total = gate.join(*totals) if gate else totals[0]
-        if "factors" in optional:
-            total = total * pltriton.load(optional["factors"].at[named])[None, :]
+        if "factors" in refs:
+            total = total * pltriton.load(refs["factors"].at[named])[None, :]
         pltriton.store(out, total.astype(out_ref.dtype))
 
     @pl.when(has_choices & (expert == experts))
@@ -173,11 +204,11 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
     is_listed, size = deterministic or chosen.size > MOST_CHOICES, FEW_ROWS
     lists: tuple[Array, ...] = (chosen.ravel(),)
-    grid: tuple[int, ...] = (width // tile, experts + 1, pl.cdiv(chosen.size, size))
+    programs = min(chosen.size, experts + 1)  # of each tile
     if is_listed:
         size = MANY_ROWS if deterministic or chosen.size > FEW_ROWS * experts else FEW_ROWS
         lists = blocks_of(chosen.ravel(), experts, size)
-        grid = (width // tile, lists[0].shape[0])
+        programs = lists[0].shape[0]
     optional = {"scale": scale, "bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
@@ -186,13 +217,15 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     own = {
         "names": tuple(optional),
         "size": size,
+        "is_listed": is_listed,
+        "is_by_choice": programs == chosen.size,
         "inner": _step(weight.dtype, x.dtype, inner),
         "tile": tile,
         "gate": gate,
     }
     found = pl.pallas_call(
-        functools.partial(_kernel, **own, is_listed=is_listed, precision=precision),
-        grid=grid,
+        functools.partial(_kernel, **own, precision=precision),
+        grid=(width // tile, programs),
         out_shape=jax.ShapeDtypeStruct((chosen.size, width), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=8 if tile > TILE else 4, num_stages=4),
         interpret=interpret,
@@ -204,9 +237,9 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
 def _step(dtype: jnp.dtype, x_dtype: jnp.dtype, inner: int) -> int:
     """Returns the number of values of k per loop iteration: `INNER_BYTES` of a weight's row, or fewer values.
 
-    With float32 activations and 8-bit weights, more values would not fit into a GPU's shared memory.
+    With float32 activations and 8-bit weights, more values would not fit into a GPU's shared memory and registers.
     """
-    step = INNER_BYTES // max(dtype.itemsize, x_dtype.itemsize // 2)
+    step = INNER_BYTES // (4 if x_dtype == jnp.float32 else dtype.itemsize)
     return step if inner % step == 0 else step // 2
 
 

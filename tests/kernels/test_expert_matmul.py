@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -96,6 +97,25 @@ def test_product_of_few_rows_equals_a_loop_over_rows(
     if (chosen == 1).any():
         other = loop(x, weight, np.where(chosen == 1, 0, chosen), bias=bias, factors=factors)
         assert np.abs(got - other).max() > 0.1, "control: another expert gives another product"
+
+
+@pytest.mark.parametrize("experts", [40, 3])
+def test_row_that_chooses_an_expert_more_often_than_a_block_has_places_gets_each_product(experts: int) -> None:
+    x, weight, *_ = problem(1, experts=experts)
+    each = jnp.stack([x * (1 + j) for j in range(2 * FEW_ROWS + 1)])
+    chosen = np.full((len(each), 1), 2, np.int32)
+    chosen[5], chosen[7] = 1, -1
+    got = expert_matmul(each, weight, jnp.asarray(chosen), implementation="pallas")
+    np.testing.assert_allclose(got, loop(each, weight, chosen), atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 8), (8, 64), (33, 129), (64, 129)])
+def test_few_rows_start_a_program_for_each_expert_or_choice(rows: int, programs: int) -> None:
+    """A program compares all choices before it can end, so those without rows take time."""
+    shapes = [((rows, 2048), jnp.bfloat16), ((128, 1536, 2048), jnp.bfloat16), ((8, rows), jnp.int32)]
+    product = functools.partial(expert_matmul, gate=Gate(), implementation="pallas")
+    text = str(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct(*one) for one in shapes]))
+    assert set(re.findall(r"grid=\((.*?)\)", text)) == {f"12, {programs}"}
 
 
 @pytest.mark.parametrize("gate", [Gate(), Gate("gelu_tanh"), LIMITED])

@@ -19,9 +19,12 @@ from pallas_kernels import (
     ancestor_bits,
     append,
     append_attention,
+    append_latent,
     gather_rows,
+    head_products,
     interval_attention,
     interval_attention_gradient,
+    latent_queries,
     move_rows,
     norm_columns,
     paged_attention,
@@ -108,6 +111,21 @@ def latent(rows: int, heads: int, *, batch: int = 1, dtype: Any = BF16, determin
 
     pool = [shape(PAGES, 1, PAGE, dim, dtype=dtype) for dim in (64, 512)]
     return attend, (q, *pool, table, shape(batch, dtype=I32), *bits)
+
+
+def latent_rows(rows: int, heads: int) -> Case:
+    """Return the case of the products of heads around attention over a latent cache, and of its new rows."""
+    q, tables, where = shape(1, rows, heads * 192), shape(2, 1, rows, 32, dtype=F32), shape(1, 128, dtype=I32)
+    pool = [shape(PAGES, 1, PAGE, dim) for dim in (64, 512)]
+
+    def run(q: Any, up: Any, tables: Any, down: Any, new: Any, *cache: Any) -> Any:
+        queries = latent_queries(q, up, tables, implementation="pallas")
+        values = head_products(queries[..., :512].reshape(1, rows, -1), down, implementation="pallas")
+        return values, append_latent(*cache[:2], new, tables, *cache[2:], implementation="pallas")
+
+    weights = shape(heads, 128, 512), shape(heads, 128, 512)
+    cache = *pool, where, shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)
+    return run, (q, weights[0], tables, weights[1], shape(1, rows, 576), *cache)
 
 
 def prefill(dim: int) -> Case:
@@ -243,6 +261,7 @@ CASES: dict[str, Case] = {
     **{f"gradient of intervals {dim}": intervals(dim, gradient=True) for dim in (64, 96, 128)},
     "gradient of intervals 128, float32": intervals(128, F32, gradient=True),
     **{f"latent attention {rows} x {heads}": latent(rows, heads) for rows in (1, 5, 61) for heads in (16, 128)},
+    **{f"latent rows {rows} x {heads}": latent_rows(rows, heads) for rows, heads in ((5, 16), (61, 128))},
     "latent attention 5 x 16, batch 32": latent(5, 16, batch=32),
     "latent attention 5 x 16, deterministic": latent(5, 16, deterministic=True),
     "append": append_or_move(BF16, move=False),
@@ -323,6 +342,7 @@ DEFAULT = {
         "attention after append 128, all options",
         "attention 60, all options, deterministic",
         "latent attention 61 x 16",
+        "latent rows 5 x 16",
     ),
 }
 

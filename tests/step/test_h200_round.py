@@ -276,6 +276,25 @@ def test_h200_round_of_a_mixture_of_experts_is_one_cuda_graph_that_copies_no_wei
     assert not [launch for launch in program.launches if launch.kind in ("kConditional", "kWhile", "kSort")]
 
 
+@pytest.mark.parametrize(
+    ("tree", "layers", "batch", "launches"),
+    [
+        (None, 4, 1, 105),
+        pytest.param(Tree.chain(4), 8, 1, 300, marks=pytest.mark.long),
+        pytest.param(Tree.chain(4), 8, 32, 350, marks=pytest.mark.long),
+        pytest.param(Tree.topk(32, 6, 6), 8, 1, 350, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_h200_round_of_latent_attention_is_one_cuda_graph_that_copies_no_pool(
+    tree: Tree | None, layers: int, batch: int, launches: int
+) -> None:
+    """DeepSeek-V2-Lite's first layers; XLA pads the down projection of the dense one, of 43 MB."""
+    compiled = compile_round(tree, batch=batch, shape="deepseek-v2-lite", layers=layers)
+    program = check(*compiled, launches=launches, temp_mib=180)
+    assert [program.count(name) for name in ("latent_queries", "append_latent", "head_products")] == [layers] * 3
+
+
 @pytest.mark.long
 def test_h200_prefill_of_a_mixture_of_experts_sorts_nothing_and_fits_into_the_planned_memory() -> None:
     """The rows of 2048 tokens are counted, not sorted; the plan's estimate of temporary memory holds."""
