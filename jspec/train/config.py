@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.train.losses import LOSSES
 
 METHODS = ("eagle3", "dflash", "dspark", "medusa")
-LOSS_KINDS = ("soft", "lk")
+LOSS_KINDS = tuple(LOSSES)
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),
     "epochs": (0, False),
@@ -76,6 +77,8 @@ class TrainConfig:
             for DSpark the number of draft tokens.
         mask_token: DFlash and DSpark: id of the mask token; None: the last one of the vocabulary.
         markov_rank: DSpark: channels of the Markov head, at most those of a hidden state.
+        keep_activations: EAGLE-3: keep what all steps compute until the gradient needs it, instead of computing a step
+            again: fewer operations, and more memory.
         devices: number of devices, between which the rows of a batch are divided.
         eagle31: EAGLE-3: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
         regenerate: whether the target writes the answers of the data first (`jspec.train.regenerate`).
@@ -111,6 +114,7 @@ class TrainConfig:
     gamma: float | None = None
     mask_token: int | None = None
     markov_rank: int = 256
+    keep_activations: bool = False
     devices: int = 1
     eagle31: bool = False
     regenerate: bool = False

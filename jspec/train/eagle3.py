@@ -13,8 +13,10 @@ draft vocabulary; else 0. The target, its embedding and the vocabulary map have 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +45,13 @@ class Eagle3Loss:
         steps: number of steps; a head drafts chains of this length as it was trained.
         decay: factor of the loss of each further step.
         kind: one of `LOSSES`.
+        keeps: whether what all steps compute is kept for the gradient; if not, the gradient computes a step again.
     """
 
     steps: int = 7
     decay: float = 0.8
     kind: str = "soft"
+    keeps: bool = False
 
 
 def loss(
@@ -90,7 +94,8 @@ def unroll(
         by = step + 1
         places = rows.reaches(by) & ahead(rows.counted, by)
         weights = behind((places & ahead(drafted, by)).astype(jnp.float32), by)
-        run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind), policy=KEPT)
+        run: Callable[..., Any] = partial(_run_step, step=step, kind=options.kind)
+        run = run if options.keeps else jax.checkpoint(run, policy=KEPT)
         features, keys, *results = run(head, features, before, rows, (teacher, seen.choices, weights))
         before.append(keys)
         found.append((*(ahead(of, by) for of in results), places))

@@ -40,8 +40,8 @@ class Journal:
 
     @property
     def best(self) -> Figures | None:
-        """The evaluation of largest predicted acceptance length; None: there was none."""
-        found = [entry for entry in self.entries if entry["kind"] == "eval"]
+        """The evaluation of largest predicted acceptance length, or else the last measurement; None: there is none."""
+        found = [entry for entry in self.entries if entry["kind"] == "eval"] or self.entries[-1:]
         best = max(found, key=lambda entry: entry["acceptance"], default=None)
         return None if best is None else Figures(best["loss"], tuple(best["hits"]), best["acceptance"])
 

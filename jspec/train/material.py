@@ -58,11 +58,12 @@ def prepare(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, f
 
     Raises:
         DataError: lines are bad, or there are too few documents.
-        OSError: the files cannot be written.
+        OSError: there is no such file, or files cannot be written.
     """
-    status = path.stat() if path.is_file() else None
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a file of JSON lines, got no such file; check --data")
     about = {"data": str(path.absolute()), "length": config.length, "held_out": config.held_out, "seed": config.seed}
-    about |= {"size": status.st_size, "changed": status.st_mtime_ns} if status else {}
+    about |= {"size": path.stat().st_size, "changed": path.stat().st_mtime_ns}
     file = folder / ABOUT
     if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == about):
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +118,7 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     tokens, counted = corpus.close()
     rows, places = first_fit(corpus.sizes, length)
     shape = (max(rows, default=-1) + 1, length)
-    filled = {
-        field: np.lib.format.open_memmap(folder / f"{name}.{field}.npy", "w+", dtype, shape)
-        for field, dtype in FIELDS.items()
-    }
+    filled = {field: _new_array(folder / f"{name}.{field}.npy", dtype, shape) for field, dtype in FIELDS.items()}
     held, at = np.zeros(shape[0], np.int64), 0
     for row, place, size in zip(rows, places, corpus.sizes, strict=True):
         held[row] += 1
@@ -135,6 +133,15 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     del tokens, counted
     corpus.remove()
     return load(folder, name)
+
+
+def _new_array(path: Path, dtype: type, shape: tuple[int, int]) -> np.memmap:
+    """Make an array of zeros in a file; raise OSError if the disk has no room for all of it."""
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):  # without room, a write to the mapped file would end the process
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def load(folder: Path, name: str) -> Packed:

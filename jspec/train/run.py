@@ -68,6 +68,7 @@ def fit(
     resume: bool = False,
     tokenizer: Any = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     **options: Any,
 ) -> Result:
     """Train a draft head for a target.
@@ -83,6 +84,7 @@ def fit(
             run without interruption, bit for bit.
         tokenizer: as in `Engine.from_pretrained`; None: the target's.
         dtype: dtype of the target and of the head's products; None: float32 on CPU, bfloat16 elsewhere.
+        quantize: how the target's weights are quantised, as in `Model.from_pretrained`; the head's are not.
         options: fields of `TrainConfig`.
 
     Raises:
@@ -97,7 +99,7 @@ def fit(
         raise ValueError(f"train: {error}; the options are the fields of jspec.train.TrainConfig") from None
     out = Path(out)
     _check_folder(out, resume)
-    pair = _load(target, tokenizer, dtype)
+    pair = _load(target, tokenizer, dtype=dtype, quantize=quantize)
     method = METHODS[config.method](config)
     if config.init is None:
         method.check(pair.target)
@@ -128,9 +130,9 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise FileExistsError(f"{out}: expected a new folder, got one with files; pass --resume, or name another")
 
 
-def _load(target: str | Path | Model, tokenizer: Any, dtype: str | None) -> Pair:
+def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> Pair:
     folder = None if isinstance(target, Model) else find(target)
-    model = target if isinstance(target, Model) else Model.from_pretrained(find(target), dtype=dtype)
+    model = target if isinstance(target, Model) else Model.from_pretrained(find(target), **options)
     made = load_tokenizer(folder if tokenizer is None else tokenizer)
     if made is None:
         raise ValueError(

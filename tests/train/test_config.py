@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jspec.train import config, methods
 from jspec.train.config import TrainConfig
 
 pytestmark = pytest.mark.once
@@ -29,3 +30,7 @@ pytestmark = pytest.mark.once
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
+
+
+def test_methods_that_can_be_chosen_are_those_that_can_be_trained() -> None:
+    assert tuple(methods.METHODS) == config.METHODS

@@ -46,14 +46,14 @@ def expected(weights: dict[str, np.ndarray], head: EagleHead, found: list[Any], 
     return total
 
 
-def trained(head: EagleHead, rows: Rows, kind: str = "soft") -> tuple[float, EagleHead]:
+def trained(head: EagleHead, rows: Rows, kind: str = "soft", *, keeps: bool = False) -> tuple[float, EagleHead]:
     """Return the loss of packed rows and its gradient."""
     target = support.target()
     weights, rest = Eagle3Method(TrainConfig()).split(head)
 
     def loss(weights: EagleHead, rest: Any, rows: Rows) -> jax.Array:
         seen = observe.observe(target, rows, support.STATES)
-        options = eagle3.Eagle3Loss(STEPS, DECAY, kind)
+        options = eagle3.Eagle3Loss(STEPS, DECAY, kind, keeps)
         return eagle3.loss(weights.replace(**rest), target, seen, rows, options)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(weights, rest, rows)
@@ -117,7 +117,7 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
     for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens
-    blocks, own = trained(head, rows)
+    blocks, own = trained(head, rows, keeps=True)  # and nothing is computed again
     assert blocks == pytest.approx(value, rel=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), own, gradient)
 

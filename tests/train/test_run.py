@@ -161,6 +161,30 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
         runs.train(folder, "nowhere", resume=True)
 
 
+def test_a_run_without_held_out_rows_keeps_its_last_head_and_has_nothing_left_to_do(folder: Path) -> None:
+    result = runs.train(folder, "whole", held_out=0, steps=4)
+    assert {entry["kind"] for entry in measured(result.out)} == {"train"}
+    assert runs.train(folder, "whole", held_out=0, steps=4, resume=True).figures == result.figures
+    kept = (result.out / "training" / "data" / "train.tokens.npy").read_bytes()
+    (folder / "data.jsonl").rename(folder / "elsewhere.jsonl")
+    try:
+        with pytest.raises(FileNotFoundError, match="got no such file; check --data"):
+            runs.train(folder, "whole", held_out=0, steps=4, resume=True)
+    finally:
+        (folder / "elsewhere.jsonl").rename(folder / "data.jsonl")
+    assert (result.out / "training" / "data" / "train.tokens.npy").read_bytes() == kept
+
+
+@pytest.mark.long
+def test_a_run_on_the_targets_own_answers_goes_on_with_the_same_answers(folder: Path) -> None:
+    options: dict[str, Any] = dict(regenerate=True, max_tokens=6, steps=2)
+    result = runs.train(folder, "own", **options)
+    answers = (result.out / "training" / "regenerated.jsonl").read_text()
+    assert answers.count("completion") == answers.count("\n") > 20
+    assert runs.train(folder, "own", resume=True, **options).figures == result.figures
+    assert (result.out / "training" / "regenerated.jsonl").read_text() == answers
+
+
 def test_options_and_data_that_do_not_fit_the_target_are_refused_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="draft_vocab: expected at most 256, the target's vocabulary, got 300"):
         runs.train(folder, "large", draft_vocab=300)
@@ -203,6 +227,14 @@ def small_files() -> Iterator[Any]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_while_data_is_packed_is_an_error_that_names_it(folder: Path, small_files: Any) -> None:
+    small_files(900)
+    with pytest.raises(OSError, match="File too large"):
+        runs.train(folder, "unpacked")
+    small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert runs.train(folder, "unpacked", resume=True, steps=1).steps == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's tasks

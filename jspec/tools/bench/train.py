@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> Report:
     a = arguments
     shape = a.shape or random_models.default_shape()
     sizes: dict[str, Any] = dict(length=a.length, batch=a.batch, draft_vocab=random_models.DRAFT_VOCAB[shape])
+    sizes["keep_activations"] = a.keep_activations
     results = (measure(TrainConfig(**sizes, ttt=ttt), shape, a.dtype, a.seconds) for ttt in a.ttt)
     return Report("random weights and tokens", results, text)
 
@@ -141,5 +142,6 @@ OPTIONS = (
     option("--length", type=count, default=2048, help="tokens of a row"),
     option("--batch", type=count, default=8, help="rows of an update"),
     option("--ttt", type=counts, default=[7], metavar="7,5,3", help="draft tokens that the loss covers"),
+    option("--keep-activations", action="store_true", help="keep what all steps compute for the gradient"),
     option("--seconds", type=float, default=60.0, help="how long to measure"),
 )
