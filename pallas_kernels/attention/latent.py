@@ -8,7 +8,6 @@ The rotary embedding is that of `rope_append`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ FIXED_ROWS = 64  # rows of a Pallas program in deterministic products, and with 
 WIDTH = 128  # columns of the product that a Pallas program computes
 INNER = 64  # values of the sum that a loop iteration adds up
 MOST_INNER = 4096  # longest sum, so that the loop's mask stays cheap
-EXACT: dict[str, Any] = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
 
 
 def _reference(x, weight, cos_sin, *, start, is_transposed, deterministic):
@@ -44,7 +42,8 @@ def _reference(x, weight, cos_sin, *, start, is_transposed, deterministic):
     def product(x, *tables):
         x = x[:, start : start + heads * channels].reshape(-1, heads, channels)
         terms = "rhk,hnk->rhn" if is_transposed else "rhk,hkn->rhn"
-        out = jnp.einsum(terms, x[..., :inner], weight, **EXACT).astype(x.dtype)
+        wide = x[..., :inner].astype(jnp.float32), weight.astype(jnp.float32)  # not every CPU product widens bfloat16
+        out = jnp.einsum(terms, *wide, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
         if not tables:
             return out
         by_table = tables[0].swapaxes(0, 1)[:, None]

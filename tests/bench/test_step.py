@@ -62,9 +62,9 @@ def test_step_command_writes_table_json_and_trace(
     trace = tmp_path / "traces" / "1"
     _, heads, _, row, where, last = capsys.readouterr().out.splitlines()
     clock = ["SM", "MHz", "of", "MHz", "W", "capped"]
-    assert heads.split() == [*CASE, "ms", "p90-p10", "floor", "ratio", *clock, "tokens", "compile", "s"]
+    assert heads.split() == [*CASE, "ms", "p90-p10", "floor", "ratio", *clock, "tokens", "host", "ms", "compile", "s"]
     assert row.split()[:7] == ["tiny", "2", "16", "none", "16", "float32", "1"]
-    assert row.split()[-6:-1] == ["1560", "1980", "692", "75%", "1.00"]  # a token a row
+    assert row.split()[-7:-2] == ["1560", "1980", "692", "75%", "1.00"]  # a token a row
     assert where == f"trace: {trace}" and last == "no launches of a GPU in the trace"
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
@@ -85,7 +85,9 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
     assert main(["bench", "step", "--tree", "none", "--context", "16"]) == 0
     about, heads, _, row = capsys.readouterr().out.splitlines()
     assert about.endswith("floors: none, as the memory bandwidth of this device is unknown")
-    assert heads.split() == [*CASE, "ms", "p90-p10", "tokens", "compile", "s"] and row.split()[0] == "tiny"
+    assert (
+        heads.split() == [*CASE, "ms", "p90-p10", "tokens", "host", "ms", "compile", "s"] and row.split()[0] == "tiny"
+    )
 
 
 def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
@@ -163,7 +165,7 @@ def test_step_command_with_draft_quantize_quantises_only_the_head(
 
     def measure(case: step.Case, target: Model, head: EagleHead, **_: Any) -> step.Timing:
         seen.append([type(model.layers[0].qkv) for model in (target, head)])
-        return step.Timing(case, 1.0, 0.1, 0.5, 2.0, None, 1.0, 9.0)
+        return step.Timing(case, 1.0, 0.1, 0.5, 2.0, None, 1.0, 0.3, 9.0)
 
     monkeypatch.setattr(step, "measure", measure)
     for more in ([], ["--quantize", "fp8"]):

@@ -59,6 +59,7 @@ HEADS = {  # by method
 }
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
+UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
 WARM_UP = 3
 
 
@@ -99,6 +100,7 @@ class Timing:
     ratio: Annotated[float | None, Column("ratio", ".2f")]  # measured over least time
     clock: profiling.Clock | None  # clock of the GPU, during further steps that are not timed
     tokens: Annotated[float, Column("tokens", ".2f")]  # mean number of tokens emitted a step and row
+    host: Annotated[float, Column("host ms", ".2f")]  # median time in which the host dispatches a step, milliseconds
     compile_seconds: Annotated[float, Column("compile s", ".1f")]  # time to compile the step, seconds
 
 
@@ -143,18 +145,22 @@ def compile_step(
     return lowered.compile(compiler_options=program.compiler_options)
 
 
+class Group(NamedTuple):
+    """What a group of steps took."""
+
+    milliseconds: float  # per step
+    tokens: float  # that an active row emitted in the last step, on average
+    host: float  # milliseconds in which the host dispatched one of the first steps
+
+
 class Runner:
     """A timer of steps; each call times a group of steps that are dispatched without waiting for results."""
 
     def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
 
-    def __call__(self) -> tuple[float, float]:
-        """Run `GROUP` steps, starting with ``case.context`` committed tokens in each row.
-
-        Returns:
-            Milliseconds per step, and the tokens that an active row emitted in the last step, on average.
-        """
+    def __call__(self) -> Group:
+        """Run `GROUP` steps, starting with ``case.context`` committed tokens in each row."""
         case, state = self.case, self.state
         slots = jnp.arange(case.batch, dtype=jnp.int32)
         lengths = jnp.full(case.batch, case.context, jnp.int32)
@@ -162,12 +168,15 @@ class Runner:
         state = replace(state, lengths=lengths)
         jax.block_until_ready((state, slots))
         began = time.perf_counter()
-        for _ in range(GROUP):
+        for index in range(GROUP):
             state, output = self.executable(self.params, state, slots)
+            if index < UNHINDERED:
+                host = (time.perf_counter() - began) / (index + 1)
         jax.block_until_ready((state, output))
-        milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+        ended = time.perf_counter()
         self.state = state
-        return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+        tokens = float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+        return Group((ended - began) / GROUP * 1e3, tokens, host * 1e3)
 
 
 def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None) -> Timing:
@@ -180,7 +189,7 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
     run = Runner(compile_step(program, params, state, case.batch), params, state, case)
     compile_seconds = time.perf_counter() - started
     ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
-    times, emitted = zip(*groups, strict=True)
+    times, emitted, host = zip(*groups, strict=True)
     clock = profiling.watch_clock(run)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
@@ -194,6 +203,7 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
         ratio=None if floor is None else middle / floor,
         clock=clock,
         tokens=statistics.fmean(emitted),
+        host=statistics.median(host),
         compile_seconds=compile_seconds,
     )
 
