@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.attention import interval_reference
 from pallas_kernels.dispatch import Implementation, dispatch
 
-SCORES = 2**28  # most scores that exist at a time in the reference
 WIDEST = 128  # channels of a head that the kernels support
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MMA_ROWS = 16  # smallest side of a product on tensor cores
@@ -213,67 +213,6 @@ def _pallas_gradient(q, k, v, dout, starts, lse, delta, ends, *, scale, interpre
     return dq, dk, dv
 
 
-def _einsum(spec, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _by_blocks(q, *rows):
-    """Cuts rows [B, S, ...] into blocks [blocks, B, block, ...] whose scores fit, and returns each block's places."""
-    batch, size, heads, _ = q.shape
-    most = max(SCORES // (batch * heads * size), 1)
-    block = next(part for part in range(min(size, most), 0, -1) if size % part == 0)
-    cut = lambda x: jnp.moveaxis(x.reshape(batch, size // block, block, *x.shape[2:]), 1, 0)  # noqa: E731
-    return jnp.arange(size).reshape(-1, block), *map(cut, (q, *rows))
-
-
-def _joined(blocks):
-    """Returns the rows [B, S, ...] of blocks."""
-    rows = jnp.moveaxis(blocks, 0, 1)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
-
-
-def _block_scores(q, k, place, starts, scale):
-    """Returns the scores of a block of queries [B, KH, group, block, S]; -inf where a place is not seen."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = _einsum("btkgd,bskd->bkgts", grouped, k) * scale
-    column = jnp.arange(k.shape[1])
-    seen = (column >= starts[..., None]) & (column <= place[:, None])
-    return jnp.where(seen[:, None, None], scores, -jnp.inf)
-
-
-def _reference(q, k, v, starts, *, scale):
-    def attend(block):
-        place, q, starts = block
-        scores = _block_scores(q, k, place, starts, scale)
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        p = jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
-        out = _einsum("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(q.shape).astype(q.dtype)
-        return out, jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[-1]), 1, 2)
-
-    out, lse = jax.lax.map(attend, _by_blocks(q, starts))
-    return _joined(out), jnp.moveaxis(_joined(lse), 1, 2)
-
-
-def _reference_gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
-    def add(carry, block):
-        place, q, dout, starts, lse, delta = block
-        grouped = [x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1]) for x in (q, dout)]
-        per_head = [jnp.moveaxis(x.reshape(*x.shape[:2], k.shape[2], -1), 1, 3)[..., None] for x in (lse, delta)]
-        scores = _block_scores(q, k, place, starts, scale)
-        p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - per_head[0]))
-        ds = p * (_einsum("btkgd,bskd->bkgts", grouped[1], v) - per_head[1]) * scale
-        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
-        dk, dv = (_einsum("bkgts,btkgd->bskd", *of) for of in ((ds, grouped[0]), (p, grouped[1])))
-        dq = _einsum("bkgts,bskd->btkgd", ds, k).reshape(q.shape)
-        return (carry[0] + dk, carry[1] + dv), dq
-
-    rows = [jnp.moveaxis(x, 1, 2) for x in (lse, delta)]
-    none = (jnp.zeros(k.shape, jnp.float32),) * 2
-    (dk, dv), dq = jax.lax.scan(add, none, _by_blocks(q, dout, starts, *rows))
-    return _joined(dq), dk, dv
-
-
 def _unsupported(q: Array) -> str | None:
     """Returns a text that says which limit of the kernels a call exceeds; None if the call is supported."""
     if q.shape[-1] > WIDEST or q.shape[-1] % MMA_ROWS:
@@ -302,10 +241,8 @@ def interval_attention(
         scale: factor of the scores.
         implementation: as in `paged_attention`.
     """
-    kernel = functools.partial(_pallas, scale=scale)
-    return dispatch(
-        implementation, _unsupported(q), kernel, functools.partial(_reference, scale=scale), q, k, v, starts
-    )
+    kernel, reference = (functools.partial(of, scale=scale) for of in (_pallas, interval_reference.attend))
+    return dispatch(implementation, _unsupported(q), kernel, reference, q, k, v, starts)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "implementation"))
@@ -332,5 +269,5 @@ def interval_attention_gradient(
         delta: sum of the products of the merged output and its gradient.
     """
     arrays = (q, k, v, dout, starts, lse, delta, ends)
-    kernel, reference = (functools.partial(of, scale=scale) for of in (_pallas_gradient, _reference_gradient))
+    kernel, reference = (functools.partial(of, scale=scale) for of in (_pallas_gradient, interval_reference.gradient))
     return dispatch(implementation, _unsupported(q), kernel, reference, *arrays)

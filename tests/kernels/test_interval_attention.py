@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import interval_attention as module
+from pallas_kernels.attention import interval_reference as module
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 
 pytestmark = pytest.mark.once
@@ -95,9 +95,9 @@ def test_bfloat16_differs_from_float32_by_rounding_alone(implementation: str) ->
 
 def test_reference_in_blocks_of_queries_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, starts, _, scale = problem(CASES[1])
-    whole = module._reference(*arrays, starts, scale=scale)
+    whole = module.attend(*arrays, starts, scale=scale)
     monkeypatch.setattr(module, "SCORES", 2 * 4 * 80 * 16)
-    for own, other in zip(module._reference(*arrays, starts, scale=scale), whole, strict=True):
+    for own, other in zip(module.attend(*arrays, starts, scale=scale), whole, strict=True):
         np.testing.assert_allclose(own, other, atol=1e-6)
 
 

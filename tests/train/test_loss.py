@@ -16,7 +16,7 @@ from jspec.train import eagle3, losses, observe
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.rows import Rows
-from pallas_kernels.attention import interval_attention
+from pallas_kernels.attention import interval_reference
 from tests.reference import training
 from tests.train import support
 
@@ -113,7 +113,7 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value, gradient = trained(head, rows)
-    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_attention, "SCORES", 4 * 48 * 8)
+    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_reference, "SCORES", 4 * 48 * 8)
     for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens

@@ -155,6 +155,13 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
     (folder / "moved" / "unbroken").symlink_to(folder / "unbroken")
     with pytest.raises(ValueError, match=r"data: expected"):
         runs.train(folder / "moved", "unbroken", resume=True)
+    (folder / "swapped").mkdir()
+    (folder / "swapped" / "data.jsonl").symlink_to(folder / "data.jsonl")
+    (folder / "swapped" / "unbroken").symlink_to(folder / "unbroken")
+    tensors = runs.folders.target_tensors(runs.TARGET)
+    runs.folders.write(folder / "swapped" / "target", runs.TARGET, {n: 2 * tensor for n, tensor in tensors.items()})
+    with pytest.raises(ValueError, match=r"target: expected"):
+        runs.train(folder / "swapped", "unbroken", resume=True)
     with pytest.raises(FileExistsError, match="pass --resume, or name another"):
         runs.train(folder, "unbroken")
     with pytest.raises(FileNotFoundError, match="got none; leave out --resume"):

@@ -19,7 +19,8 @@ from jspec.tools.table import table
 from jspec.train import plan
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
-from jspec.train.program import Program
+from jspec.train.program import Program, TrainState
+from jspec.train.program import Report as TrainReport
 from jspec.train.rows import Rows
 
 WARM_UP = 2  # updates before the clock starts
@@ -71,17 +72,8 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
     found = compiled.memory_analysis()
     used = found.argument_size_in_bytes + found.temp_size_in_bytes
     used += found.output_size_in_bytes - found.alias_size_in_bytes
-    for _ in range(WARM_UP):
-        state, report = program.update(state, next(batches))
-    jax.block_until_ready(report)
-    began, updates, before = time.perf_counter(), 0, report
-    while updates < 1 or time.perf_counter() - began < seconds:
-        state, report = program.update(state, next(batches))
-        jax.block_until_ready(before)
-        before, updates = report, updates + 1
-    jax.block_until_ready(report)
-    each, tokens = (time.perf_counter() - began) / updates, config.batch * config.length
-    assert bool(report.is_finite), "the loss of random tokens is finite"
+    report, updates, each = _time(program, state, batches, seconds)
+    tokens = config.batch * config.length
     chip, rate = roofline.chip(), flops * tokens / each
     return Training(
         shape=shape,
@@ -100,6 +92,23 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         loss=report.measured.figures().loss,
         plan=planned,
     )
+
+
+def _time(
+    program: Program, state: TrainState, batches: Iterator[Rows], seconds: float
+) -> tuple[TrainReport, int, float]:
+    """Make updates for some seconds, one in advance; return the last report, their number and the seconds of each."""
+    for _ in range(WARM_UP):
+        state, report = program.update(state, next(batches))
+    jax.block_until_ready(report)
+    began, updates, before = time.perf_counter(), 0, report
+    while updates < 1 or time.perf_counter() - began < seconds:
+        state, report = program.update(state, next(batches))
+        jax.block_until_ready(before)
+        before, updates = report, updates + 1
+    jax.block_until_ready(report)
+    assert bool(report.is_finite), "the loss of random tokens is finite"
+    return report, updates, (time.perf_counter() - began) / updates
 
 
 def default_dtype() -> str:
