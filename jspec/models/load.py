@@ -93,7 +93,7 @@ def load(
     such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
 
     4-bit checkpoints of GPTQ, AWQ and compressed-tensors stay packed, two values in a byte, as kind "int4"
-    (`jspec.models.int4_rows`). Their products widen parts of a weight in registers.
+    (`jspec.models.int4_rows`). Products of up to 64 rows widen parts of a weight in registers, those of more in memory.
 
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jspec.core.config import DEQUANTIZE
-from pallas_kernels.layers.grouped_matmul import unsupported
+from pallas_kernels.layers.grouped_matmul import MOST_ROWS, unsupported, widened_rows
 from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
@@ -131,6 +131,17 @@ def _check_packed(tree: Any) -> None:
                 raise ValueError(
                     f"int4: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they are loaded"
                 )
+
+
+def widened_bytes(tree: Any, rows: int) -> int:
+    """Return the bytes of the largest copy of a packed weight, or of a part of it, that products of rows write.
+
+    The copies have two bytes per value.
+    """
+    if rows <= MOST_ROWS:
+        return 0
+    weights = (leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf))
+    return max((2 * widened_rows(*w.shape) * w.shape[1] for w in weights if w.kind == "int4"), default=0)
 
 
 def _is_record(node: Any) -> bool:

@@ -243,6 +243,14 @@ def test_h200_round_with_quantised_weights_and_float8_cache_reads_them_unconvert
 
 
 @pytest.mark.long
+def test_h200_round_of_160_rows_with_packed_weights_holds_one_widened_piece_of_a_weight_at_a_time() -> None:
+    """All widened weights would take 15 GB; the largest piece, of the output head, takes 250 MiB."""
+    program = check(*compile_round(Tree.chain(4), "int4", batch=32), launches=580, temp_mib=370)
+    assert program.count("gemm") == 4 * 32 + 4 + 2  # of the target, of pieces of its head, and of the draft
+    assert program.temp_bytes > 250 << 20
+
+
+@pytest.mark.long
 def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
     """A separate kernel that scales the logits would read and write 82 MB."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
