@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jspec import Eagle3, Engine, SamplingParams
-from jspec.tools import demo
+from tests.support import byte_pair
 from tests.support.devices import check_devices_equal
 
 PROMPTS = [f"def function_{index}(argument):\n    " for index in range(16)]
@@ -22,8 +22,8 @@ def engine_on(devices: int, dtype: str) -> Engine:
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     options: dict[str, Any] = dict(slots=16, max_len=1024, buckets=(16,), tokenizer="bytes", dtype=dtype)
-    head = Eagle3.from_pretrained(demo.HEAD, tree="chain:4", dtype=dtype)
-    return Engine.from_pretrained(demo.TARGET, drafter=head, tensor_parallel=devices, **options)
+    head = Eagle3.from_pretrained(byte_pair.HEAD, tree="chain:4", dtype=dtype)
+    return Engine.from_pretrained(byte_pair.TARGET, drafter=head, tensor_parallel=devices, **options)
 
 
 def test_two_gpus_emit_the_tokens_of_one() -> None:

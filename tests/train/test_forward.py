@@ -12,21 +12,20 @@ import pytest
 
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.tools import demo
 from jspec.tools.replay import Replay, Texts, continue_greedily
 from jspec.tools.replay import observe as replay_observe
 from jspec.train import eagle3
 from jspec.train.observe import observe
 from jspec.train.rows import Rows
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 from tests.train import support
 
 pytestmark = pytest.mark.once
 
 DEPTH, PROMPT, COUNT = 4, 24, 56
 TEXTS = 16
-TARGET = tiny.load_target(demo.TARGET)
-DRAFTER = Eagle3(tiny.load_head(demo.HEAD), Tree.chain(DEPTH))
+TARGET = tiny.load_target(byte_pair.TARGET)
+DRAFTER = Eagle3(tiny.load_head(byte_pair.HEAD), Tree.chain(DEPTH))
 LAYERS = DRAFTER.feature_layers(TARGET)
 LAST = TARGET.config.num_layers + 1
 

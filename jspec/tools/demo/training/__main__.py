@@ -1,0 +1,90 @@
+"""Trains and measures a target that writes Python, for a pair to show drafting with.
+
+Its text is that of Python's own sources; the answers that it gives to parts of them train its head:
+
+    python -m jspec.tools.demo.training --prepare data --prompts 20000 --text cpython/Lib cpython/Doc cpython/Tools
+    python -m jspec.tools.demo.training --data data --out target --minutes 2.5 --attention cudnn
+    python -m jspec.tools.demo.training --data data --evaluate target
+    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 0.5
+    jspec train --target target --data answers.jsonl --out head --ttt 5 --draft-vocab 1536 --length 512 --batch 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from jspec.tools.demo.training import fit, model, prepare
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps that the command line names; return 0, or 2 after a wrong option, which is printed."""
+    options = _parser().parse_args(argv)
+    data = options.prepare or options.data
+    try:
+        if data is None:
+            raise ValueError("--data: expected a folder that --prepare wrote, got none")
+        if options.prepare is not None:
+            prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
+        if options.out is not None:
+            _train(options, data)
+        if options.answers is not None:
+            from jspec.tools.demo.training.answers import answer
+
+            target, file = options.answers
+            answer(data / prepare.PROMPTS, target, file, seconds=60 * (options.minutes or 1), slots=options.slots)
+        if options.evaluate is not None:
+            from jspec.tools.demo.training.evaluate import evaluate
+
+            evaluate(options.evaluate, data)
+    except (ValueError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train(options: argparse.Namespace, data: Path) -> None:
+    """Train a target and write its folder."""
+    shape = model.Shape(**{field.name: getattr(options, field.name) for field in fields(model.Shape)})
+    recipe = fit.Recipe(**{field.name: getattr(options, field.name) for field in fields(fit.Recipe)})
+    weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates)
+    model.write(weights, shape, options.out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data / name, options.out / name)
+    print(f"{options.out}: {sum(path.stat().st_size for path in options.out.iterdir())} bytes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m jspec.tools.demo.training", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[Path(sysconfig.get_paths()["stdlib"])],
+        help="folders of Python sources and documentation; default: the standard library of this interpreter",
+    )
+    parser.add_argument("--prepare", type=Path, help="folder to write the tokenizer and the tokens of --text to")
+    parser.add_argument("--prompts", type=int, default=0, help="lines of prompts.jsonl to write, to train a head with")
+    parser.add_argument("--data", type=Path, help="folder that --prepare wrote")
+    parser.add_argument("--out", type=Path, help="folder to write a trained target to")
+    parser.add_argument(
+        "--answers", type=Path, nargs=2, metavar=("TARGET", "FILE"), help="let a target complete prompts.jsonl"
+    )
+    parser.add_argument("--slots", type=int, default=256, help="completions that run at once; default: 256")
+    parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")
+    parser.add_argument("--minutes", type=float, help="time to train or to complete prompts for")
+    parser.add_argument("--updates", type=int, default=1000, help="updates to train for, without --minutes")
+    for kind in (model.Shape, fit.Recipe):
+        for field in fields(kind):
+            name, value = field.name.replace("_", "-"), field.default
+            parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
