@@ -11,7 +11,6 @@ from jspec.core.config import QUANTIZE
 from jspec.tools import demo
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
-from jspec.train.run import fit
 
 OPTIONS = {  # help of the option for each field of `TrainConfig`
     "method": f"method of drafting: {', '.join(METHODS)}",
@@ -85,6 +84,8 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print where the head is and how to use it."""
+    from jspec.train.run import fit  # here, because it imports the optimiser, which no other command needs
+
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
     if options["feature_layers"] is not None:
         options["feature_layers"] = tuple(options["feature_layers"])

@@ -123,6 +123,8 @@ class TrainConfig:
     init: str | None = None
 
     def __post_init__(self) -> None:
+        if self.feature_layers is not None:
+            object.__setattr__(self, "feature_layers", _indices(self.feature_layers))
         for name, choices in (("method", METHODS), ("loss", LOSS_KINDS)):
             if getattr(self, name) not in choices:
                 raise _wrong(name, f"one of {', '.join(choices)}", getattr(self, name))
@@ -146,6 +148,13 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def _indices(value: Any) -> tuple[int, ...]:
+    """Return a list or tuple of indices as a tuple."""
+    if not isinstance(value, list | tuple) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+        raise _wrong("feature_layers", "a list of ints", value)
+    return tuple(value)
 
 
 def _wrong(name: str, expected: str, got: Any) -> ValueError:

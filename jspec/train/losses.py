@@ -20,8 +20,12 @@ Loss = Callable[[Float[Array, "tokens vocab"], Float[Array, "tokens vocab"]], Fl
 
 
 def cross_entropy(logits: Array, teacher: Array) -> Array:
-    """Return the cross entropy - sum q log p of each token."""
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(teacher * logits, axis=-1)
+    """Return the cross entropy - sum q log p of each token.
+
+    The sum of rounded probabilities q is not 1; with it as a factor, the gradient of the logits still has the sum 0.
+    """
+    total = jnp.sum(teacher, axis=-1)
+    return total * jax.nn.logsumexp(logits, axis=-1) - jnp.sum(teacher * logits, axis=-1)
 
 
 def lk(logits: Array, teacher: Array) -> Array:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.once
         ({"learning_rate": "fast"}, "learning_rate: expected a number"),
         ({"held_out": 1.5}, "held_out: expected at most 1"),
         ({"epochs": float("nan")}, "epochs: expected more than 0, got nan"),
+        ({"feature_layers": 3}, "feature_layers: expected a list of ints, got 3"),
+        ({"feature_layers": [1, "2"]}, "feature_layers: expected a list of ints"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -34,3 +36,7 @@ def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str
 
 def test_methods_that_can_be_chosen_are_those_that_can_be_trained() -> None:
     assert tuple(methods.METHODS) == config.METHODS
+
+
+def test_feature_layers_may_be_a_list() -> None:
+    assert TrainConfig(feature_layers=[1, 2]) == TrainConfig(feature_layers=(1, 2))  # type: ignore[arg-type]

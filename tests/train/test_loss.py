@@ -94,6 +94,24 @@ def test_lk_loss_equals_its_equation() -> None:
     assert float(jnp.abs(gradient.head).max()) > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", losses.LOSSES)
+def test_gradient_of_rounded_probabilities_has_the_sum_zero(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(4, 4096)), jnp.float32)
+    teacher = jax.nn.softmax(2 * logits[::-1]).astype(jnp.bfloat16).astype(jnp.float32)
+    assert float(jnp.abs(teacher.sum(axis=-1) - 1).max()) > 1e-4
+    gradient = jax.grad(lambda logits: losses.LOSSES[kind](logits, teacher).sum())(logits)
+    np.testing.assert_allclose(gradient.sum(axis=-1), 0, atol=1e-6)
+    assert float(jnp.abs(gradient).max()) > 1e-3
+
+
+def test_trained_weights_are_copies_of_those_of_the_head() -> None:
+    head = support.head()
+    weights = Eagle3Method(TrainConfig()).split(head)[0]
+    assert weights.fc.unsafe_buffer_pointer() != head.fc.unsafe_buffer_pointer()  # type: ignore[union-attr]
+    np.testing.assert_array_equal(weights.fc, head.fc)
+
+
 def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> None:
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)

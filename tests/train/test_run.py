@@ -20,11 +20,12 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.models.decoder import Model
 from jspec.tools.testing import check_lossless
-from jspec.train import loop
+from jspec.train import fit, loop, run
 from jspec.train.checkpoints import Checkpoints
 from jspec.train.journal import read_journal
 from jspec.train.run import Result
 from tests.train import runs
+from tests.train.test_data import ChatBytes
 
 pytestmark = pytest.mark.once
 
@@ -168,6 +169,47 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
         runs.train(folder, "nowhere", resume=True)
 
 
+def test_a_run_does_not_go_on_with_other_words_for_the_target_or_one_other_weight(
+    folder: Path, unbroken: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda *arguments: pytest.fail("data was made"))
+    for options in ({"quantize": "int8"}, {"tokenizer": ChatBytes()}, {"seed": 1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected .*unbroken was begun"):
+            runs.train(folder, "unbroken", resume=True, **options)
+    (folder / "nudged").mkdir()
+    (folder / "nudged" / "data.jsonl").symlink_to(folder / "data.jsonl")
+    (folder / "nudged" / "unbroken").symlink_to(folder / "unbroken")
+    tensors = runs.folders.target_tensors(runs.TARGET)
+    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
+    runs.folders.write(folder / "nudged" / "target", runs.TARGET, tensors)
+    with pytest.raises(ValueError, match="target: expected"):
+        runs.train(folder / "nudged", "unbroken", resume=True)
+
+
+def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "target").symlink_to(runs.target_folder(tmp_path / "made"))
+    file = runs.data_file(tmp_path / "data.jsonl", lines=8)
+    good = file.read_text()
+    file.write_text(good + "[]\n")
+    with pytest.raises(ValueError, match="line 9: "):
+        runs.train(tmp_path, "head", steps=1)
+    file.write_text(good)
+    with pytest.raises(NotImplementedError, match="ascending states"):  # before any update
+        runs.train(tmp_path, "head", steps=1, feature_layers=[3, 1, 0])
+    assert not (tmp_path / "head" / "training" / "journal.jsonl").exists()
+    target = Model.from_pretrained(tmp_path / "target")
+    tokenizer = ChatBytes()
+    tokenizer.eos_id = 250
+    options = {**runs.OPTIONS, "steps": 1, "tokenizer": tokenizer}
+    result = fit(target, file, tmp_path / "head", **options)
+    ids = np.asarray(Eagle3.from_pretrained(result.out, tree="chain:2").head.draft_to_target)
+    assert 250 in ids and result.coverage < 1
+    again = runs.train(tmp_path, "again", init=str(result.out), steps=1)
+    assert again.coverage == pytest.approx(result.coverage)
+    with pytest.raises(FileExistsError, match="pass --resume"):
+        fit(target, file, tmp_path / "head", **options)
+
+
 def test_a_run_without_held_out_rows_keeps_its_last_head_and_has_nothing_left_to_do(folder: Path) -> None:
     result = runs.train(folder, "whole", held_out=0, steps=4)
     assert {entry["kind"] for entry in measured(result.out)} == {"train"}
@@ -239,7 +281,7 @@ def small_files() -> Iterator[Any]:
 def test_a_disk_that_is_full_while_data_is_packed_is_an_error_that_names_it(folder: Path, small_files: Any) -> None:
     small_files(900)
     with pytest.raises(OSError, match="File too large"):
-        runs.train(folder, "unpacked")
+        runs.train(folder, "unpacked", steps=1)
     small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     assert runs.train(folder, "unpacked", resume=True, steps=1).steps == 1
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from jspec.tools.table import table
 from jspec.train import plan
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
-from jspec.train.program import Program, TrainState
-from jspec.train.program import Report as TrainReport
 from jspec.train.rows import Rows
+
+if TYPE_CHECKING:
+    from jspec.train.program import Program, TrainState
+    from jspec.train.program import Report as TrainReport
 
 WARM_UP = 2  # updates before the clock starts
 DOCUMENTS = 4  # documents of a row
@@ -58,6 +60,8 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         dtype: dtype of the target.
         seconds: how long updates are made after the first ones.
     """
+    from jspec.train.program import Program  # here, because it imports the optimiser, which no other command needs
+
     target = random_models.random_target(shape, dtype or default_dtype())
     method = METHODS[config.method](config)
     vocab, size = target.config.vocab_size, config.draft_vocab or target.config.vocab_size
