@@ -34,6 +34,10 @@ from jspec.train.program import Program, mesh_of
 from jspec.train.regenerate import regenerate
 
 STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of what a run needs to go on; its description
+DATA, CHECKPOINTS, JOURNAL = "data", "checkpoints", "journal.jsonl"  # parts of that folder
+ANSWERS = "regenerated"  # name of the files of the target's answers and of their description
+ANSWERED = ("target", "tokenizer", "quantize", "data", "length", "max_tokens", "temperature")  # what answers depend on
+BLOCK = 2**24  # bytes of the data that are read at a time for its checksum
 CORNER = 4  # values along each axis of an array of the target by which it is recognised
 
 
@@ -112,16 +116,18 @@ def fit(
         method.check(pair.target)
     mesh = mesh_of(config.devices)
     tokens = write.special_ids(pair.folder) if pair.folder is not None else {}
-    with _described(out / STATE, {**config.to_json(), "quantize": quantize, **_identity(pair.target, tokenizer)}):
-        material = _material(pair, data, out / STATE, config)
+    about = {**config.to_json(), "quantize": quantize, **_identity(pair.target, tokenizer, data)}
+    with _described(out / STATE, about):
+        data = _answers(method, pair, data, out / STATE, about) if config.regenerate else data
+        material = prepare(data, pair.tokenizer, pair.target.config.vocab_size, config, out / STATE / DATA)
         head, coverage = _head(method, pair, material)
         method.files(head, pair.target, tokens)  # a head that the format cannot hold is refused before it is trained
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
-        _check_same(out / STATE / ABOUT, {"updates": steps, "data": material.describe()})
+        _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
     program = Program(method, pair.target, head, steps, mesh)
-    state, checkpoints = program.start(head), Checkpoints(out / STATE / "checkpoints")
+    state, checkpoints = program.start(head), Checkpoints(out / STATE / CHECKPOINTS)
     state = checkpoints.restore(state) if checkpoints.steps else state
-    journal = Journal(out / STATE / "journal.jsonl", int(state.step))
+    journal = Journal(out / STATE / JOURNAL, int(state.step))
 
     def export(head: Any) -> None:
         files = method.files(head, pair.target, tokens)
@@ -161,12 +167,14 @@ def _eos(pair: Pair) -> tuple[int, ...]:
     return () if own is None or not 0 <= own < vocab else (own,)
 
 
-def _material(pair: Pair, data: Path, folder: Path, config: TrainConfig) -> Material:
-    """Return the rows of the data, or of the data with the target's answers; files are written to a folder."""
-    if config.regenerate:
-        own = folder / "regenerated.jsonl"
-        data = regenerate(data, own, pair.target, pair.tokenizer, _eos(pair), config)
-    return prepare(data, pair.tokenizer, pair.target.config.vocab_size, config, folder / "data")
+def _answers(method: Method, pair: Pair, data: Path, folder: Path, about: dict[str, Any]) -> Path:
+    """Return the file of the data with the target's answers; answers that were made otherwise are deleted first."""
+    answers, described = (folder / f"{ANSWERS}.{kind}" for kind in ("jsonl", "json"))
+    own = {name: about[name] for name in ANSWERED}
+    if not described.is_file() or json.loads(described.read_text(encoding="utf-8")) != own:
+        answers.unlink(missing_ok=True)
+        write_text(described, json.dumps(own))
+    return regenerate(data, answers, pair.target, pair.tokenizer, _eos(pair), method.config)
 
 
 def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
@@ -182,13 +190,17 @@ def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
     return method.create(pair.target, ids), coverage
 
 
-def _identity(target: Model, tokenizer: Any) -> dict[str, Any]:
-    """Return JSON values that differ for another target or tokenizer: a few values of each array, and the name."""
+def _identity(target: Model, tokenizer: Any, data: Path) -> dict[str, Any]:
+    """Return JSON values that differ for another target (a few values of each array), tokenizer (its name) or data."""
     corners = jax.jit(lambda leaves: [leaf[(slice(CORNER),) * leaf.ndim] for leaf in leaves])
     values = b"".join(np.asarray(leaf).tobytes() for leaf in jax.device_get(corners(jax.tree.leaves(target))))
     is_named = tokenizer is None or isinstance(tokenizer, str | Path)
     name = None if tokenizer is None else str(tokenizer) if is_named else type(tokenizer).__name__
-    return {"target": zlib.crc32(values), "tokenizer": name}
+    checksum = 0
+    with data.open("rb") as file:
+        while block := file.read(BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return {"target": zlib.crc32(values), "tokenizer": name, "data": checksum}
 
 
 @contextlib.contextmanager
@@ -196,14 +208,17 @@ def _described(folder: Path, about: dict[str, Any]) -> Iterator[None]:
     """Describe a run before its data is made; a new run that is refused in the context may begin again with others.
 
     Args:
-        folder: folder of what the run needs to go on; without a description, its files are of no run and deleted.
+        folder: folder of what the run needs to go on; without a description, its files are of no run and deleted,
+            except answers of the target.
         about: what must be equal when a run goes on, as JSON values.
     """
     file = folder / ABOUT
     is_new = not file.is_file()
     if is_new:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        for part in (DATA, CHECKPOINTS):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / JOURNAL).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     _check_same(file, about)
     try:
         yield

@@ -7,6 +7,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,16 @@ def test_a_run_does_not_go_on_with_other_words_for_the_target_or_one_other_weigh
         runs.train(folder / "nudged", "unbroken", resume=True)
 
 
-def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_gone(tmp_path: Path) -> None:
+def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[int]()
+
+    def answer(data: Path, out: Path, *arguments: Any) -> Path:
+        """Take the data as the target's answers; note whether there were some already."""
+        kept.append(out.is_file())
+        return shutil.copy(data, out)
+
     (tmp_path / "target").symlink_to(runs.target_folder(tmp_path / "made"))
     file = runs.data_file(tmp_path / "data.jsonl", lines=8)
     good = file.read_text()
@@ -206,6 +216,18 @@ def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_g
     assert 250 in ids and result.coverage < 1
     again = runs.train(tmp_path, "again", init=str(result.out), steps=1)
     assert again.coverage == pytest.approx(result.coverage)
+    monkeypatch.setattr(run, "regenerate", answer)
+    own: dict[str, Any] = dict(regenerate=True, steps=1, max_tokens=6)
+    for layers, temperature, known in (
+        ((3, 1, 0), 0.5, 0),
+        ((3, 1, 0), 0.5, 1),
+        ((3, 1, 0), 0.7, 0),
+        ((0, 1, 3), 0.7, 1),
+    ):
+        refused = nullcontext() if layers == (0, 1, 3) else pytest.raises(NotImplementedError, match="ascending")
+        with refused:
+            runs.train(tmp_path, "own", feature_layers=layers, temperature=temperature, **own)
+        assert kept.pop() == known  # answers that were made with the same options are kept
     with pytest.raises(FileExistsError, match="pass --resume"):
         fit(target, file, tmp_path / "head", **options)
 
