@@ -220,7 +220,8 @@ def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str
     later = tuple(f"model.layers.{index}." for index in range(first, first + min(more, MAX_LAYERS)))
     if left_out := {name: stored for name, stored in names.items() if name.startswith(later)}:
         logger.info("the model's %d tensors of layers that predict further tokens are left out", len(left_out))
-    source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out.values()}
+    without = set(left_out.values())
+    source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in without}
     return {name: stored for name, stored in names.items() if name not in left_out}
 
 

@@ -20,16 +20,7 @@ from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, 
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
 EXPERTS = ("experts_gate_up", "experts_down")
-NAMES = (
-    "qkv",
-    "q_up",
-    "o",
-    "gate_up",
-    "down",
-    *EXPERTS,
-    "fc",
-    "head",
-)  # last parts of the names of weights to quantise
+NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
 WIDENED = ("k_up", "v_up")  # those of small weights that a checkpoint may quantise, and that are widened when loaded
 
 Tree = TypeVar("Tree")

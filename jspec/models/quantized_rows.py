@@ -175,9 +175,8 @@ def _fill_scales(
         CheckpointError: a scale is negative, infinite or NaN.
     """
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = (
-        filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
-    )  # scales of experts are stored one expert after another
+    # Scales of experts are stored one expert after another.
+    flat = filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)

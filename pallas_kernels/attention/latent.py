@@ -32,7 +32,7 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 FIXED_ROWS = 64  # rows of a Pallas program in deterministic products, and with many rows
 WIDTH = 128  # columns of the product that a Pallas program computes
 INNER = 64  # values of the sum that a loop iteration adds up
-MOST_INNER = 4096  # longest sum, so that the loop's mask stays cheap
+MOST_INNER = 4096  # most rows and most columns of a head's matrix
 
 
 def _reference(x, weight, cos_sin, *, start, is_transposed, deterministic):

@@ -157,10 +157,11 @@ def _multiply(refs, columns, expert, choices, *, inner, gate, precision):
     """Multiplies the rows of a block by some columns of its expert's weight, in one Pallas program.
 
     Args:
-        refs: arrays of `_kernel`, by name.
-        columns: the columns of the result.
-        expert, choices: the block, as in `Blocks`.
-        inner: values of k per loop iteration.
+        refs: inputs and output of `_kernel`, by name.
+        columns: columns of the result that the program computes, [tile].
+        expert: expert of the block; the number of experts: its choices are of none, and their results are 0.
+        choices: choices of the block, [size]; -1: none.
+        inner: how many of the K values of a row a loop iteration multiplies.
         gate: as in `expert_matmul`.
         precision: precision of the matrix products.
     """
