@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from pallas_kernels.layers import int4
+from pallas_kernels.layers import int4, mxfp4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
-Kind = Literal["int8", "fp8", "fp8_dynamic", "int4"]
+Kind = Literal["int8", "fp8", "fp8_dynamic", "int4", "mxfp4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
 STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
@@ -58,7 +58,7 @@ class Quantized:
     @property
     def kind(self) -> Kind:
         if self.values.dtype == jnp.uint8:
-            return "int4"
+            return "mxfp4" if self.scale.dtype == jnp.uint8 else "int4"
         if self.values.dtype == INT8:
             return "int8"
         return "fp8_dynamic" if self.dynamic else "fp8"
@@ -66,7 +66,7 @@ class Quantized:
     @property
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim < len(self.shape) else self.shape[1] // self.scale.shape[1]
+        return None if self.scale.ndim < len(self.shape) else self.shape[-1] // self.scale.shape[-1]
 
     def rows(self, index: Int[Array, " rows"]) -> "Quantized":
         """Returns some rows of the weight, as a weight with the same values."""
@@ -88,6 +88,8 @@ class Quantized:
 
     def widened(self) -> Float[Array, "out inner"]:
         """Returns the weight in float32."""
+        if self.kind == "mxfp4":
+            return mxfp4.widened(self.values, self.scale)
         return widened(self.values, self.scale.reshape(self.shape[0], -1), self.zeros)
 
 
@@ -138,8 +140,11 @@ def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
 
 def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
     """Returns a weight quantised to one byte per value, with one scale per output channel, or to `int4` in groups."""
+    if kind == "mxfp4":
+        return Quantized(*mxfp4.round_to_mxfp4(weight))
     if kind == "int4":
-        return Quantized(*int4.round_to_int4(weight))
+        parts = int4.round_to_int4(weight.reshape(-1, weight.shape[-1]))
+        return Quantized(*(part.reshape(*weight.shape[:-1], *part.shape[1:]) for part in parts))
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
