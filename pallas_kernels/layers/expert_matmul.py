@@ -203,7 +203,7 @@ def _multiply(refs, columns, expert, choices, *, sums, gate):
 
 
 def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, interpret):
-    (experts, out, inner), flat = weight.shape, x.reshape(-1, x.shape[-1])
+    (experts, out, _), flat = weight.shape, x.reshape(-1, x.shape[-1])
     width = out // 2 if gate else out
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
     is_listed, size = deterministic or chosen.size > MOST_CHOICES, FEW_ROWS

@@ -180,6 +180,7 @@ def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(i
 
 # ---- on GPUs
 
+STORED = [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32"), ("mxfp4", "bfloat16"), ("int4", "bfloat16")]
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}  # experts, chosen, hidden, width
 
 
@@ -193,7 +194,7 @@ def both_products(deterministic: bool, x: Any, weights: Any, chosen: Any) -> Any
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(("kind", "dtype"), STORED))
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
 def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     shape: str, kind: Any, dtype: Any, rows: int, deterministic: bool
@@ -224,7 +225,7 @@ def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(("kind", "dtype"), STORED))
 @pytest.mark.parametrize("rows", [1, 5, 60, 320])
 def test_products_on_a_gpu_equal_those_of_the_reference(
     rows: int, kind: str | None, dtype: Any, deterministic: bool
