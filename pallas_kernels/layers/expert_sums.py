@@ -48,10 +48,8 @@ def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
 
     def scales_at(index):
         group = jnp.minimum(index * inner * groups // depth + jnp.arange(per_step), groups - 1)[None, :]
-        names = [name for name in ("group_scale", "zeros") if name in refs]
-        return tuple(
-            tuple(pltriton.load(refs[name].at[expert, half[:, None], group]) for name in names) for half in halves
-        )
+        own = [refs[name] for name in ("group_scale", "zeros") if name in refs]
+        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], group]) for ref in own) for half in halves)
 
     def step(index, carry):
         byte = (index * (inner // 2) + jnp.arange(inner // 2))[None, :]

@@ -2,8 +2,8 @@
 
     w[n, k] = number(values[n, k]) * 2^(scale[n, k // 32] - 127)
 
-A value is an E2M1 number: a sign, two bits of exponent, one of mantissa. Scales are bytes (E8M0); 255 is NaN. Values are
-packed as those of `int4`, in blocks of 32 columns.
+A value is an E2M1 number: a sign, two bits of exponent, one of mantissa. Scales are bytes (E8M0); 255 is NaN. Values
+are packed as those of `int4`, in blocks of 32 columns.
 """
 
 import jax

@@ -143,8 +143,9 @@ def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantize
     if kind == "mxfp4":
         return Quantized(*mxfp4.round_to_mxfp4(weight))
     if kind == "int4":
-        parts = int4.round_to_int4(weight.reshape(-1, weight.shape[-1]))
-        return Quantized(*(part.reshape(*weight.shape[:-1], *part.shape[1:]) for part in parts))
+        values, scale = int4.round_to_int4(weight.reshape(-1, weight.shape[-1]))
+        rows = weight.shape[:-1]
+        return Quantized(values.reshape(*rows, *values.shape[1:]), scale.reshape(*rows, -1))
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 

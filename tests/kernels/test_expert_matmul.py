@@ -194,7 +194,7 @@ def both_products(deterministic: bool, x: Any, weights: Any, chosen: Any) -> Any
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "dtype"), STORED))
+@pytest.mark.parametrize(("kind", "dtype"), STORED)
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
 def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     shape: str, kind: Any, dtype: Any, rows: int, deterministic: bool
@@ -225,7 +225,7 @@ def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), STORED))
+@pytest.mark.parametrize(("kind", "dtype"), STORED)
 @pytest.mark.parametrize("rows", [1, 5, 60, 320])
 def test_products_on_a_gpu_equal_those_of_the_reference(
     rows: int, kind: str | None, dtype: Any, deterministic: bool
