@@ -11,7 +11,8 @@ in the last bit of a float32 sum into a relative difference of 1/16. Therefore "
 decoding only up to such rounding errors, not bit for bit.
 
 A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`). A
-weight of int4 always has such scales, and may have zero points (`int4`).
+weight of int4 always has such scales, and may have zero points (`int4`). Only experts may be of mxfp4, whose scales are
+powers of two, stored in a byte (`mxfp4`).
 """
 
 import math
@@ -29,7 +30,8 @@ from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, qu
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
 Kind = Literal["int8", "fp8", "fp8_dynamic", "int4", "mxfp4"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+EXPERT_KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4", "mxfp4")  # kinds of the weights of experts
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "mxfp4")  # kinds of other weights
 FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
 STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
 
@@ -40,13 +42,13 @@ class Quantized:
     """A quantised weight [out, inner], equal to values * scale[:, None]; or one of experts [experts, out, inner].
 
     With group scales [out, groups], each scale belongs to the next inner / groups columns of its row. The scales of
-    experts are [experts, out].
+    experts are [experts, out], or of packed values [experts, out, groups].
     """
 
-    values: Num[Array, "*experts out inner"] | UInt8[Array, "out blocks bytes"]  # int8 or float8_e4m3fn, or packed
-    scale: Float[Array, "*experts out"] | Float[Array, "out groups"]  # float32
+    values: Num[Array, "*experts out inner"] | UInt8[Array, "*experts out blocks bytes"]  # int8, float8 or packed
+    scale: Num[Array, "*experts out"] | Num[Array, "*experts out groups"]  # float32; of mxfp4 uint8
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
-    zeros: UInt8[Array, "out groups"] | None = None  # zero points of int4; None: 8
+    zeros: UInt8[Array, "*experts out groups"] | None = None  # zero points of int4; None: 8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +141,7 @@ def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
 
 
 def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
-    """Returns a weight quantised to one byte per value, with one scale per output channel, or to `int4` in groups."""
+    """Returns a weight quantised to one byte per value with a scale per output channel, or to four bits in groups."""
     if kind == "mxfp4":
         return Quantized(*mxfp4.round_to_mxfp4(weight))
     if kind == "int4":

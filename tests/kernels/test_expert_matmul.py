@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from pallas_kernels.layers.expert_matmul import (
     expert_matmul,
     unsupported_experts,
 )
+from pallas_kernels.layers.int4 import pack
 from pallas_kernels.layers.quantized import Quantized, quantize
 from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
@@ -165,6 +168,52 @@ def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementati
     unscaled = Quantized(stored.values, jnp.ones_like(stored.scale))
     other = expert_matmul(x, unscaled, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
+
+
+def packed(kind: str, inner: int, group: int) -> tuple[Quantized, np.ndarray]:
+    """Return random experts in a kind of four bits, and the weights that they stand for, computed value by value."""
+    rng = np.random.default_rng(inner)
+    values, groups = rng.integers(0, 16, (5, 128, inner), np.uint8), (5, 128, inner // group)
+    if kind == "mxfp4":
+        scale, zeros = rng.integers(120, 130, groups, np.uint8), None
+        numbers, factor = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64), 2.0 ** (scale.astype(int) - 127)
+    else:
+        scale, zeros = rng.normal(size=groups).astype(np.float32), rng.integers(0, 16, groups, np.uint8)
+        numbers, factor = values.astype(np.float64) - zeros.repeat(group, -1), scale.astype(np.float64)
+    arrays = [None if array is None else jnp.asarray(array) for array in (pack(values, 32), scale, zeros)]
+    return Quantized(arrays[0], arrays[1], zeros=arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("kind", "inner", "group"), [("mxfp4", 96, 32), ("mxfp4", 384, 32), ("int4", 384, 64)])
+def test_packed_experts_have_the_products_of_their_values(
+    kind: str, inner: int, group: int, rows: int, implementation: Any
+) -> None:
+    weight, wide = packed(kind, inner, group)
+    assert weight.kind == kind and weight.group == group and weight.shape == wide.shape
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, inner)), jnp.bfloat16)
+    chosen = choices("rows without experts" if rows > 1 else "any", 5, 2, rows)
+    product = functools.partial(expert_matmul, dtype=jnp.float32, implementation=implementation)
+    got, wanted = product(x, weight, jnp.asarray(chosen)), loop(x, wide, chosen)
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    gated = product(x, weight, jnp.asarray(chosen), gate=LIMITED)
+    np.testing.assert_allclose(gated, loop(x, wide, chosen, LIMITED), atol=1e-4)
+    wrong = [replace(weight, values=weight.values << 4 | weight.values >> 4)]
+    wrong += [replace(weight, scale=jnp.roll(weight.scale, 1, axis)) for axis in (1, 2)]
+    wrong += [] if weight.zeros is None else [replace(weight, zeros=None)]
+    for other in wrong:
+        found = product(x, other, jnp.asarray(chosen))
+        assert np.abs(found - wanted).max() > 0.05 * np.abs(wanted).max(), "control"
+
+
+def test_packed_experts_that_the_kernel_does_not_support_are_named() -> None:
+    (weight, _), (fine, _) = packed("mxfp4", 96, 32), packed("int4", 96, 16)
+    chosen, shape = jnp.zeros((1, 1), jnp.int32), (1, 96)
+    with pytest.raises(NotImplementedError, match="x must be bfloat16 for experts in mxfp4, got float16"):
+        expert_matmul(jnp.zeros(shape, jnp.float16), weight, chosen, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="groups must be multiples of 32 columns, got 16"):
+        expert_matmul(jnp.zeros(shape, jnp.bfloat16), fine, chosen, implementation="pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])

@@ -105,6 +105,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen2", dict(quantize="int8")),
     ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
+    ("quantized/gpt_oss_mxfp4", {}),  # packed experts
 )
 
 
@@ -125,9 +126,10 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
     for name, array in got.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
-    experts = ("layers.1.experts_gate_up", "layers.1.experts_down") if family == "glm4_moe" else ()
-    for name in ("layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
-        array = next(got[full] for full in (name, f"{name}.values") if full in got)
+    names = [f"layers.1.{name}" for name in ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down")]
+    arrays = [got[full] for name in names for full in (name, f"{name}.values") if full in got]
+    assert len(arrays) == {"glm4_moe": 6}.get(family, 4)
+    for array in arrays:
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 
 
