@@ -23,15 +23,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
 from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.split_matmul import INNER_BYTES
 
-# Most choices of all rows that a program compares. Comparing 512 choices with the 16 places of a block takes 64 values
-# of each of 128 threads; more would not fit into their registers. Lists need nine launches more.
-MOST_CHOICES = 512
-FEW_ROWS, MANY_ROWS = 16, 64  # rows of a block: the smallest side of a product on tensor cores; four times as many
 REFERENCE_ROWS = 8  # rows of a block in the reference
 TILE = 64  # output columns of a program; twice as many of an undivided product
 PACKED_STEP = 128  # most values of k per loop iteration in int4 and mxfp4; a row of them is 64 bytes
@@ -52,35 +49,6 @@ class Gate(NamedTuple):
             return activate(gate, self.activation) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
         return gate * jax.lax.logistic(self.alpha * gate) * (up + 1)
-
-
-class Blocks(NamedTuple):
-    """Blocks of choices, each of one expert; choice j of row t of T has the index j * T + t."""
-
-    expert: Int[Array, " blocks"]  # expert of each block; the number of experts: choices of none; one more: unused
-    choices: Int[Array, "blocks size"]  # indices of the block's choices; -1: none
-
-
-def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks:
-    """Returns the choices in blocks of at most `size` choices of one expert, in the order of their indices.
-
-    Args:
-        chosen: expert of each choice; an index outside of 0 to experts - 1 means none.
-        experts: number of experts.
-        size: number of choices of a full block.
-    """
-    count = chosen.shape[0]
-    own = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
-    is_own = own[:, None] == jnp.arange(experts + 1)
-    up_to = jnp.cumsum(is_own, axis=0, dtype=jnp.int32)  # number of choices of each expert up to each choice
-    place = jnp.sum(jnp.where(is_own, up_to, 0), axis=1) - 1
-    needed = -(-up_to[-1] // size)
-    first = jnp.cumsum(needed) - needed
-    block = first[own] + place // size
-    blocks = min(count, experts + 1) + count // size  # the last block of an expert may not be full
-    expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(own)
-    choices = jnp.full((blocks, size), -1, jnp.int32).at[block, place % size].set(jnp.arange(count, dtype=jnp.int32))
-    return Blocks(expert, choices)
 
 
 def _reference(x, weight, bias, factors, chosen, *, gate, dtype):
@@ -114,24 +82,6 @@ def _values_of(weight, expert, dtype):
     return (own.values.astype(dtype), own.scale) if own.group is None else (own.widened(), None)
 
 
-def _own_choices(chosen_ref, experts, is_by_choice):
-    """Returns the expert of a program, the indices of all choices, and each one's place among the expert's; -1: none.
-
-    Args:
-        chosen_ref: expert of each choice.
-        experts: number of experts; also the expert of the choices of none.
-        is_by_choice: whether the program has the expert of a choice; only the first choice of an expert has places.
-    """
-    program, index = pl.program_id(1), jnp.arange(pl.next_power_of_2(chosen_ref.shape[0]))
-    chosen = pltriton.load(chosen_ref.at[index], mask=index < chosen_ref.shape[0], other=experts + 1)
-    chosen = jnp.where((chosen >= 0) & (chosen < experts) | (index >= chosen_ref.shape[0]), chosen, experts)
-    expert = jnp.sum(jnp.where(index == program, chosen, 0)) if is_by_choice else program
-    is_own = chosen == expert
-    if is_by_choice:
-        is_own &= jnp.min(jnp.where(is_own, index, chosen_ref.shape[0])) == program
-    return expert, index, jnp.where(is_own, jnp.cumsum(is_own.astype(jnp.int32)) - 1, -1)
-
-
 def _kernel(
     # inputs
     x_ref,  # [rows, K]
@@ -158,7 +108,7 @@ def _kernel(
     if is_listed:
         multiply(lists[0][pl.program_id(1)], pltriton.load(lists[1].at[pl.program_id(1), jnp.arange(size)]))
         return
-    expert, index, place = _own_choices(lists[0], weight_ref.shape[0], is_by_choice)
+    expert, index, place = own_choices(lists[0], weight_ref.shape[0], is_by_choice)
 
     def block(number, carry):
         wanted = number * size + jnp.arange(size)
@@ -206,34 +156,28 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, int
     (experts, out, _), flat = weight.shape, x.reshape(-1, x.shape[-1])
     width = out // 2 if gate else out
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
-    is_listed, size = deterministic or chosen.size > MOST_CHOICES, FEW_ROWS
-    lists: tuple[Array, ...] = (chosen.ravel(),)
-    programs = min(chosen.size, experts + 1)  # of each tile
-    if is_listed:
-        size = MANY_ROWS if deterministic or chosen.size > FEW_ROWS * experts else FEW_ROWS
-        lists = blocks_of(chosen.ravel(), experts, size)
-        programs = lists[0].shape[0]
+    found = plan(chosen.ravel(), experts, deterministic=deterministic)
     values, optional = _stored(weight)
     optional |= {"bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
     own = {
         "names": tuple(optional),
-        "size": size,
-        "is_listed": is_listed,
-        "is_by_choice": programs == chosen.size,
+        "size": found.size,
+        "is_listed": found.is_listed,
+        "is_by_choice": found.is_by_choice,
         "tile": tile,
         "sums": _sums(weight, x.dtype, interpret),
         "gate": gate,
     }
-    found = pl.pallas_call(
+    products = pl.pallas_call(
         functools.partial(_kernel, **own),
-        grid=(width // tile, programs),
+        grid=(width // tile, found.programs),
         out_shape=jax.ShapeDtypeStruct((chosen.size, width), dtype),
         compiler_params=pltriton.CompilerParams(num_warps=8 if tile > TILE else 4, num_stages=4),
         interpret=interpret,
         name="expert_matmul",
-    )(flat, values, *lists, *optional.values())
-    return found.reshape(*chosen.shape, width)
+    )(flat, values, *found.lists, *optional.values())
+    return products.reshape(*chosen.shape, width)
 
 
 def _stored(weight):

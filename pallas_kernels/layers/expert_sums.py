@@ -56,21 +56,28 @@ def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
         column = jax.lax.div(byte, width // 2) * width + jax.lax.rem(byte, width // 2)
         only = {} if depth % inner == 0 else {"mask": column < depth, "other": 0}
         xs = [pltriton.load(refs["x"].at[row[:, None], column + more], **only) for more in (0, width // 2)]
-        totals = []
-        for half, total, (scale, *zero) in zip(halves, *carry, strict=True):
-            packed = pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only)
-            if is_mxfp4:
-                pair, sums = mxfp4.products(packed, scale, interpret), total
-            else:
-                zero = jnp.broadcast_to(zero[0] if zero else int4.ZERO, packed.shape)
-                pair, sums = int4.differences(packed, zero, xs[0].dtype, interpret), jnp.zeros_like(total)
-            for values, x in zip(pair, xs, strict=True):
-                sums += pltriton.dot(values, x, trans_b=True)
-            totals.append(sums if is_mxfp4 else total + sums * scale)
-        return tuple(totals), scales_at(index + 1)
+        weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
+        add = _add_mxfp4 if is_mxfp4 else _add_int4
+        totals = tuple(add(*own, xs, interpret) for own in zip(*carry, weights, strict=True))
+        return totals, scales_at(index + 1)
 
     carry = _zeros(halves, row), scales_at(0)
     return jax.lax.fori_loop(0, pl.cdiv(depth, inner), step, carry)[0]
+
+
+def _add_mxfp4(total, scales, packed, xs, interpret):
+    """Returns a total plus the sums of a step, of which `xs` are the rows of x for low and for high values."""
+    for values, x in zip(mxfp4.products(packed, *scales, interpret), xs, strict=True):
+        total += pltriton.dot(values, x, trans_b=True)
+    return total
+
+
+def _add_int4(total, scales, packed, xs, interpret):
+    scale, *zero = scales
+    zero = jnp.broadcast_to(zero[0] if zero else int4.ZERO, packed.shape)
+    low, high = int4.differences(packed, zero, xs[0].dtype, interpret)
+    sums = pltriton.dot(low, xs[0], trans_b=True) + pltriton.dot(high, xs[1], trans_b=True)
+    return total + sums * scale
 
 
 def _zeros(halves, row):

@@ -70,8 +70,8 @@ class Quantized:
         """Number of columns that share a scale; None: all columns of a row."""
         return None if self.scale.ndim < len(self.shape) else self.shape[-1] // self.scale.shape[-1]
 
-    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
-        """Returns some rows of the weight, as a weight with the same values."""
+    def rows(self, index: Int[Array, "*rows"]) -> "Quantized":
+        """Returns some rows of the weight, or one of its experts, as a weight with the same values."""
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
 
