@@ -294,7 +294,8 @@ def check_deterministic(target: Model, implementation: str) -> None:
     reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
     experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
     for gate_up, down in (pair for pair in experts if pair[0] is not None):
-        reasons += [unsupported_experts(gate_up, gated=True), unsupported_experts(down, gated=False)]
+        reasons.append(unsupported_experts(gate_up, target.dtype, gated=True))
+        reasons.append(unsupported_experts(down, target.dtype, gated=False))
     for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
     for own in {layer.attention for layer in target.config.layers} if implementation == "auto" else ():

@@ -136,6 +136,17 @@ def test_floor_of_a_mixture_of_experts_counts_the_experts_that_random_choices_hi
     assert read == pytest.approx(stored * (1 - (1 - 8 / 128) ** (batch * rows)))
 
 
+def test_floor_with_experts_in_mxfp4_counts_their_packed_bytes_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step of gpt-oss-20b reads 4 of 32 experts a layer, 17 bytes for 32 values instead of 64."""
+    monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
+    plain, packed, int4 = (
+        step.floor_milliseconds(Case("gpt-oss-20b", 1, 1024, None, quantize=kind)) or 0
+        for kind in (None, "mxfp4", "int4")
+    )
+    values = 24 * 4 * 3 * 2880 * 2880
+    assert plain - packed == pytest.approx(1000 * values * (2 - 17 / 32) / 3.02e12) and int4 < packed
+
+
 def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:
     config, target = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"]
     head, cache = target.vocab_size * target.hidden_size, 2 * 5 * 1024 * 8 * 1024  # keys and values of 8 rows

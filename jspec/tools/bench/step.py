@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import KV_DTYPES
+from jspec.core.config import KV_DTYPES, QUANTIZE
 from jspec.core.records import KVCache, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
@@ -40,6 +40,7 @@ from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layers import mxfp4
 from pallas_kernels.layers.quantized import KINDS
 
 
@@ -61,6 +62,7 @@ GROUP = 32  # steps dispatched between two looks at the clock; only the first on
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
 WARM_UP = 3
+MXFP4_BYTES = 1 / 2 + 1 / mxfp4.GROUP  # of a weight in mxfp4, with its part of a scale
 
 
 @dataclass(frozen=True)
@@ -213,8 +215,9 @@ def floor_milliseconds(case: Case) -> float | None:
 
     def widths(quantize: str | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
-        weight = {None: 2.0, "int4": 0.5}.get(quantize, 1.0)
-        return roofline.Widths(weight, cache, 2 if quantize == "fp8_dynamic" else 1)
+        weight = {None: 2.0, "int4": 0.5, "mxfp4": 2.0}.get(quantize, 1.0)
+        speed = 2 if quantize == "fp8_dynamic" else 1
+        return roofline.Widths(weight, MXFP4_BYTES if quantize == "mxfp4" else None, cache, speed)
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)
@@ -307,7 +310,7 @@ MODEL_OPTIONS = (
     option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
     TREES(default=[None, Tree.chain(4)]),
     option("--dtype", default="bfloat16", help="dtype of the weights"),
-    option("--quantize", choices=KINDS, help="quantise target and head; default: no"),
+    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
     option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
     option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
     IMPLEMENTATION,
