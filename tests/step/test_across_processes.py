@@ -236,8 +236,12 @@ def test_follower_goes_on_after_one_signal_of_each_kind_and_ends_at_a_second(
             time.sleep(0.01)
         for count, number in enumerate((signal.SIGINT, second)):
             os.kill(os.getpid(), number)
+            again = time.monotonic() + 10
             while number not in interrupts and caplog.text.count(expected) <= count and found[0].is_whole:
                 time.sleep(0.01)
+                if count and number == signal.SIGINT and time.monotonic() > again:  # Python ignored it in a callback
+                    os.kill(os.getpid(), number)
+                    again += 10
         run(lead, KEYS[0])
         lead.close()
 
