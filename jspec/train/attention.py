@@ -150,8 +150,3 @@ def _of_keys(values: Array, keys: Array) -> Array:
     """Add up the values of the query heads that share a key, in the dtype of the keys."""
     grouped = values.reshape(*keys.shape[:3], -1, keys.shape[3])
     return jnp.sum(grouped, axis=3).astype(keys.dtype)
-
-
-def largest_divisor(size: int, most: int) -> int:
-    """Return the largest divisor of ``size`` that is at most ``most``, or 1."""
-    return next((part for part in range(min(size, max(most, 1)), 0, -1) if size % part == 0), 1)

@@ -7,8 +7,8 @@ head's p, the loss is
 
     sum_j decay^j * sum_i m_ij * loss(p_ij, q_ij) / (rows * size)
 
-where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the target's argmax behind it is one of the
-draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
+where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the token that the target holds most probable
+after it is in the draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from jspec.train.attention import ATTENDED, Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
-from jspec.train.products import einsum32
+from jspec.train.products import REFERENCE, einsum32
 from jspec.train.rows import Rows, ahead, behind, cast
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
 KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
 
 
 @dataclass(frozen=True)

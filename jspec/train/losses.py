@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.decoder import Model
-from jspec.train.attention import largest_divisor
 from jspec.train.observe import LOGITS, target_logits
+from pallas_kernels.attention.interval_reference import largest_divisor
 
 ETA = 3.0  # how fast the "lk" loss turns from divergence to distance as the overlap grows
 

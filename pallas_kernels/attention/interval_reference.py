@@ -11,11 +11,15 @@ def _einsum(spec, a, b):
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
+def largest_divisor(size: int, most: int) -> int:
+    """Returns the largest divisor of `size` that is at most `most`, or 1."""
+    return next((part for part in range(min(size, max(most, 1)), 0, -1) if size % part == 0), 1)
+
+
 def _by_blocks(q, *rows):
     """Cuts rows [B, S, ...] into blocks [blocks, B, block, ...] whose scores fit, and returns each block's places."""
     batch, size, heads, _ = q.shape
-    most = max(SCORES // (batch * heads * size), 1)
-    block = next(part for part in range(min(size, most), 0, -1) if size % part == 0)
+    block = largest_divisor(size, SCORES // (batch * heads * size))
     cut = lambda x: jnp.moveaxis(x.reshape(batch, size // block, block, *x.shape[2:]), 1, 0)  # noqa: E731
     return jnp.arange(size).reshape(-1, block), *map(cut, (q, *rows))
 

@@ -1,7 +1,7 @@
 """Products of each head with its own matrix, and the rows of a latent cache (DeepSeek-V2, arXiv:2405.04434, 2.1).
 
     head_products       out[r, h] = x[r, h, :K] W_h, or its product with W_h transposed
-    latent_queries      the same, with the rotated channels of the query behind the product
+    latent_queries      the same, with the rotated channels of the query after the product
     append_latent       rotates a row's shared key, and writes it and the row's latent vector to the paged cache
 
 The rotary embedding is that of `rope_append`.
