@@ -245,17 +245,18 @@ def matmul_grouped(
     gate: Activation | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "parts *rows out"]:
-    """Returns the product with a weight that has group scales, as partial sums; several partial sums are float32.
+    """Returns the product with a weight that has group scales, as partial sums.
 
     Args:
-        x, dtype, gate, implementation: as in `matmul`.
+        x, gate, implementation: as in `matmul`.
+        dtype: dtype of the partial sums; None: float32 for several ones, else x's dtype.
         weight: [out, inner], with group scales.
         parts: number of partial sums.
     """
     if isinstance(x, QuantizedActivation) or weight.dynamic:
         raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
     x = gated(x, gate) if gate else x
-    dtype = jnp.dtype("float32") if parts > 1 else dtype or x.dtype
+    dtype = dtype or (jnp.dtype("float32") if parts > 1 else x.dtype)
     return grouped_matmul(
         x, weight.values, weight.scale, dtype, weight.zeros, parts=parts, implementation=implementation
     )
