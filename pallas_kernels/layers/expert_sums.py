@@ -58,7 +58,9 @@ def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
         xs = [pltriton.load(refs["x"].at[row[:, None], column + more], **only) for more in (0, width // 2)]
         weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
         add = _add_mxfp4 if is_mxfp4 else _add_int4
-        totals = tuple(add(*own, xs, interpret) for own in zip(*carry, weights, strict=True))
+        totals = tuple(
+            add(total, scales, packed, xs, interpret) for total, scales, packed in zip(*carry, weights, strict=True)
+        )
         return totals, scales_at(index + 1)
 
     carry = _zeros(halves, row), scales_at(0)
@@ -67,7 +69,8 @@ def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
 
 def _add_mxfp4(total, scales, packed, xs, interpret):
     """Returns a total plus the sums of a step, of which `xs` are the rows of x for low and for high values."""
-    for values, x in zip(mxfp4.products(packed, *scales, interpret), xs, strict=True):
+    (scale,) = scales
+    for values, x in zip(mxfp4.products(packed, scale, interpret), xs, strict=True):
         total += pltriton.dot(values, x, trans_b=True)
     return total
 
