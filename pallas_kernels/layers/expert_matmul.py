@@ -22,8 +22,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers import int4, mxfp4
 from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
+from pallas_kernels.layers.expert_bytes import unpack
 from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
@@ -78,8 +79,19 @@ def _values_of(weight, expert, dtype):
     """Returns the weight of an expert, and the scales of the rows of its product; None: there are none."""
     if not isinstance(weight, Quantized):
         return weight[expert].astype(dtype), None
-    own = weight.rows(expert)
-    return (own.values.astype(dtype), own.scale) if own.group is None else (own.widened(), None)
+    if weight.group is None:
+        return weight.values[expert].astype(dtype), weight.scale[expert]
+    return widened_expert(weight, expert), None
+
+
+def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Array, "out inner"]:
+    """Returns the weight of one of the experts in int4 or mxfp4 in float32."""
+    values, scale = weight.values[expert], weight.scale[expert]
+    if weight.kind == "mxfp4":
+        return mxfp4.widened(values, scale)
+    repeated = functools.partial(jnp.repeat, repeats=weight.shape[-1] // scale.shape[1], axis=1)
+    zero = int4.ZERO if weight.zeros is None else repeated(weight.zeros[expert].astype(jnp.float32))
+    return (unpack(values).astype(jnp.float32) - zero) * repeated(scale)
 
 
 def _kernel(
