@@ -28,3 +28,15 @@ def unpack(packed: Values) -> Values:
     """Returns the values [*rows, columns] of bytes [*rows, blocks, bytes]; the inverse of `pack`."""
     stack: Any = np.stack if isinstance(packed, np.ndarray) else jnp.stack
     return stack([packed & 15, packed >> 4], axis=-2).reshape(*packed.shape[:-2], -1)
+
+
+def ordered(x: jax.Array, step: int) -> jax.Array:
+    """Returns activations [rows, columns] in the order in which a kernel multiplies them.
+
+    Of each `step` columns those of low bits are first, and then those of high bits, so that a kernel loads consecutive
+    values. Zeros fill the last step.
+    """
+    rows, columns = x.shape
+    half = math.gcd(BLOCK, columns) // 2
+    whole = jnp.pad(x, ((0, 0), (0, -columns % step))).reshape(rows, -1, step // (2 * half), 2, half)
+    return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from pallas_kernels.layers import int4
 from pallas_kernels.layers.hopper_tiling import HEIGHT, SHARED_BYTES
 
-# Most rows of x in a tile, for which the registers of a multiprocessor suffice for four warpgroups, and for two. The
-# registers hold sums of a group, and totals. Groups of less than 128 columns take more registers.
-FEW_ROWS, MOST_ROWS = 64, 160
+# Most rows of x in a tile, for which shared memory has room for the sums of four splits, and for which the registers of
+# a multiprocessor suffice for four warpgroups, and for two. The registers hold sums of a group, and totals. Groups of
+# less than 128 columns take more registers.
+LEAST_ROWS, FEW_ROWS, MOST_ROWS = 32, 64, 160
 FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS = 56, 128
-FEW_SHAPES = ((4, 1), (2, 2), (3, 1), (2, 1))  # channels and splits of a CTA with up to 64 rows, the preferred first
+# Channels and splits of a CTA, the preferred first. Splits read longer pieces of the weight's rows.
+LEAST_SHAPES = ((1, 4), (2, 2), (4, 1), (3, 1), (2, 1))  # with up to `LEAST_ROWS` rows of x in a tile
+FEW_SHAPES = ((4, 1), (2, 2), (3, 1), (2, 1))
 MANY_SHAPES = ((2, 1),)
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
@@ -61,9 +64,10 @@ def choose_tiles(
         few, most = FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS
     row_tiles = math.ceil(rows / most)
     height = math.ceil(rows / row_tiles / 8) * 8
+    shapes = LEAST_SHAPES if height <= LEAST_ROWS else FEW_SHAPES if height <= few else MANY_SHAPES
     best, least = None, math.inf
     for count in (parts,) if parts else PARTS:
-        for channels, splits in FEW_SHAPES if height <= few else MANY_SHAPES:
+        for channels, splits in shapes:
             if out % (channels * HEIGHT) or blocks % (splits * count):
                 continue
             items = out // (channels * HEIGHT) * count * row_tiles
