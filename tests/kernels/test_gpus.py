@@ -70,15 +70,17 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def scores(rows: int, dim: int, dtype: Any = BF16, *, deterministic: bool = False) -> Case:
-    """Return the case of attention with a window, a softcap and sinks; 60 rows are a tree, the others are causal."""
+    """Return the case of attention with window, chunks, softcap and sinks; 60 rows are a tree, others are causal."""
     arrays = [shape(1, rows, HEADS, dim), *pools(dim, dtype), shape(1, 128, dtype=I32), shape(1, dtype=I32)]
     mask = shape(1, 60, 9, dtype=I32) if deterministic else shape(1, 60, 2, dtype=jnp.uint32)
 
     def attend(sinks: Any, *arrays: Any) -> Any:
         mask = arrays[5] if rows == 60 else None
         masks = {"paths": mask} if deterministic else {}
-        options = {"window": 512, "softcap": 30.0, "deterministic": deterministic, "implementation": "pallas"}
-        return paged_attention(*arrays[:5], None if deterministic else mask, sinks, **options, **masks)
+        options = {"window": 512, "chunk": 700, "softcap": 30.0, "deterministic": deterministic}
+        return paged_attention(
+            *arrays[:5], None if deterministic else mask, sinks, **options, **masks, implementation="pallas"
+        )
 
     return attend, (shape(HEADS), *arrays, *([mask] if rows == 60 else []))
 
@@ -254,7 +256,9 @@ CASES: dict[str, Case] = {
     **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
     **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (80, *DIMS)},
     **{
-        f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
+        f"attention after append {dim}, all options": appended(
+            5, dim, head_transform(5, dim), window=512, chunk=700, softcap=30.0
+        )
         for dim in (80, 96, *DIMS)
     },
     **{f"intervals {dim}": intervals(dim, gradient=False) for dim in (64, 96, 128)},
