@@ -118,7 +118,10 @@ def attention_part(
         qkv = norm_all_heads(layer, config, qkv, eps=eps, dtype=dtype, **fixed)[None]
         transform = HeadTransform(cos_sin)
     else:
-        transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
+        norms = layer.q_norm, layer.k_norm
+        if attention.qk_norm == "unit":
+            norms = (jnp.ones(attention.head_dim, dtype),) * 2
+        transform = HeadTransform(cos_sin, layer.qkv_bias, *norms, eps)
     if not attends:
         return project(qkv, *pools, batch, transform, attention, dtype)
     options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}

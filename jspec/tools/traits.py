@@ -14,6 +14,7 @@ NORMS = {
     "post": "after attention and feed-forward",
     "both": "before and after attention and feed-forward",
 }
+QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}
 
 
 def describe_layers(config: DecoderConfig) -> list[str]:
@@ -49,7 +50,7 @@ def _attention(config: GQA | MLA) -> str:
     if config.bias:
         parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
     if config.qk_norm:
-        parts.append(f"norms of q and k ({'each head' if config.qk_norm == 'head' else 'all heads together'})")
+        parts.append(f"norms of q and k ({QK_NORMS[config.qk_norm]})")
     if config.scale is not None:
         parts.append(f"scores times {config.scale:g}")
     if config.softcap is not None:
@@ -85,19 +86,23 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("biases")
     if config.limit is not None:
         parts.append(f"limited to {config.limit:g}, alpha {config.alpha:g}")
+    if config.weighs_inputs:
+        parts.append("weights of the inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels")
     return ", ".join(parts)
 
 
 def _window(config: GQA | MLA) -> str:
-    return "none" if config.window is None else f"{config.window} tokens"
+    parts = [f"{config.window} tokens"] if config.window is not None else []
+    parts += [f"chunks of {config.chunk} tokens"] if config.chunk is not None else []
+    return ", ".join(parts) or "none"
 
 
 def describe_rope(rope: Rope) -> str:
     """Return the kind of a rotary embedding and the values that differ from a plain one's."""
     if rope.kind == "none":
-        return "none"
+        return f"none, {_temperature(rope)}" if rope.temperature else "none"
     parts = [rope.kind, f"theta {rope.theta:.10g}"]
     if rope.factor != 1:
         parts.append(f"factor {rope.factor:g}")
@@ -106,8 +111,12 @@ def describe_rope(rope: Rope) -> str:
     if rope.fraction != 1:
         parts.append(f"{rope.fraction:g} of the channels")
     if rope.temperature:
-        parts.append(f"query temperature {rope.temperature:g}")
+        parts.append(_temperature(rope))
     return ", ".join(parts)
+
+
+def _temperature(rope: Rope) -> str:
+    return f"query temperature {rope.temperature:g}"
 
 
 def _factors(config: DecoderConfig) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Model
-from jspec.models.layer_config import MLA, LayerConfig
+from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
 from jspec.models.mlp_config import Experts
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
@@ -22,7 +22,7 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
@@ -142,6 +142,28 @@ def shifted_windows(model: Model) -> Model:
     return model.replace(config=replace(model.config, layers=tuple(layers)))
 
 
+def of_layers(has_rope: bool, change: Callable[[GQA], GQA]) -> Callable[[Model], Model]:
+    """Return a function that changes the attention of the layers with or without a rotary embedding."""
+    return each_layer(
+        lambda layer: (
+            layer if (layer.gqa.rope.kind == "none") == has_rope else replace(layer, attention=change(layer.gqa))
+        )
+    )
+
+
+def halves_paired(model: Model) -> Model:
+    """Rotate channels i and i + half of a file that rotates channels 2i and 2i + 1."""
+    own = model.config.layers[0].gqa
+    half, heads = own.head_dim // 2, own.heads + own.kv_heads
+    stored = np.arange(2 * half).reshape(2, half).T.ravel()  # loading took the even channels first
+    index = np.arange(heads * own.head_dim).reshape(heads, -1)[:, stored].ravel()
+
+    def reordered(weight: Any) -> Any:
+        return jnp.concatenate([weight[index], weight[len(index) :]])
+
+    return weights(reordered, "qkv")(model)
+
+
 def pairs_swapped(*names: str) -> Callable[[Model], Model]:
     """Return a function that gives rotated channels 2i and 2i + 1 of a file the places of i and i + half."""
     channels = np.arange(16).reshape(2, -1).T.ravel()
@@ -258,6 +280,29 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
         "every channel rotated": rope(fraction=1.0),
     },
+    "llama4_text": {
+        "no chunks": attention(chunk=None),
+        "chunks one less": attention(chunk=lambda old: old - 1),
+        "chunks one more": attention(chunk=lambda old: old + 1),
+        "windows of a chunk's size": of_layers(True, lambda own: replace(own, chunk=None, window=own.chunk)),
+        "chunks in every layer": attention(chunk=16),
+        "rotated pairs not interleaved": halves_paired,
+        "base 10000": of_layers(True, lambda own: replace(own, rope=replace(own.rope, theta=1e4))),
+        "every layer rotated": of_layers(False, lambda own: replace(own, rope=Rope(theta=5e5))),
+        "no norms of q and k": attention(qk_norm=None),
+        "norms of q and k in every layer": attention(qk_norm="unit"),
+        "no temperature": rope(temperature=0.0),
+        "temperature from the next position on": rope(temperature_offset=0),
+        "temperature of longer contexts": of_layers(
+            False, lambda own: replace(own, rope=replace(own.rope, original_max_position=32))
+        ),
+        "weights of the outputs": experts(weighs_inputs=False),
+        "softmax": router(scores="softmax"),
+        "weights normalised": router(is_normalised=True),
+        "no shared expert": experts(shared=0),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "experts in another order": weights(lambda weight: jnp.roll(weight, 1, axis=0), "experts_down"),
+    },
     "deepseek_v2": {
         "rotated pairs not interleaved": pairs_swapped("qkv"),
         "yarn's factor of scores left out": attention(scale=32**-0.5),
@@ -328,6 +373,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+SCOUT = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+SCOUT |= {"original_max_position_embeddings": 32}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Configs that the recordings lack: the class in transformers, and its arguments beside the sizes.
@@ -386,6 +433,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 24, "first_k_dense_replace": 1, "rope_interleave": False, "norm_topk_prob": False,
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, "num_mtp_layers": 0,
     }),
+    "llama4 with dense layers, two experts a token": ("Llama4", {
+        "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 48, "intermediate_size": 24, "attention_chunk_size": 11, "no_rope_layer_interval": 2,
+        "rope_parameters": {**SCOUT, "rope_theta": 5e5}, "attention_bias": True, "floor_scale": 7, "attn_scale": 0.5,
+    }),
+    "llama4 as Maverick, without chunks": ("Llama4", {
+        "head_dim": 16, "num_local_experts": 4, "moe_layers": [1, 2], "intermediate_size_mlp": 48, "use_qk_norm": False,
+        "attention_chunk_size": None, "attn_temperature_tuning": False, "rope_parameters": dict(BASE),
+    }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 
@@ -396,7 +452,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = "Gemma3Text" if name == "Gemma3" else name
+    kind = f"{name}Text" if name in ("Gemma3", "Llama4") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     ).eval()

@@ -50,6 +50,13 @@ TRAITS = {
         "alpha 1.702",
     ],
     "llama": [f"attention: {PLAIN}", "rope: llama3, theta 500000, factor 4, from 64 tokens", "window: none"],
+    "llama4_text": [
+        f"attention: {PLAIN}, norms of q and k (each head, without weights) in 3 of 4 layers; {PLAIN} in 1 of 4 layers",
+        "window: chunks of 16 tokens in 3 of 4 layers; none in 1 of 4 layers",
+        "rope: default, theta 500000 in 3 of 4 layers; none, query temperature 0.2 in 1 of 4 layers",
+        "feed-forward: 3 experts of 24 channels, 1 a token, silu, sigmoid, weights of the inputs, "
+        "shared expert of 24 channels",
+    ],
     "mistral": ["window: 24 tokens", "norms: before attention and feed-forward", "vocabulary: 128, own output head"],
     "olmo3": [
         f"attention: {PLAIN}, norms of q and k (all heads together)",
