@@ -16,7 +16,7 @@ from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import Rope
 from jspec.tools.testing import last_logits
-from tests.support import tiny
+from tests.support import folders, tiny
 from tests.support.folders import TARGET
 from tests.support.recordings import recording
 
@@ -77,15 +77,8 @@ def test_folder_of_llama4_with_an_image_encoder_and_older_spellings_is_loaded_wi
 
 
 def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
-    """Exporters of quantised weights store them so."""
     source = golden / "families" / "llama4_text"
-    tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        fused, parts = tensors.pop(name), ["down_proj"] if "down" in name else ["gate_proj", "up_proj"]
-        for index, expert in enumerate(fused):
-            for part, values in zip(parts, np.split(expert.T, len(parts)), strict=True):
-                tensors[f"{name.rpartition('.')[0]}.{index}.{part}.weight"] = np.ascontiguousarray(values)
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(folders.experts_one_by_one(load_file(source / "model.safetensors")), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     ids = recording(source / "expect.npz")["prompt1"].tolist()
     found, wanted = (last_logits(tiny.load_target(folder), ids) for folder in (tmp_path, source))
