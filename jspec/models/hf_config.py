@@ -188,6 +188,8 @@ def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
     match kind:
         case "linear":
             return Rope(theta=theta, kind=kind, factor=_required(form, "factor"))
+        case "proportional":
+            return Rope(theta=theta, kind=kind, factor=form.number("factor", 1.0))
         case "dynamic":
             factor, most = _required(form, "factor"), outer.integer("max_position_embeddings")
             return Rope(theta=theta, kind=kind, factor=factor, original_max_position=most)

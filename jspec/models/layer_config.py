@@ -9,7 +9,7 @@ from convert.fields import CheckpointError, short
 from jspec.models.checks import positive, positive_values, unsupported
 from jspec.models.mlp_config import Dense, Experts
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none")
 NORMS = ("pre", "post", "both")
 QK_NORMS = (None, "head", "unit", "all")
 
@@ -22,9 +22,11 @@ class Rope:
         theta: rotary base.
         kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
             the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753);
-            "none": no rotation.
+            "proportional": channels i and i + half of the whole head are rotated together, with the frequencies of a
+            head that is rotated as a whole, of which only the first ones are used (Gemma 4); "none": no rotation.
         fraction: part of a head's channels that is rotated; the others keep their values at every position.
-        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic").
+        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic",
+            "proportional").
         original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
         low_freq_factor, high_freq_factor: "llama3": limits of the interpolated frequencies, in rotations per
             ``original_max_position``.
@@ -62,7 +64,7 @@ class Rope:
         positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
         if self.fraction > 1:
             raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
-        if self.kind not in ("default", "linear", "none") or self.temperature:
+        if self.kind not in ("default", "linear", "proportional", "none") or self.temperature:
             positive("rope", self, ("original_max_position",))
         if self.kind == "llama3":
             positive("rope", self, ("low_freq_factor",))
@@ -75,8 +77,8 @@ class Rope:
             positive("rope", self, ("beta_fast", "beta_slow"))
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of a head's channels that are rotated."""
-        return int(head_dim * self.fraction)
+        """Return the number of a head's channels that are rotated, or that could be ("proportional")."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.fraction)
 
     def for_length(self, max_len: int) -> Rope:
         """Return the embedding for texts of up to ``max_len`` tokens; `DecoderConfig.for_length` documents errors."""
@@ -117,6 +119,9 @@ class GQA:
         output_bias: whether the output projection has a bias.
         qk_norm: norm of queries and keys before the rotation: "head": of each head; "unit": of each head, without a
             weight, which is the same before and after a rotation; "all": of all heads together; None: none.
+        v_norm: whether each value head is divided by its root mean square (Gemma 4).
+        values_are_keys: whether values are the products of the key projection, before norm and rotation. A checkpoint
+            of Hugging Face then has no value projection; loading copies the rows of the key projection.
         window: number of newest tokens that a query attends to, its own included; None: all.
         chunk: number of tokens of a chunk; a query attends to tokens of its own chunk only, which begins at a multiple
             of this number (Llama 4); None: no chunks.
@@ -136,6 +141,8 @@ class GQA:
     bias: bool = False
     output_bias: bool = False
     qk_norm: str | None = None
+    v_norm: bool = False
+    values_are_keys: bool = False
     window: int | None = None
     chunk: int | None = None
     rope: Rope = Rope()
@@ -191,6 +198,8 @@ class GQA:
             raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
         if self.qk_norm not in QK_NORMS:
             raise unsupported("qk_norm", self.qk_norm, " or ".join(map(repr, QK_NORMS)))
+        if self.v_norm and self.qk_norm == "all":
+            raise unsupported("v_norm", True, "False with norms of all heads together")
         if self.qk_norm == "unit" and self.rope.attention_factor != 1.0:  # a norm after the rotation would remove it
             raise unsupported("rope", f"attention_factor {self.rope.attention_factor}", "1.0 with use_qk_norm")
         self.rope.check(self.head_dim)
@@ -303,12 +312,14 @@ class LayerConfig:
             "both": before and after both.
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
             stream.
+        has_scale: whether the residual stream is multiplied by a weight of one number after the layer (Gemma 4).
     """
 
     attention: GQA | MLA
     mlp: Dense | Experts
     norms: str = "pre"
     residual_scale: float = 1.0
+    has_scale: bool = False
 
     def check(self) -> None:
         """Check the sizes and options of the layer.

@@ -81,6 +81,8 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
+    if layer.has_scale:
+        params["output_scale"] = ParamSpec((1,), ("one",), init="ones")
     return params | own
 
 

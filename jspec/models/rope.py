@@ -68,6 +68,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:
             speeds = np.zeros_like(speeds)
         case "linear":
             speeds = speeds / rope.factor
+        case "proportional":
+            speeds = speeds[: int(rope.fraction * head_dim / 2)] / rope.factor
         case "llama3":
             speeds = _llama3(rope, speeds)
         case "yarn":

@@ -61,7 +61,7 @@ def model_rows(
     made = [*tied, *rows(params, tensors)]
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
-    return [rotated_first(row, config) for row in made]
+    return [rotated_first(without_values(row, config), config) for row in made]
 
 
 def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) -> dict[str, list[str]]:
@@ -96,6 +96,17 @@ def input_major(row: Row) -> Row:
 
 def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.ones((), values.dtype)
+
+
+def without_values(row: Row, config: DecoderConfig) -> Row:
+    """Make the qkv of a layer whose values are keys from the tensors of queries and keys."""
+    prefix, _, name = row.parameter.rpartition(".")
+    attention = config.layers[int(prefix.rpartition(".")[2])].attention if name == "qkv" else None
+    if not isinstance(attention, GQA) or not attention.values_are_keys:
+        return row
+    q, kv = attention.q_size, attention.kv_size
+    own = stacked(row.parameter, dict(list(row.sources.items())[:2]), row.dtype)
+    return selected(own, np.concatenate([np.arange(q + kv), np.arange(q, q + kv)]))
 
 
 def rotated_first(row: Row, config: DecoderConfig) -> Row:

@@ -51,6 +51,10 @@ def _attention(config: GQA | MLA) -> str:
         parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
     if config.qk_norm:
         parts.append(f"norms of q and k ({QK_NORMS[config.qk_norm]})")
+    if config.v_norm:
+        parts.append("norms of v (each head, without weights)")
+    if config.values_are_keys:
+        parts.append("values are keys")
     if config.scale is not None:
         parts.append(f"scores times {config.scale:g}")
     if config.softcap is not None:
@@ -122,6 +126,7 @@ def _temperature(rope: Rope) -> str:
 def _factors(config: DecoderConfig) -> list[str]:
     scales = Counter(layer.residual_scale for layer in config.layers)
     found = [f"residual {scale:g}" for scale in scales if scale != 1]
+    found += ["a weight of each layer's output"] if any(layer.has_scale for layer in config.layers) else []
     if isinstance(config, ModelConfig):
         found += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
         found += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []

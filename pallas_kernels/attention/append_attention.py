@@ -36,6 +36,7 @@ from pallas_kernels.attention.rope_append import (
     column_loader,
     load_cos_sin,
     load_norm,
+    load_normed,
     load_rotated,
     rotate_append,
     written_rows,
@@ -96,8 +97,9 @@ def _kernel(
         token = jnp.minimum(row, tokens - 1)
         pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
         key = rotated(token, heads + kv_head, MOST_ROWS, KEYS, transform.k_norm)
+        norm = load_norm(transform.v_norm, transform.eps, channels, layout.load_mask(1))
         start = (heads + kv_heads + kv_head) * dim
-        value = [columns(token)(start + part, layout.load_mask(MOST_ROWS)) for part in channels]
+        value = load_normed(columns(token), start, channels, norm, layout.load_mask(MOST_ROWS))
         mask = (pool_row >= 0) & (channels[0] < half)
         for part, *new in zip(channels, key, value, strict=True):
             for ref, values in zip((k_ref, v_ref), new, strict=True):

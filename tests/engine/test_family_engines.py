@@ -18,8 +18,9 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss")  # families whose norms have weights in float32
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
@@ -29,6 +30,7 @@ ALWAYS = (
     ("gemma2", "pages of 1"),
     ("olmo3", "pages of 16"),
     ("gemma3_text", "deterministic"),
+    ("gemma4_text", "pages of 16"),
     ("gpt_oss", "pages of 1"),
     ("llama4_text", "pages of 1"),
     ("deepseek_v2", "pages of 1"),
@@ -75,7 +77,7 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
     assert len(found["float8_e4m3fn"]) == 32 and found["float8_e4m3fn"][0] == found["float32"][0]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss", "llama4_text", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "phi3", "gpt_oss", "llama4_text", "deepseek_v2"])
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family
     assert main([str(source), str(tmp_path / "out")]) == 0
@@ -84,7 +86,7 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
     np.testing.assert_array_equal(last_logits(again, ids), last_logits(ours, ids))
     assert again.config == ours.config
     norm = Model.from_pretrained(tmp_path / "out", dtype="bfloat16").layers[0].attn_norm
-    assert norm is not None and norm.dtype == (jnp.float32 if family in ("gemma3_text", "gpt_oss") else jnp.bfloat16)
+    assert norm is not None and norm.dtype == (jnp.float32 if family in IN_FLOAT32 else jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

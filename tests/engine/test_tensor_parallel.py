@@ -63,7 +63,7 @@ PLAIN = 0, 1, 5  # requests of `PARAMS` for which no logits are gathered, neithe
 WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
-DENSE = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
+DENSE = ("gemma2", "gemma3_text", "gemma4_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
 FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 
 
@@ -241,7 +241,7 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
 
 
 UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
-DEFAULT = ("gemma2", "glm4_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3")  # on two devices
+DEFAULT = ("gemma4_text", "glm4_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3")  # on two devices
 
 
 def with_a_fourth_expert(folder: Path, out: Path) -> Path:

@@ -150,7 +150,7 @@ def check_options(p: dict[str, Any], parents: np.ndarray, implementation: str) -
     if p["chunk"]:
         wrong += [{"chunk": p["chunk"] - 1}, {"chunk": p["chunk"] + 1}, {"chunk": None}]
     if p.get("bias") is not None:
-        wrong += [{"bias": None}, {"q_norm": None}, {"k_norm": None}, {"slope": 0}]
+        wrong += [{"bias": None}, {"q_norm": None}, {"k_norm": None}, {"v_norm": None}, {"slope": 0}]
         assert max(errors(found, p, parents, norms_last=True)) > 2
     for changed in wrong:
         assert max(errors(found, p | changed, parents)) > 1.5, changed

@@ -86,9 +86,9 @@ def scores(rows: int, dim: int, dtype: Any = BF16, *, deterministic: bool = Fals
 
 
 def head_transform(rows: int, dim: int) -> HeadTransform:
-    """Return the shapes of a transform with a bias, norms and separate tables of queries."""
+    """Return the shapes of a transform with a bias, norms of all heads and separate tables of queries."""
     width = (HEADS + 2 * KV_HEADS) * dim
-    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), 1e-6)
+    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), shape(dim), 1e-6)
 
 
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
@@ -214,11 +214,11 @@ def norm(rows: int, parts: int) -> Case:
 
 
 def post_norm(parts: int, norms: int) -> Case:
-    """Return the case of a norm before the sum, a factor, and `norms` norms after the sum, all weights in float32."""
+    """Return the case of a norm before the sum, two factors, and `norms` norms after it, with weights in float32."""
     run = partial(add_rms_norm, eps=1e-5, factor=0.25, implementation="pallas")
     weights = [shape(HIDDEN, dtype=F32)] * (1 + norms)
     arrays = shape(5, HIDDEN), shape(parts, 5, HIDDEN, dtype=F32 if parts > 1 else BF16), *weights
-    return lambda x, delta, first, *others: run(x, delta, *others, post_norm=first), arrays
+    return lambda x, delta, first, *others: run(x, delta, *others, post_norm=first, scale=x[0, :1]), arrays
 
 
 def threshold(rows: int) -> Case:

@@ -21,7 +21,7 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
@@ -151,6 +151,24 @@ def of_layers(has_rope: bool, change: Callable[[GQA], GQA]) -> Callable[[Model],
     )
 
 
+def of_layers_with_windows(has_window: bool, **fields: Any) -> Callable[[Model], Model]:
+    """Return a function that sets fields of the rotary embeddings of the layers with or without a window."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        own = layer.gqa
+        is_other = (own.window is not None) != has_window
+        return layer if is_other else replace(layer, attention=replace(own, rope=replace(own.rope, **fields)))
+
+    return each_layer(change)
+
+
+def shifted_scales(model: Model) -> Model:
+    """Give each layer's output the weight of the next layer's."""
+    scales = [layer.output_scale for layer in model.layers]
+    pairs = zip(model.layers, scales[1:] + scales[:1], strict=True)
+    return model.replace(layers=[layer.replace(output_scale=scale) for layer, scale in pairs])
+
+
 def halves_paired(model: Model) -> Model:
     """Rotate channels i and i + half of a file that rotates channels 2i and 2i + 1."""
     own = model.config.layers[0].gqa
@@ -229,6 +247,22 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "window one more": attention(window=lambda old: old + 1),
         "linear scaling left out": rope(kind="default"),
         "head norms without their 1": weights(lambda norm: norm - 1, "q_norm", "k_norm"),
+    },
+    "gemma4_text": {
+        "bases swapped": swapped_ropes,
+        "window one less": attention(window=lambda old: old - 1),
+        "window one more": attention(window=lambda old: old + 1),
+        "scale of head_dim": attention(scale=None),
+        "values not normed": attention(v_norm=False),
+        "norms that miss a 1": weights(lambda norm: norm + 1, "attn_norm"),
+        "head norms that miss a 1": weights(lambda norm: norm + 1, "q_norm", "k_norm"),
+        "no weights of layers' outputs": weights(lambda _: None, "output_scale"),
+        "weights of the next layers' outputs": shifted_scales,
+        "every channel rotated": of_layers_with_windows(False, fraction=1.0),
+        "frequencies of the rotated channels alone": of_layers_with_windows(False, kind="default"),
+        "no cap of logits": config(logit_softcap=None),
+        "embedding not scaled": config(embed_scale=1.0),
+        "no post norms": weights(lambda _: None, "attn_post_norm", "mlp_post_norm"),
     },
     "olmo3": {
         "bases swapped": swapped_ropes,
@@ -392,6 +426,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 with short longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
     "phi3 with long longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "gemma2 without caps": ("Gemma2", {"head_dim": 16, **UNCAPPED}),
+    "gemma4 with the default pattern": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 7,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97,
+    }),
+    "gemma4 with keys as values": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 48, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 10, "layer_types": ALTERNATING, "final_logit_softcapping": 20.0,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97, "use_bidirectional_attention": "vision",
+    }),
     "gemma3 with the default pattern": ("Gemma3", {"head_dim": 16, "sliding_window": 10, "num_hidden_layers": 7}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
@@ -452,7 +495,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = f"{name}Text" if name in ("Gemma3", "Llama4") else name
+    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Llama4") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     ).eval()
@@ -462,6 +505,9 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter *= 4  # larger scores, on which caps and scales have more effect
+        for name, buffer in made.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer *= 0.5 + torch.rand(1)
     made.save_pretrained(folder)
     return made
 

@@ -22,7 +22,7 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text")
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -76,6 +76,26 @@ def test_folder_of_llama4_with_an_image_encoder_and_older_spellings_is_loaded_wi
     assert "2 tensors for images are left out" in caplog.text
 
 
+def test_folder_of_gemma4_with_an_image_encoder_and_the_spellings_of_its_authors_is_loaded_without_it(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = golden / "families" / "gemma4_text"
+    text = json.loads((source / "config.json").read_text())
+    old = {name: value for name, value in text.items() if name != "per_layer_config"}
+    old |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    tensors = load_file(source / "model.safetensors").items()
+    wrapped = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors}
+    image = {"model.vision_tower.patch.weight": np.zeros((3, 3), np.float32)}
+    save_file(wrapped | image, tmp_path / "model.safetensors")
+    fields = {"model_type": "gemma4", "text_config": old, "vision_config": {}, "audio_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    got, data = tiny.load_target(tmp_path), recording(source / "expect.npz")
+    assert got.config == families.read_config(text)
+    np.testing.assert_allclose(last_logits(got, data["prompt1"].tolist()), data["logits1"][-1], atol=1e-4)
+    more = {"attention_k_eq_v": False, "num_global_key_value_heads": 1}
+    assert families.read_config({**old, **more}).layers[2].attention.kv_heads == 2, "the key counts with shared values"
+
+
 def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / "llama4_text"
     save_file(folders.experts_one_by_one(load_file(source / "model.safetensors")), tmp_path / "model.safetensors")
@@ -123,6 +143,18 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["sliding_attention"]}, "layer_types: expected 4 types, one for each layer, got"),
         ({"sliding_window": None}, "sliding_window: expected an integer"),
         ({"query_pre_attn_scalar": "16"}, "query_pre_attn_scalar: expected a number, got '16'"),
+    ],
+    "gemma4_text": [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: expected 0, got 256"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0, got 1"),
+        ({"enable_moe_block": True}, "enable_moe_block: expected False, got True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or 'vision', got 'all'"),
+        ({"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config: 0: expected head_dim and .*, got"),
+        ({"per_layer_config": {"2": {"head_dim": 31}}}, "head_dim: expected an even number, got 31"),
+        ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "num_key_value_heads: expected a divisor .*, got 3"),
+        ({"per_layer_config": [32]}, "per_layer_config: expected an object, got"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: expected an object .* sliding_attention, got"),
+        ({"global_head_dim": "32", "per_layer_config": None}, "global_head_dim: expected an integer, got '32'"),
     ],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected 'full_attention' or .*chunked"),
@@ -202,7 +234,7 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
         Model.from_pretrained(tmp_path, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text"])
 def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> None:
     made = tiny.load_target(golden / "families" / name).config
     stored = json.loads(json.dumps(made.to_json()))
