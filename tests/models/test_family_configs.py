@@ -268,6 +268,14 @@ def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
             read()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_model_with_linear_attention_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=f"model_type: expected a model without linear attention, .*state.*, got '{name}'"
+    ):
+        families.read_config({**TARGET, "model_type": name})
+
+
 def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:
     fields = {**TARGET, "model_type": "smollm3", "num_hidden_layers": 5}
     layers = families.read_config(fields).layers
