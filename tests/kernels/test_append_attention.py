@@ -133,7 +133,7 @@ OPTIONS: list[dict[str, Any]] = [
     | dict(tree="causal", tokens=8, page=1, group=8, dim=80, dtype="bfloat16", window=5, scale=0.02)
     | dict(weights="bfloat16"),
     EXAMPLE | dict(tokens=9, window=12, softcap=2.0, sinks=True, weights="float32"),  # two kernels
-    EXAMPLE | dict(chunk=64),  # begins in the new rows of one sequence
+    EXAMPLE | dict(chunk=64, tokens=8),  # begins at depth 2 of one sequence's tree
     EXAMPLE | dict(tokens=8, tree="causal", chunk=257),
 ]
 

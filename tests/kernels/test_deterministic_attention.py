@@ -23,7 +23,7 @@ CASES = [
     Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
     Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
     Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
-    Case(queries=17, tree="random", chunk=130, sinks=True),
+    Case(queries=17, tree="random", chunk=131, sinks=True),
     Case(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
 ]
 IMPLEMENTATIONS = ("reference", "pallas")
