@@ -172,8 +172,11 @@ def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:
 
 
 def _window(config: DecoderConfig) -> int | None:
-    """Return the largest window of a decoder's layers; None if a layer attends to all tokens."""
-    return max(config.windows) if len(config.windows) == config.num_layers else None
+    """Return how many of the newest tokens a decoder's layers attend to at most; None if a layer attends to all."""
+    limits = [(layer.attention.window, layer.attention.chunk) for layer in config.layers]
+    if (None, None) in limits:
+        return None
+    return max(min(size for size in own if size is not None) for own in limits)
 
 
 def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits:

@@ -84,9 +84,10 @@ def project_and_attend(
 
 
 def _scores(batch: TokenBatch, config: GQA | MLA) -> dict[str, Any]:
-    """Return how scores are computed: the smaller window of batch and layer, the factor and the limit."""
+    """Return how scores are computed: the smaller window of batch and layer, chunk, factor and limit."""
     windows = [window for window in (batch.window, config.window) if window is not None]
-    return {"window": min(windows, default=None), "scale": config.scale, "softcap": config.softcap}
+    scores = {"chunk": config.chunk, "scale": config.scale, "softcap": config.softcap}
+    return {"window": min(windows, default=None), **scores}
 
 
 def _concat_heads(out: Array | QuantizedActivation) -> Inputs:

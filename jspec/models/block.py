@@ -62,6 +62,7 @@ class LayerWeights:
     o_bias: Float[Array, "hidden"] | None = optional()  # bias of o
     q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
+    output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
     # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors (`jspec.models.params`).
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
@@ -118,7 +119,10 @@ def attention_part(
         qkv = norm_all_heads(layer, config, qkv, eps=eps, dtype=dtype, **fixed)[None]
         transform = HeadTransform(cos_sin)
     else:
-        transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
+        ones = jnp.ones(attention.head_dim, dtype)
+        q_norm, k_norm = (ones, ones) if attention.qk_norm == "unit" else (layer.q_norm, layer.k_norm)
+        v_norm = ones if attention.v_norm else None
+        transform = HeadTransform(cos_sin, layer.qkv_bias, q_norm, k_norm, v_norm, eps)
     if not attends:
         return project(qkv, *pools, batch, transform, attention, dtype)
     options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
@@ -238,6 +242,6 @@ def mlp_part(
     x = normed[0] if normed else residual
     delta = feed_forward(x, layer, config.mlp, used, **fixed)
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
-    options = {"post_norm": layer.mlp_post_norm, "quantize_output": quantize_output}
+    options = {"post_norm": layer.mlp_post_norm, "scale": layer.output_scale, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)
     return residual, *(normed or [residual])

@@ -53,9 +53,10 @@ def mix_experts(
     chosen, weights = choose_experts(flat, layer, config, None if used is None else used.ravel(), **fixed)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
-    gate = Gate(config.activation, config.limit, config.alpha)
-    inner = expert_matmul(flat, gate_up, chosen, gate=gate, bias=layer.experts_gate_up_bias, **fixed)
-    parts = expert_matmul(inner, down, chosen, bias=layer.experts_down_bias, factors=weights, **fixed)
+    gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
+    inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
+    inner = expert_matmul(inputs, gate_up, chosen, gate=gate, bias=layer.experts_gate_up_bias, **fixed)
+    parts = expert_matmul(inner, down, chosen, bias=layer.experts_down_bias, factors=factors, **fixed)
     parts = parts.reshape(-1, *x.shape)
     if not config.shared and not isinstance(layer.experts_down, Shard):
         return parts

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-FULL, SLIDING = "full_attention", "sliding_attention"  # values in `layer_types`
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # values in `layer_types`
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -77,12 +77,13 @@ def read_activation(fields: Fields, *names: str) -> Activation:
     return ACTIVATIONS[value]
 
 
-def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
-    """Read whether each layer has full or sliding-window attention.
+def read_layer_types(fields: Fields, default: list[str], *, limited: str = SLIDING) -> list[str]:
+    """Read whether each layer has full or limited attention.
 
     Args:
         fields: parsed config.json.
         default: types of the layers if the file gives none.
+        limited: type of limited attention, by a window or by chunks.
 
     Raises:
         CheckpointError: the file gives another number of types than layers.
@@ -91,9 +92,18 @@ def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
     types = fields.texts("layer_types") or default
     if len(types) != (count := fields.integer("num_hidden_layers")):
         raise fields.error("layer_types", f"{count} types, one for each layer")
-    if other := sorted(set(types) - {FULL, SLIDING}):
-        raise unsupported("layer_types", other, f"{FULL!r} or {SLIDING!r}")
+    if other := sorted(set(types) - {FULL, limited}):
+        raise unsupported("layer_types", other, f"{FULL!r} or {limited!r}")
     return types
+
+
+def read_rope_layers(fields: Fields) -> list[bool]:
+    """Read whether each layer has a rotary embedding; without `no_rope_layers`, every fourth layer has none."""
+    count, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
+    given = fields.integers("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    if len(given) < count:
+        raise fields.error("no_rope_layers", f"{count} numbers, one for each layer; 0: no rotary embedding")
+    return [bool(one) for one in given[:count]]
 
 
 def all_layers(fields: Fields, kind: str) -> list[str]:
@@ -117,7 +127,7 @@ def read_ropes(fields: Fields, *, theta: float | None = None, default: float = D
     """
     by_type = fields.object("rope_parameters")
     if not any(isinstance(value, Mapping) for value in by_type.values()):
-        return dict.fromkeys((FULL, SLIDING), read_rope(fields, theta=theta, default=default))
+        return dict.fromkeys((FULL, SLIDING, CHUNKED), read_rope(fields, theta=theta, default=default))
     if theta is not None:
         raise unsupported("rope_theta", theta, "none, because layers have different rotary embeddings")
     others = {name: value for name, value in fields.items() if name not in ("rope_parameters", "rope_theta")}
@@ -178,6 +188,8 @@ def _scaled_rope(theta: float, form: Fields, outer: Fields) -> Rope:
     match kind:
         case "linear":
             return Rope(theta=theta, kind=kind, factor=_required(form, "factor"))
+        case "proportional":
+            return Rope(theta=theta, kind=kind, factor=form.number("factor", 1.0))
         case "dynamic":
             factor, most = _required(form, "factor"), outer.integer("max_position_embeddings")
             return Rope(theta=theta, kind=kind, factor=factor, original_max_position=most)

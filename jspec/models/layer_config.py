@@ -9,9 +9,9 @@ from convert.fields import CheckpointError, short
 from jspec.models.checks import positive, positive_values, unsupported
 from jspec.models.mlp_config import Dense, Experts
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none")
 NORMS = ("pre", "post", "both")
-QK_NORMS = (None, "head", "all")
+QK_NORMS = (None, "head", "unit", "all")
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,11 @@ class Rope:
         theta: rotary base.
         kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
             the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753);
-            "none": no rotation.
+            "proportional": channels i and i + half of the whole head are rotated together, with the frequencies of a
+            head that is rotated as a whole, of which only the first ones are used (Gemma 4); "none": no rotation.
         fraction: part of a head's channels that is rotated; the others keep their values at every position.
-        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic").
+        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic",
+            "proportional").
         original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
         low_freq_factor, high_freq_factor: "llama3": limits of the interpolated frequencies, in rotations per
             ``original_max_position``.
@@ -35,7 +37,8 @@ class Rope:
             ``original_max_position`` tokens and for longer texts [rotated channels / 2].
         is_long: "longrope": use ``long_factors``.
         temperature: factor b of 1 + b * ln(1 + position // original_max_position), which multiplies rotated queries
-            (Llama 4, Ministral 3); 0: none.
+            (Ministral 3, arXiv:2501.19399); 0: none.
+        temperature_offset: number that is added to the position in this factor (Llama 4: 1).
     """
 
     theta: float = 10000.0
@@ -53,6 +56,7 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
     temperature: float = 0.0
+    temperature_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -60,21 +64,21 @@ class Rope:
         positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
         if self.fraction > 1:
             raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
-        if self.kind not in ("default", "linear", "none") or self.temperature:
+        if self.kind not in ("default", "linear", "proportional", "none") or self.temperature:
             positive("rope", self, ("original_max_position",))
         if self.kind == "llama3":
             positive("rope", self, ("low_freq_factor",))
-            if self.high_freq_factor <= self.low_freq_factor:
+            if self.high_freq_factor < self.low_freq_factor:
                 raise CheckpointError(
-                    "rope", f"expected high_freq_factor > low_freq_factor, got {self.high_freq_factor} and "
+                    "rope", f"expected high_freq_factor >= low_freq_factor, got {self.high_freq_factor} and "
                     f"{self.low_freq_factor}; correct config.json",
                 )  # fmt: skip
         if self.kind == "yarn":
             positive("rope", self, ("beta_fast", "beta_slow"))
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of a head's channels that are rotated."""
-        return int(head_dim * self.fraction)
+        """Return the number of a head's channels that are rotated, or that could be ("proportional")."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.fraction)
 
     def for_length(self, max_len: int) -> Rope:
         """Return the embedding for texts of up to ``max_len`` tokens; `DecoderConfig.for_length` documents errors."""
@@ -113,10 +117,17 @@ class GQA:
         head_dim: number of channels of a head.
         bias: whether the query, key and value projections have a bias.
         output_bias: whether the output projection has a bias.
-        qk_norm: norm of queries and keys before the rotation: "head": of each head; "all": of all heads together; None:
-            none.
+        qk_norm: norm of queries and keys before the rotation: "head": of each head; "unit": of each head, without a
+            weight, which is the same before and after a rotation; "all": of all heads together; None: none.
+        v_norm: whether each value head is divided by its root mean square (Gemma 4).
+        values_are_keys: whether values are the products of the key projection, before norm and rotation. A checkpoint
+            of Hugging Face then has no value projection; loading copies the rows of the key projection.
         window: number of newest tokens that a query attends to, its own included; None: all.
+        chunk: number of tokens of a chunk; a query attends to tokens of its own chunk only, which begins at a multiple
+            of this number (Llama 4); None: no chunks.
         rope: rotary position embedding.
+        is_interleaved: whether a checkpoint of Hugging Face rotates channels 2i and 2i + 1 together; loading reorders
+            them, so that channel i is rotated with channel i + head_dim / 2.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: limit c of the scores x, which become c * tanh(x / c) (Gemma 2, arXiv:2408.00118); None: no limit.
         sinks: whether each query head has a sink, a score without a value (gpt-oss, arXiv:2508.10925).
@@ -130,8 +141,12 @@ class GQA:
     bias: bool = False
     output_bias: bool = False
     qk_norm: str | None = None
+    v_norm: bool = False
+    values_are_keys: bool = False
     window: int | None = None
+    chunk: int | None = None
     rope: Rope = Rope()
+    is_interleaved: bool = False
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -171,7 +186,8 @@ class GQA:
             NotImplementedError: an option is not supported.
         """
         named = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        limits = {"sliding_window": self.window, "attention scale": self.scale, "attn_logit_softcapping": self.softcap}
+        limits = {"sliding_window": self.window, "attention_chunk_size": self.chunk, "attention scale": self.scale}
+        limits |= {"attn_logit_softcapping": self.softcap}
         positive_values("config", named | {name: limit for name, limit in limits.items() if limit is not None})
         if self.heads % self.kv_heads:
             raise CheckpointError(
@@ -182,6 +198,10 @@ class GQA:
             raise CheckpointError("head_dim", f"expected an even number, got {self.head_dim}; correct config.json")
         if self.qk_norm not in QK_NORMS:
             raise unsupported("qk_norm", self.qk_norm, " or ".join(map(repr, QK_NORMS)))
+        if self.v_norm and self.qk_norm == "all":
+            raise unsupported("v_norm", True, "False with norms of all heads together")
+        if self.qk_norm == "unit" and self.rope.attention_factor != 1.0:  # a norm after the rotation would remove it
+            raise unsupported("rope", f"attention_factor {self.rope.attention_factor}", "1.0 with use_qk_norm")
         self.rope.check(self.head_dim)
 
 
@@ -220,6 +240,7 @@ class MLA:
 
     kv_heads: ClassVar[int] = 1  # heads of the cache
     window: ClassVar[None] = None
+    chunk: ClassVar[None] = None
     softcap: ClassVar[None] = None
     qk_norm: ClassVar[None] = None
     bias: ClassVar[bool] = False
@@ -291,12 +312,14 @@ class LayerConfig:
             "both": before and after both.
         residual_scale: factor of the outputs of attention and feed-forward before they are added to the residual
             stream.
+        has_scale: whether the residual stream is multiplied by a weight of one number after the layer (Gemma 4).
     """
 
     attention: GQA | MLA
     mlp: Dense | Experts
     norms: str = "pre"
     residual_scale: float = 1.0
+    has_scale: bool = False
 
     def check(self) -> None:
         """Check the sizes and options of the layer.

@@ -108,6 +108,7 @@ class Experts:
         limit: limit c of gate g and up u (gpt-oss): an expert computes g * sigmoid(alpha * g) * (u + 1), after g is
             limited to at most c, and u to between -c and c. None: an expert computes activation(g) * u.
         alpha: factor of the gate in the sigmoid, with a limit.
+        weighs_inputs: whether the router's weights multiply the inputs of experts (Llama 4), not their outputs.
     """
 
     width: int
@@ -117,14 +118,16 @@ class Experts:
     bias: bool = False
     limit: float | None = None
     alpha: float = 1.0
+    weighs_inputs: bool = False
 
     def row_size(self, hidden: int) -> int:
-        """Return how many values the products compute for a row: those of `Dense`, and each expert's output.
+        """Return how many values the products compute for a row: those of `Dense`, and each expert's output,
+        and its input if that has a weight.
 
         Args:
             hidden: number of channels of the residual stream.
         """
-        return 3 * self.shared + self.router.chosen * (self.width + hidden)
+        return 3 * self.shared + self.router.chosen * (self.width + hidden * (1 + self.weighs_inputs))
 
     def check(self) -> None:
         """Check the sizes and options.

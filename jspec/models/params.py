@@ -81,6 +81,8 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
+    if layer.has_scale:
+        params["output_scale"] = ParamSpec((1,), ("one",), init="ones")
     return params | own
 
 
@@ -94,7 +96,7 @@ def _attention_params(attention: GQA, hidden: int, inputs: int, norm_dtype: str 
         params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv), unit=dim)
     if attention.output_bias:
         params["o_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
-    if attention.qk_norm:
+    if attention.qk_norm in ("head", "all"):
         sizes = (q, kv) if attention.qk_norm == "all" else (dim, dim)
         axis = "channels" if attention.qk_norm == "all" else "head_dim"
         params |= {name: norm(size, axis, norm_dtype) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)}

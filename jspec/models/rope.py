@@ -51,7 +51,8 @@ def _tables(rope: Rope, head_dim: int, positions: Int[Array, "*rows"]) -> Float[
         found = found * factor
     if not rope.temperature:
         return found
-    scales = 1 + rope.temperature * jnp.log1p((positions // rope.original_max_position).astype(jnp.float32))
+    contexts = (positions + rope.temperature_offset) // rope.original_max_position
+    scales = 1 + rope.temperature * jnp.log1p(contexts.astype(jnp.float32))
     return jnp.concatenate([found, found * scales[..., None]])
 
 
@@ -67,6 +68,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:
             speeds = np.zeros_like(speeds)
         case "linear":
             speeds = speeds / rope.factor
+        case "proportional":
+            speeds = speeds[: int(rope.fraction * head_dim / 2)] / rope.factor
         case "llama3":
             speeds = _llama3(rope, speeds)
         case "yarn":
@@ -81,11 +84,11 @@ def _llama3(rope: Rope, speeds: np.ndarray) -> np.ndarray:
 
     - wavelengths above ``original_max_position / low_freq_factor``: the frequency is divided by ``factor``;
     - wavelengths below ``original_max_position / high_freq_factor``: the frequency is kept;
-    - wavelengths between these two limits: the frequency is interpolated.
+    - wavelengths between these two limits: the frequency is interpolated. Llama 4 Scout's two limits are equal.
     """
     periods = rope.original_max_position * speeds / (2 * math.pi)  # rotations per original context
-    kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
+    between = max(rope.high_freq_factor - rope.low_freq_factor, 1e-12)
+    kept = np.clip((periods - rope.low_freq_factor) / between, 0.0, 1.0)
     return kept * speeds + (1 - kept) * speeds / rope.factor
 
 

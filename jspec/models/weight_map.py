@@ -61,7 +61,7 @@ def model_rows(
     made = [*tied, *rows(params, tensors)]
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
-    return [rotated_first(row, config) for row in made]
+    return [rotated_first(without_values(row, config), config) for row in made]
 
 
 def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) -> dict[str, list[str]]:
@@ -88,16 +88,33 @@ def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
     return [tensor.format(expert) for expert in experts for tensor in tensors]
 
 
+def input_major(row: Row) -> Row:
+    """Return the row of a parameter of experts [experts, out, in] that the file stores as [experts, in, out]."""
+    count, out, inner = row.shape
+    return mapped(row, lambda values: np.ascontiguousarray(values.swapaxes(1, 2)), (count, inner, out))
+
+
 def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.ones((), values.dtype)
 
 
-def rotated_first(row: Row, config: DecoderConfig) -> Row:
-    """Reorder the channels of queries and keys of a layer that rotates only a part of a head, or has latent attention.
+def without_values(row: Row, config: DecoderConfig) -> Row:
+    """Make the qkv of a layer whose values are keys from the tensors of queries and keys."""
+    prefix, _, name = row.parameter.rpartition(".")
+    attention = config.layers[int(prefix.rpartition(".")[2])].attention if name == "qkv" else None
+    if not isinstance(attention, GQA) or not attention.values_are_keys:
+        return row
+    q, kv = attention.q_size, attention.kv_size
+    own = stacked(row.parameter, dict(list(row.sources.items())[:2]), row.dtype)
+    return selected(own, np.concatenate([np.arange(q + kv), np.arange(q, q + kv)]))
 
-    The file rotates channel i of the first r channels with channel i + r / 2. Kernels rotate channel i of a head of d
-    channels with channel i + d / 2. Scores do not depend on the order of the channels, if queries and keys have the
-    same order.
+
+def rotated_first(row: Row, config: DecoderConfig) -> Row:
+    """Reorder the channels of queries and keys of a layer whose kernels rotate other pairs of channels than the file.
+
+    The file rotates channel i of the first r channels with channel i + r / 2, or channel 2i with channel 2i + 1.
+    Kernels rotate channel i of a head of d channels with channel i + d / 2. Scores do not depend on the order of the
+    channels, if queries and keys have the same order.
     """
     prefix, _, name = row.parameter.rpartition(".")
     if name not in ROTATED:
@@ -106,11 +123,11 @@ def rotated_first(row: Row, config: DecoderConfig) -> Row:
     if isinstance(layer.attention, MLA):
         return latent_row(row, layer.attention)
     rotated, dim = layer.attention.rope.rotated(layer.attention.head_dim), layer.attention.head_dim
-    if rotated == dim or name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+    is_kept = rotated == dim and not layer.attention.is_interleaved
+    if is_kept or name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
         return row
-    half = rotated // 2
-    rest = np.arange(rotated, dim).reshape(2, -1)
-    order = np.concatenate([np.arange(half), rest[0], np.arange(half, rotated), rest[1]])
+    pairs = np.arange(rotated).reshape(-1, 2).T if layer.attention.is_interleaved else np.arange(rotated).reshape(2, -1)
+    order = np.concatenate([pairs, np.arange(rotated, dim).reshape(2, -1)], axis=1).ravel()
     index, heads = np.arange(row.shape[0]), _reordered_heads(name, layer.attention)
     index[: heads * dim] = (np.arange(heads)[:, None] * dim + order).ravel()
     return selected(row, index)

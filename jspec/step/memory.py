@@ -175,7 +175,7 @@ class MemoryPlanner:
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.main.config, self.program.drafter.tree
-        heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+        heads = max((one.heads + 2 * one.kv_heads) * one.head_dim for one in (layer.attention for layer in own.layers))
         features = len(self.program.feature_layers) * own.hidden_size
         inner = max(layer.mlp.row_size(own.hidden_size) for layer in own.layers)
         token = 2 * (inner + 2 * heads + 4 * own.hidden_size + features)

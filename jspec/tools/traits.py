@@ -14,6 +14,7 @@ NORMS = {
     "post": "after attention and feed-forward",
     "both": "before and after attention and feed-forward",
 }
+QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}
 
 
 def describe_layers(config: DecoderConfig) -> list[str]:
@@ -49,7 +50,11 @@ def _attention(config: GQA | MLA) -> str:
     if config.bias:
         parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
     if config.qk_norm:
-        parts.append(f"norms of q and k ({'each head' if config.qk_norm == 'head' else 'all heads together'})")
+        parts.append(f"norms of q and k ({QK_NORMS[config.qk_norm]})")
+    if config.v_norm:
+        parts.append("norms of v (each head, without weights)")
+    if config.values_are_keys:
+        parts.append("values are keys")
     if config.scale is not None:
         parts.append(f"scores times {config.scale:g}")
     if config.softcap is not None:
@@ -85,19 +90,23 @@ def _feed_forward(config: Dense | Experts) -> str:
         parts.append("biases")
     if config.limit is not None:
         parts.append(f"limited to {config.limit:g}, alpha {config.alpha:g}")
+    if config.weighs_inputs:
+        parts.append("weights of the inputs")
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels")
     return ", ".join(parts)
 
 
 def _window(config: GQA | MLA) -> str:
-    return "none" if config.window is None else f"{config.window} tokens"
+    parts = [f"{config.window} tokens"] if config.window is not None else []
+    parts += [f"chunks of {config.chunk} tokens"] if config.chunk is not None else []
+    return ", ".join(parts) or "none"
 
 
 def describe_rope(rope: Rope) -> str:
     """Return the kind of a rotary embedding and the values that differ from a plain one's."""
     if rope.kind == "none":
-        return "none"
+        return f"none, {_temperature(rope)}" if rope.temperature else "none"
     parts = [rope.kind, f"theta {rope.theta:.10g}"]
     if rope.factor != 1:
         parts.append(f"factor {rope.factor:g}")
@@ -106,13 +115,18 @@ def describe_rope(rope: Rope) -> str:
     if rope.fraction != 1:
         parts.append(f"{rope.fraction:g} of the channels")
     if rope.temperature:
-        parts.append(f"query temperature {rope.temperature:g}")
+        parts.append(_temperature(rope))
     return ", ".join(parts)
+
+
+def _temperature(rope: Rope) -> str:
+    return f"query temperature {rope.temperature:g}"
 
 
 def _factors(config: DecoderConfig) -> list[str]:
     scales = Counter(layer.residual_scale for layer in config.layers)
     found = [f"residual {scale:g}" for scale in scales if scale != 1]
+    found += ["a weight of each layer's output"] if any(layer.has_scale for layer in config.layers) else []
     if isinstance(config, ModelConfig):
         found += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
         found += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []

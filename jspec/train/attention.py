@@ -59,7 +59,7 @@ def split_heads(
     """
     attention = config.gqa
     cos_sin = tables(attention.rope, attention.head_dim, positions)
-    transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps)
+    transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps=eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
     q, *own = split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype)
     return q, Keys(*own)

@@ -47,6 +47,28 @@ def causal_bits(n: int) -> UInt32[np.ndarray, "n W"]:
     return (seen << np.arange(WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
+def bits_of_chunk(
+    bits: UInt32[Array, "B T W"], lengths: Int32[Array, " B"], chunk: int | None
+) -> UInt32[Array, "B T W"]:
+    """Returns ancestor masks without the ancestors that are not in the chunk of the query's own row.
+
+    The new rows that a query sees are successive rows of the text; the first one is row `lengths[b]`, and the last one
+    is the query's own. A query without bit 0 sees no committed row either, because its chunk begins after them.
+
+    Args:
+        bits: packed ancestor masks.
+        lengths: number of committed rows of each sequence.
+        chunk: rows of a chunk; None: no chunks, the masks are returned unchanged.
+    """
+    if chunk is None:
+        return bits
+    place = np.arange(WORD, dtype=np.uint32)
+    is_seen = ((bits[..., None] >> place) & 1).reshape(*bits.shape[:2], -1)
+    row = lengths[:, None, None] + jnp.cumsum(is_seen, axis=-1, dtype=jnp.int32) - 1
+    kept = jnp.where(row // chunk == row[..., -1:] // chunk, is_seen, 0)
+    return (kept.reshape(*bits.shape, WORD) << place).sum(-1, dtype=jnp.uint32)
+
+
 def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
     """Expands packed ancestor bits to the attention mask of one tile of the context, inside a kernel.
 

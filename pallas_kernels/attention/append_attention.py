@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.attention.ancestor_bits import num_words
+from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import KVRefs, attend
 from pallas_kernels.attention.kv_pages import Pool
 from pallas_kernels.attention.paged_attention import (
@@ -36,6 +36,7 @@ from pallas_kernels.attention.rope_append import (
     column_loader,
     load_cos_sin,
     load_norm,
+    load_normed,
     load_rotated,
     rotate_append,
     written_rows,
@@ -96,8 +97,9 @@ def _kernel(
         token = jnp.minimum(row, tokens - 1)
         pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
         key = rotated(token, heads + kv_head, MOST_ROWS, KEYS, transform.k_norm)
+        norm = load_norm(transform.v_norm, transform.eps, channels, layout.load_mask(1))
         start = (heads + kv_heads + kv_head) * dim
-        value = [columns(token)(start + part, layout.load_mask(MOST_ROWS)) for part in channels]
+        value = load_normed(columns(token), start, channels, norm, layout.load_mask(MOST_ROWS))
         mask = (pool_row >= 0) & (channels[0] < half)
         for part, *new in zip(channels, key, value, strict=True):
             for ref, values in zip((k_ref, v_ref), new, strict=True):
@@ -125,6 +127,7 @@ def _pallas(
     heads,
     start,
     window,
+    chunk,
     scale,
     softcap,
     dtype,
@@ -132,8 +135,9 @@ def _pallas(
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
-    wide, tokens = compute_dtype(q, k_pool) == jnp.float32, valid.shape[1]
-    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=tokens, start=start, window=window, wide=wide)
+    sizes = {"new_rows": valid.shape[1], "start": start, "window": window, "chunk": chunk}
+    tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
+    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
     pool_rows = written_rows(page_table, lengths, valid, k_pool.shape[2])
     inputs = (qkv, k_pool, v_pool, page_table, lengths, bits, sinks, transform, pool_rows)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
@@ -153,7 +157,17 @@ def _two_kernels(*arguments, heads, dtype, implementation, **options):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("heads", "start", "window", "scale", "softcap", "dtype", "quantize_output", "implementation"),
+    static_argnames=(
+        "heads",
+        "start",
+        "window",
+        "chunk",
+        "scale",
+        "softcap",
+        "dtype",
+        "quantize_output",
+        "implementation",
+    ),
 )
 def append_attention(
     k_pool: Pool,
@@ -170,6 +184,7 @@ def append_attention(
     dtype: jnp.dtype,
     start: int = 0,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     quantize_output: bool = False,
@@ -183,8 +198,8 @@ def append_attention(
     Args:
         k_pool, v_pool, qkv, transform, valid, heads, dtype: as in `rotate_append`.
         page_table: page numbers [B, P]; a page with new rows must belong to one sequence only.
-        lengths, bits, sinks, start, window, scale, softcap, quantize_output: as in `paged_attention`; each query has
-            one new row.
+        lengths, bits, sinks, start, window, chunk, scale, softcap, quantize_output: as in `paged_attention`; each query
+            has one new row.
         implementation: as in `paged_attention`.
 
     Returns:
@@ -195,14 +210,14 @@ def append_attention(
         NotImplementedError: implementation is "pallas", and the kernels do not support the shape or dtype.
     """
     check_heads(qkv, k_pool, heads, transform)
-    check_scores(heads, sinks, window, scale, softcap)
+    check_scores(heads, sinks, window, chunk, scale, softcap)
     tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
     scale = 1.0 / math.sqrt(k_pool.shape[3]) if scale is None else scale
     arguments = (k_pool, v_pool, qkv, transform, page_table, lengths, valid, bits, sinks)
     options = {"heads": heads, "start": start, "dtype": dtype, "quantize_output": quantize_output}
-    options |= {"window": window, "scale": scale, "softcap": softcap}
+    options |= {"window": window, "chunk": chunk, "scale": scale, "softcap": softcap}
     kernel, two_kernels = (functools.partial(run, **options) for run in (_pallas, _two_kernels))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):

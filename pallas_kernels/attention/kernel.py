@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention.ancestor_bits import WORD, low_ones
-from pallas_kernels.attention.kv_range import KVRange, kv_range, tile_ranges, visible_rows
+from pallas_kernels.attention.kv_range import KVRange, first_seen, kv_range, tile_ranges, visible_rows
 from pallas_kernels.attention.ptx import count_ones, divmod_u32, replace_nonfinite, scaled_tanh, unpack_fp8
 from pallas_kernels.attention.softmax import Arithmetic, SoftmaxSums, online_softmax_update, sink_weight
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
@@ -127,24 +127,29 @@ class ContextReader:
         return (page, row) if self.tiles.depths else (page,)
 
     def oldest_rows(self, query, words):
-        """Returns the first row of each query's window [packed]; if queries have paths, of the one query's window.
+        """Returns the first row of each query's window and chunk [packed]; if queries have paths, of the one query's.
+
+        A query whose chunk begins after the committed rows has no bit for the first new row (`bits_of_chunk`). Its
+        other bits say which new rows it sees.
 
         Args:
             query: query number of each packed row [packed].
             words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
         """
-        if self.tiles.is_causal:
-            return self.rows.window_start + query
+        tiles, length = self.tiles, self.rows.length
+        if tiles.is_causal:
+            return first_seen(length + query, tiles.window, tiles.chunk)
         if words:
-            if self.tiles.queries == self.tiles.new:  # new rows after the query's own are not counted
+            has_root = (words[0] & 1) == 1
+            if tiles.queries == tiles.new:  # new rows after the query's own are not counted
                 words = [word & low_ones(query + 1 - index * WORD) for index, word in enumerate(words)]
             seen = sum(count_ones(word, self.arithmetic.interpret) for word in words)
-        else:
-            depth = jnp.arange(pl.next_power_of_2(self.tiles.depths))
-            path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
-            path = pltriton.load(path, mask=depth < self.tiles.depths, other=-1)
-            seen = jnp.sum((path >= 0).astype(jnp.int32))
-        return self.rows.window_start + seen - 1
+            oldest = first_seen(length + seen - 1, tiles.window, tiles.chunk)
+            return jnp.where(has_root, oldest, length) if tiles.chunk else oldest
+        depth = jnp.arange(pl.next_power_of_2(tiles.depths))
+        path = self.kv.mask.at[self.grid.batch, self.grid.block, depth]
+        path = pltriton.load(path, mask=depth < tiles.depths, other=-1)
+        return first_seen(length + jnp.sum((path >= 0).astype(jnp.int32)) - 1, tiles.window, tiles.chunk)
 
     def load(self, row, page, source, *, masked):
         """Loads the keys and values of one tile.
@@ -238,7 +243,7 @@ def attend(
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]
         words = [pltriton.load(kv.mask.at[batch, loaded_query, w]) for w in range(tiles.words)]
-        oldest = context.oldest_rows(query, words) if tiles.window else None
+        oldest = context.oldest_rows(query, words) if tiles.hides_old_rows else None
         if arithmetic.softcap is not None:  # base-2 scores become limit * tanh(score / limit)
             limit = arithmetic.softcap * math.log2(math.e)
             scores_factor, factor = factor / limit, limit

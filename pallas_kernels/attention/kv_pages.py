@@ -10,6 +10,7 @@ One kernel writes both pools in place. The caller should donate the pools, and u
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -237,23 +238,23 @@ def append(
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def move_rows(
-    k_pools: list[Pool],
-    v_pools: list[VPool],
+    k_pools: list[Float[Array, "pages _ page _"]],
+    v_pools: list[Float[Array, "pages _ page _"]],
     page_table: Int32[Array, "B P"],
     source_rows: Int32[Array, "B T"],
     target_rows: Int32[Array, "B T"],
     valid: Bool[Array, "B T"],
     *,
     implementation: Implementation = "auto",
-) -> tuple[list[Pool], list[VPool]]:
+) -> tuple[list[Array], list[Array]]:
     """Copies cache row source_rows[b, t] of sequence b to row target_rows[b, t] in every layer, where valid[b, t].
 
     This commits a tree's accepted path. All source rows are read before any target row is written, so source and target
     rows may overlap. The target rows of a sequence must be distinct.
 
     Args:
-        k_pools, v_pools: pools of every layer, of one dtype; all layers have the same shapes. One kernel moves rows of
-            up to eight layers.
+        k_pools, v_pools: pools of every layer, of one dtype, with pages of one size. One kernel moves rows of up to
+            eight layers whose pools have the same shapes.
         page_table: page numbers [B, P].
         source_rows, target_rows: row numbers [B, T].
         valid: whether each row is copied [B, T].
@@ -266,17 +267,20 @@ def move_rows(
         NotImplementedError: implementation is "pallas", and the kernel does not support the number of rows or the
             pools' dtype.
     """
-    for k, v in zip(k_pools, v_pools, strict=True):
+    alike: dict[Any, list[int]] = {}  # layers by the shapes of their pools
+    for layer, (k, v) in enumerate(zip(k_pools, v_pools, strict=True)):
         check_pools(k, v)
-        if (k.shape, v.shape) != (k_pools[0].shape, v_pools[0].shape):
-            wanted = f"{k_pools[0].shape} and {v_pools[0].shape}"
-            raise ValueError(f"the pools of all layers must be of the shapes {wanted}, got {k.shape} and {v.shape}")
-    unsupported = _unsupported(k_pools[0], v_pools[0], source_rows.shape[1])
-    moved_k, moved_v = [], []
-    for first in range(0, len(k_pools), LAYERS):
-        some = slice(first, first + LAYERS)
-        arguments = (k_pools[some], v_pools[some], page_table, source_rows, target_rows, valid)
-        k, v = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
-        moved_k += k
-        moved_v += v
-    return moved_k, moved_v
+        if k.shape[::2] != k_pools[0].shape[::2]:
+            raise ValueError(f"the pages of all layers must be alike, got pools {k.shape} beside {k_pools[0].shape}")
+        alike.setdefault((k.shape, v.shape), []).append(layer)
+    moved: dict[int, tuple[Array, Array]] = {}
+    for layers in alike.values():
+        for first in range(0, len(layers), LAYERS):
+            some = layers[first : first + LAYERS]
+            pools = [k_pools[layer] for layer in some], [v_pools[layer] for layer in some]
+            unsupported = _unsupported(pools[0][0], pools[1][0], source_rows.shape[1])
+            arguments = (*pools, page_table, source_rows, target_rows, valid)
+            found = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+            moved |= dict(zip(some, zip(*found, strict=True), strict=True))
+    pairs = [moved[layer] for layer in range(len(k_pools))]
+    return [k for k, _ in pairs], [v for _, v in pairs]

@@ -1,5 +1,6 @@
 """Computes which cache rows a Pallas program of the attention kernel reads, and which of these rows each query sees."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.ancestor_bits import mask_tile
+from pallas_kernels.attention.ptx import divmod_u32
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 
 
@@ -21,7 +23,19 @@ class KVRange(NamedTuple):
     end: Array  # one past the last row to read
     lowest: Array | int  # first row that any query sees
     unmasked_from: Array | int  # every query sees all committed rows from this row on
-    window_start: Array | int  # first row of the window of a query that sees one new row; 0: no window
+
+
+def first_seen(row: Array, window: int, chunk: int) -> Array:
+    """Returns the first row that the query of a row sees: that of its window or of its chunk, whichever is later.
+
+    Args:
+        row: row of the query, from the beginning of the sequence.
+        window, chunk: number of rows, as in `Tiles`; one of them is not 0.
+    """
+    firsts = [row - window + 1] if window else []
+    if chunk:
+        firsts.append(row - divmod_u32(row, chunk)[1])
+    return functools.reduce(jnp.maximum, firsts)
 
 
 def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
@@ -34,27 +48,26 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
     """
     # The numbers of new rows that the block's queries see are from `fewest` to `most`.
     fewest: Array | int = 1
-    most: Array | int = tiles.new if tiles.is_causal else min(tiles.new, tiles.window)
+    most: Array | int = tiles.new if tiles.is_causal else min(tiles.new, tiles.window or tiles.new)
     new_rows: Array | int = tiles.new
     if tiles.is_causal:  # the block reads no row after its last query's row
         fewest = block * tiles.packed // tiles.group + 1
         most = ((block + 1) * tiles.packed - 1) // tiles.group + 1
         new_rows = jnp.minimum(most, new_rows)
     first, end = jnp.minimum(tiles.start, length), jnp.minimum(length + new_rows, tiles.capacity)
-    if not tiles.window:
-        return KVRange(length, first, end, tiles.start, tiles.start, 0)
-    window_start = length - tiles.window + 1
-    first = jnp.maximum(first, window_start + fewest - 1)
+    if not tiles.hides_old_rows:
+        return KVRange(length, first, end, tiles.start, tiles.start)
+    first = jnp.maximum(first, first_seen(length + fewest - 1, tiles.window, tiles.chunk))
     lowest = jnp.maximum(first, tiles.start)
-    unmasked_from = jnp.maximum(lowest, window_start + most - 1)
-    return KVRange(length, first, end, lowest, unmasked_from, window_start)
+    unmasked_from = jnp.maximum(lowest, first_seen(length + most - 1, tiles.window, tiles.chunk))
+    return KVRange(length, first, end, lowest, unmasked_from)
 
 
 def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Tiles) -> list[tuple[Array, Array, bool]]:
     """Divides the tiles of one split of a context into runs that need an attention mask and runs that need none.
 
-    The first tiles need a mask if `start` or a window hides rows. The last tiles need a mask because of the new rows.
-    The tiles between contain only committed rows that every query sees.
+    The first tiles need a mask if `start`, a window or chunks hide rows. The last tiles need a mask because of the new
+    rows. The tiles between contain only committed rows that every query sees.
 
     Args:
         rows: rows that the Pallas program reads.
@@ -67,7 +80,7 @@ def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Ti
     """
     if tiles.fixed:  # code without a mask would be compiled to other fused multiply-adds, and would round differently
         return [(begin, end, True)]
-    hides_first, open_from = tiles.start or tiles.window, begin
+    hides_first, open_from = tiles.start or tiles.hides_old_rows, begin
     if hides_first:
         open_from = jnp.clip(own_tiles(pl.cdiv(rows.unmasked_from, tiles.tile), split, tiles.splits), begin, end)
     new_from = own_tiles(jnp.minimum(rows.length, rows.end) // tiles.tile, split, tiles.splits)
@@ -93,7 +106,8 @@ def visible_rows(
         is_loaded: whether a row exists and any query sees it [tile].
         query: query number of each packed row [packed].
         words: the words of the queries' ancestor bits, [packed] each; empty without ancestor bits.
-        oldest: first row of each query's window [packed], or of the one query's if queries have paths; None: no window.
+        oldest: first row of each query's window and chunk [packed], or of the one query's if queries have paths; None:
+            there are neither windows nor chunks.
         rows: rows that the Pallas program reads.
         tiles: static sizes of the kernel call.
 

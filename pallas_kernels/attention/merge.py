@@ -9,6 +9,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.attention.kv_range import first_seen
 from pallas_kernels.attention.softmax import sink_weight
 from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
@@ -109,8 +110,9 @@ def _is_written(tiles: Tiles, query: Array, length: Array) -> Callable[[Array | 
     """Returns a function that tells, for a split's index, whether this query's result for the split was written."""
     new_rows = query + 1 if tiles.is_causal else tiles.new
     first = jnp.minimum(tiles.start, length)
-    if tiles.window:
-        first = jnp.maximum(first, length - tiles.window + 1 + (query if tiles.is_causal else 0))
+    if tiles.hides_old_rows:
+        own = length + query if tiles.is_causal else length
+        first = jnp.maximum(first, first_seen(own, tiles.window, tiles.chunk))
     end_row = jnp.minimum(length + new_rows, tiles.capacity)
     begin, end = first // tiles.tile, pl.cdiv(end_row, tiles.tile)
     return lambda split: own_tiles(begin, split, tiles.splits) < own_tiles(end, split, tiles.splits)

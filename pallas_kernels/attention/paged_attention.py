@@ -5,9 +5,11 @@
 Query t of sequence b sees row r if r >= start and one of these is true:
     r < lengths[b]                                       the row is committed
     r = lengths[b] + j and bit j of bits[b,t] is set     the row is one of M new rows; without bits: j <= t, and M = T
-If a window is given, query t sees the newest `window` of these rows only, its own row included: a query that sees n new
-rows up to its own sees the committed rows r >= lengths[b] + n - window, and all new rows whose bit is set. With bits or
-paths, n must be from 1 to the window.
+If a chunk size is given, query t sees rows of its own chunk only: rows r with p - p mod chunk <= r, for its own row p
+of the text, where new rows follow the committed ones along the query's path. If a window is given, query t sees the
+newest `window` of these rows only, its own row included: a query that sees n new rows up to its own sees the committed
+rows r >= lengths[b] + n - window, and all new rows whose bit is set. With bits or paths, n must be from 1 to the
+window.
 
 With a softcap, a score x = scale * q . K becomes softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118). With sinks,
 exp(sinks[h]) is added to the sum that divides the softmax (gpt-oss, arXiv:2508.10925).
@@ -34,7 +36,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.attention.ancestor_bits import num_words
+from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
 from pallas_kernels.attention.merge import MERGED, channel_blocks, merge_and_quantize_kernel, merge_kernel
@@ -59,19 +61,21 @@ def quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, **options):
-    wide = compute_dtype(q, k_pool) == jnp.float32
-    tiles = choose_tiles(q, k_pool, page_table, bits, new_rows=new_rows, start=start, window=window, wide=wide)
+def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, **options):
+    sizes = {"new_rows": new_rows, "start": start, "window": window, "chunk": chunk}
+    tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
+    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
     return _run(q, k_pool, v_pool, page_table, lengths, bits, sinks, tiles=tiles, **options)
 
 
-def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, **options):
-    wide, outputs = compute_dtype(q, k_pool) == jnp.float32, []
+def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, chunk, **options):
+    outputs = []
+    sizes = {"start": start, "window": window, "chunk": chunk, "wide": compute_dtype(q, k_pool) == jnp.float32}
     for first in range(0, q.shape[1], MOST_QUERIES):
         own = slice(first, first + MOST_QUERIES)
         part, path = q[:, own], None if paths is None else paths[:, own]
         committed = lengths if path is not None else lengths + first  # rows of earlier calls count as committed
-        tiles = fixed_tiles(part, k_pool, page_table, path, start=start, window=window, wide=wide)
+        tiles = fixed_tiles(part, k_pool, page_table, path, **sizes)
         arrays = (part, k_pool, v_pool, page_table, committed, path, sinks)
         outputs.append(_run(*arrays, tiles=tiles, quantize_output=False, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
@@ -236,12 +240,13 @@ def _check_arrays(q, k_pool, v_pool, page_table, lengths):
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
 
 
-def check_scores(heads, sinks, window, scale, softcap):
+def check_scores(heads, sinks, window, chunk, scale, softcap):
     """Raises ValueError unless the options with which scores are computed are valid."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks must be None or [{heads}], one per query head, got {sinks.shape}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be None or at least 1, got {window}")
+    for name, size in (("window", window), ("chunk", chunk)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be None or at least 1, got {size}")
     if scale is not None and not LEAST_SCALE < scale < math.inf:
         raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -262,6 +267,7 @@ def _check_new_rows(q, bits, new_rows):
         "new_rows",
         "start",
         "window",
+        "chunk",
         "scale",
         "softcap",
         "quantize_output",
@@ -281,6 +287,7 @@ def paged_attention(
     new_rows: int | None = None,
     start: int = 0,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     quantize_output: bool = False,
@@ -308,11 +315,13 @@ def paged_attention(
         start: first cache row that queries may see.
         window: size of the sliding window in rows, the query's own row included. Pages outside every query's window
             are not read. None: no window.
+        chunk: rows of a chunk; a query sees rows of its own chunk only. Pages before the chunk of the first new row are
+            not read. None: no chunks.
         scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
         softcap: limit of the scores, above 0; None: no limit.
         quantize_output: return a `QuantizedActivation` of rows [B, T, H * DV].
         deterministic: make the bits of a query's output depend only on the query, and on the sequence of keys and
-            values that the query sees; with a window, also on the number of older rows.
+            values that the query sees; with a window or chunks, also on the number of older rows.
         paths: replaces `bits` if `deterministic`; index of the new row that each query sees at each depth
             [B, T, depths]. The query's own row comes last, then -1. None: causal.
         implementation: "auto": the kernel if the program is compiled for an NVIDIA GPU and the kernel supports the
@@ -330,7 +339,7 @@ def paged_attention(
     new_rows = q.shape[1] if new_rows is None else new_rows
     _check_arrays(q, k_pool, v_pool, page_table, lengths)
     _check_new_rows(q, bits, new_rows)
-    check_scores(q.shape[2], sinks, window, scale, softcap)
+    check_scores(q.shape[2], sinks, window, chunk, scale, softcap)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
@@ -340,7 +349,7 @@ def paged_attention(
                 "deterministic: got bits or quantize_output; pass paths instead of bits, and leave out quantize_output"
             )
         runs = _fixed_pallas, attention_reference.fixed_reference
-        options = {"start": start, "window": window, "scale": scale, "softcap": softcap}
+        options = {"start": start, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap}
         kernel, reference = (functools.partial(run, **options) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths, sinks)
         reason = unsupported(q, k_pool, None, deterministic=True)
@@ -350,6 +359,7 @@ def paged_attention(
         "new_rows": new_rows,
         "start": start,
         "window": window,
+        "chunk": chunk,
         "scale": scale,
         "softcap": softcap,
         "quantize_output": quantize_output,

@@ -33,7 +33,9 @@ def _is_supported(q: Array, k_pool: Array) -> bool:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "quantize_output", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "chunk", "scale", "softcap", "quantize_output", "implementation")
+)
 def prompt_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "pages KH page DK"],
@@ -45,6 +47,7 @@ def prompt_attention(
     sinks: Float[Array, " heads"] | None = None,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     quantize_output: bool = False,
@@ -54,8 +57,8 @@ def prompt_attention(
 
     The result is that of `paged_attention` without bits for ``lengths=first_row``, except that the output of a query
     after its sequence's end is arbitrary. On a Hopper GPU a kernel of its own serves calls of at least
-    `LEAST_QUERIES` queries in bfloat16 or float16 without sinks and softcap, with 4 or 8 query heads per KV head (for
-    blocks of 16), 64 or 128 channels, and pages of 8 to 128 rows; all other calls run `paged_attention`.
+    `LEAST_QUERIES` queries in bfloat16 or float16 without sinks, softcap and chunks, with 4 or 8 query heads per KV
+    head (for blocks of 16), 64 or 128 channels, and pages of 8 to 128 rows; all other calls run `paged_attention`.
 
     Args:
         q: queries [B, T, H, D].
@@ -65,7 +68,7 @@ def prompt_attention(
         sequence: number of each block's sequence [B]; blocks of equal number have equal page tables and ends, and
             follow one another in order of their rows.
         ends: number of cache rows that each block's sequence has [B]; rows from there on may hold any value, even NaN.
-        sinks, window, scale, softcap, quantize_output: as in `paged_attention`.
+        sinks, window, chunk, scale, softcap, quantize_output: as in `paged_attention`.
         implementation: as in `paged_attention`; "pallas" runs `paged_attention`'s kernel on a CPU.
 
     Returns:
@@ -74,19 +77,20 @@ def prompt_attention(
     Raises:
         ValueError: shapes do not fit each other, or an option is out of its range.
     """
-    check_scores(q.shape[2], sinks, window, scale, softcap)
+    check_scores(q.shape[2], sinks, window, chunk, scale, softcap)
     options: dict[str, Any] = {"window": window, "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale}
 
     def others(q, k_pool, v_pool, page_table, first_row, sequence, ends):
-        more = {**options, "softcap": softcap, "quantize_output": quantize_output, "implementation": implementation}
-        return paged_attention(q, k_pool, v_pool, page_table, first_row, None, sinks, **more)
+        more = {"chunk": chunk, "softcap": softcap, "quantize_output": quantize_output}
+        arrays = q, k_pool, v_pool, page_table, first_row, None, sinks
+        return paged_attention(*arrays, **options, **more, implementation=implementation)
 
     def kernel(*arrays):
         out = attend_prompts(*arrays, **options)
         return quantize_heads(out, implementation) if quantize_output else out
 
     arrays = (q, k_pool, v_pool, page_table, first_row, sequence, ends)
-    is_plain = sinks is None and softcap is None and implementation != "reference"
+    is_plain = sinks is None and softcap is None and chunk is None and implementation != "reference"
     is_long = q.shape[0] * q.shape[1] >= LEAST_QUERIES
     if not (is_plain and is_long and multiprocessors() and _is_supported(q, k_pool)):
         return others(*arrays)

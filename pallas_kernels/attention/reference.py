@@ -5,46 +5,59 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.ancestor_bits import WORD, low_ones
+from pallas_kernels.attention.ancestor_bits import WORD, bits_of_chunk, low_ones
+from pallas_kernels.attention.kv_range import first_seen
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 FIXED_TILE = 32  # rows of context that the deterministic reference adds up at once
 
 
-def _visible(
+def _first_rows(
     lengths: Array,
     bits: Array | None,
     queries: int,
-    rows: int,
-    start: int | Array,
-    window: int | None,
+    *,
     new_rows: int,
+    start: int,
+    window: int | None,
+    chunk: int | None,
 ) -> Array:
+    """Returns the first row that each query sees [B, T]; the bits are those of `bits_of_chunk`."""
+    if window is None and chunk is None:
+        return jnp.full((len(lengths), queries), start)
+    if bits is None:
+        count = jnp.arange(1, queries + 1, dtype=jnp.int32)
+    else:
+        own = bits
+        if queries == new_rows:  # new rows after the query's own are not counted
+            own_row = jnp.arange(new_rows, dtype=jnp.int32)[:, None]
+            own = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
+        count = jax.lax.population_count(own).sum(-1).astype(jnp.int32)  # new rows that the query sees
+    first = first_seen(lengths[:, None] + count - 1, window or 0, chunk or 0)
+    if bits is not None and chunk is not None:  # without the first new row, the query's chunk begins after it
+        first = jnp.where(bits[..., 0] & 1 == 1, first, lengths[:, None])
+    return jnp.maximum(first, start)
+
+
+def _visible(lengths: Array, bits: Array | None, first: Array, rows: int) -> Array:
     """Returns the attention mask, bool [B, T, rows]; element [b, t, r] says whether query t of sequence b sees row r.
 
-    The arguments are those of `paged_attention`, but `start` may be an array [B].
+    Args:
+        lengths, bits: as in `paged_attention`; the bits are those of `bits_of_chunk`.
+        first: first row that each query sees [B, T].
+        rows: number of rows.
     """
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
     if bits is None:
-        own = new[:, None] <= jnp.arange(queries, dtype=jnp.int32)[:, None]
+        own = new[:, None] <= jnp.arange(first.shape[1], dtype=jnp.int32)[:, None]
     else:
         own = jnp.zeros((1, 1, 1), bool)
         for word in range(bits.shape[-1]):
             bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
             own = own | ((new[:, None] // WORD == word) & (bit == 1))
-    seen = (row >= jnp.reshape(start, (-1, 1, 1))) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
-    if window is None:
-        return seen
-    if bits is None:
-        count = jnp.arange(1, queries + 1, dtype=jnp.int32)
-    else:
-        if queries == new_rows:  # new rows after the query's own are not counted
-            own_row = jnp.arange(new_rows, dtype=jnp.int32)[:, None]
-            bits = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
-        count = jax.lax.population_count(bits).sum(-1).astype(jnp.int32)  # new rows that the query sees
-    return seen & (new[:, None] >= count[..., None] - window)
+    return (row >= first[..., None]) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
@@ -55,7 +68,7 @@ def _gather(pool: Array, page_table: Array) -> Array:
 
 
 def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window: int) -> tuple[Array, Array]:
-    """Cuts the page table to the pages of the sliding window and of the new rows.
+    """Cuts the page table to the pages of the newest `window` rows up to the first new row, and of the new rows.
 
     Returns:
         The remaining columns of the page table [B, columns], and the number of the first cache row in these columns
@@ -93,17 +106,19 @@ def _with_sinks(top: Array, total: Array, values: Array, sinks: Array | None) ->
     return values / jnp.where(total == 0, 1.0, total)[..., None]
 
 
-def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, scale, softcap):
+def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, scale, softcap):
     batch, queries, heads, dim = q.shape
     kv_heads, value_dim = k_pool.shape[1], v_pool.shape[3]
-    if window is not None:
-        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, window)
-        lengths, start = lengths - skipped, start - skipped
+    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
+    first = _first_rows(lengths, bits, queries, new_rows=new_rows, start=start, window=window, chunk=chunk)
+    if limits := [limit for limit in (window, chunk) if limit is not None]:
+        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, min(limits))
+        lengths, first = lengths - skipped, first - skipped[:, None]
     group = heads // kv_heads
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table)
     keys, values = _with_values(keys, values, dim), values.astype(jnp.float32)
     rows = keys.shape[2]
-    visible = _visible(lengths, bits, queries, rows, start, window, new_rows)
+    visible = _visible(lengths, bits, first, rows)
     # 0 * NaN is NaN, so set the values of rows that no query sees to 0. A padding query sees its own new row, which may
     # hold any value, so set infinities and NaN in new rows to 0 too.
     new = jnp.arange(rows) >= lengths[:, None]
@@ -125,7 +140,7 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, 
     return out.reshape(batch, queries, heads, value_dim).astype(q.dtype)
 
 
-def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, scale, softcap):
+def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, chunk, scale, softcap):
     """Returns deterministic attention, computed for each query separately, over fixed tiles of the rows that it sees.
 
     The arguments are those of `paged_attention`.
@@ -139,7 +154,9 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
     def attend_query(q, table, length, path):
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
-        lowest = jnp.asarray(start) if window is None else jnp.maximum(last - window, start)
+        lowest = jnp.asarray(start)
+        if window is not None or chunk is not None:
+            lowest = jnp.maximum(first_seen(last - 1, window or 0, chunk or 0), start)
         last = jnp.minimum(last, most)
         packed = q.reshape(kv_heads, heads // kv_heads, dim)
 

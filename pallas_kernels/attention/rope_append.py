@@ -1,14 +1,13 @@
 """Splits a QKV projection, rotates queries and keys, and writes keys and values to the paged cache, in one kernel.
 
 A row of the projection holds heads of width D: first queries, then keys, then values. A bias is added first. Then each
-query head and each key head may be normed (arXiv:1910.07467). The rotary embedding (arXiv:2104.09864) pairs channel i
+query, key and value head may be normed (arXiv:1910.07467). The rotary embedding (arXiv:2104.09864) pairs channel i
 of a head with channel i + D/2. With the cosine c_i and the sine s_i of the row, the two channels become
 x_i c_i - x_{i+D/2} s_i and x_{i+D/2} c_i + x_i s_i. They are computed in float32 and rounded to the model's dtype.
 `kv_pages` describes the layout of the pools.
 """
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +36,8 @@ class HeadTransform:
     bias: Float[Array, " width"] | None = None  # bias of all heads [(H + 2 KH) * D]; None: none
     q_norm: Float[Array, " D"] | None = None  # weight of the norm of a query head; None: no norm
     k_norm: Float[Array, " D"] | None = None  # weight of the norm of a key head; None: no norm
-    eps: float = field(default=0.0, metadata=STATIC)  # epsilon of both norms
+    v_norm: Float[Array, " D"] | None = None  # weight of the norm of a value head; None: no norm
+    eps: float = field(default=0.0, metadata=STATIC)  # epsilon of the norms
 
 
 def rotate(x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 B T half"]) -> Float[Array, "B T H D"]:
@@ -63,6 +63,8 @@ def split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
         q = rms_norm(q, transform.q_norm, transform.eps)
     if transform.k_norm is not None:
         k = rms_norm(k, transform.k_norm, transform.eps)
+    if transform.v_norm is not None:
+        v = rms_norm(v, transform.v_norm, transform.eps)
     return rotate(q, cos_sin[QUERIES]), rotate(k, cos_sin[KEYS]), v
 
 
@@ -123,7 +125,7 @@ def load_cos_sin(cos_sin_ref, sequence, token, channel, mask, tables=ALL):
 
 
 class HeadNorm(NamedTuple):
-    """The norm of query heads or of key heads, loaded in a kernel."""
+    """The norm of query, key or value heads, loaded in a kernel."""
 
     weights: list[Array]  # for the first half of a head, and for the second half
     eps: float
@@ -144,23 +146,31 @@ def load_norm(weight_ref, eps, channels, mask):
     return HeadNorm([pltriton.load(weight_ref.at[half], **mask) for half in channels], eps, weight_ref.shape[0])
 
 
-def load_rotated(load, start, channels, norm, cos_sin, mask):
-    """Loads heads of the projection, norms and rotates them, inside a kernel; returns both halves in float32.
+def load_normed(load, start, channels, norm, mask):
+    """Loads heads of the projection and norms them, inside a kernel; returns both halves in the model's dtype.
 
     Args:
         load: function that `column_loader` returned.
         start: first column of the heads in the projection.
         channels: channels of the first half of a head, and channels of the second half.
         norm: norm that `load_norm` returned.
-        cos_sin: cosines and sines of keys or of queries, which `load_cos_sin` returned.
         mask: options of the loads, `mask` and `other`; empty: no mask. Masked channels must be 0.
     """
-    halves: Iterable[Array] = (load(start + half, mask) for half in channels)
-    if norm is not None:
-        halves = list(halves)
-        both = zip(quotients(halves, norm.eps, norm.size), norm.weights, strict=True)
-        halves = [weighted(quotient, weight, halves[0].dtype) for quotient, weight in both]
-    first, second = (half.astype(jnp.float32) for half in halves)
+    halves = [load(start + half, mask) for half in channels]
+    if norm is None:
+        return halves
+    both = zip(quotients(halves, norm.eps, norm.size), norm.weights, strict=True)
+    return [weighted(quotient, weight, halves[0].dtype) for quotient, weight in both]
+
+
+def load_rotated(load, start, channels, norm, cos_sin, mask):
+    """Loads heads of the projection, norms and rotates them, inside a kernel; returns both halves in float32.
+
+    Args:
+        load, start, channels, norm, mask: as in `load_normed`.
+        cos_sin: cosines and sines of keys or of queries, which `load_cos_sin` returned.
+    """
+    first, second = (half.astype(jnp.float32) for half in load_normed(load, start, channels, norm, mask))
     cos, sin = cos_sin
     return first * cos - second * sin, second * cos + first * sin
 
@@ -199,10 +209,10 @@ def _kernel(
     query_tables, start = [part[None, :] for part in tables[QUERIES]], head * dim
     columns = [part[None, :] for part in channels]
     q_norm = load_norm(transform.q_norm, transform.eps, columns, {"mask": is_channel[None, :], "other": 0})
-    k_norm = load_norm(transform.k_norm, transform.eps, channels, mask)
+    k_norm, v_norm = (load_norm(ref, transform.eps, channels, mask) for ref in (transform.k_norm, transform.v_norm))
     query = load_rotated(load, start, columns, q_norm, query_tables, {"mask": is_query, "other": 0})
     key = load_rotated(load, (heads + kv_head) * dim, channels, k_norm, tables[KEYS], mask)
-    value = [load((heads + kv_heads + kv_head) * dim + part, mask) for part in channels]
+    value = load_normed(load, (heads + kv_heads + kv_head) * dim, channels, v_norm, mask)
 
     # Store half by half.
     for part, query_half, *new in zip(channels, query, key, value, strict=True):
@@ -258,7 +268,7 @@ def check_heads(qkv: PartialSums, k_pool: Array, heads: int, transform: HeadTran
         raise ValueError(f"qkv must be {width} wide, got {qkv.shape[-1]}")
     if tables[0] not in (2, 4) or tables[1:] != (*qkv.shape[1:3], dim // 2):
         raise ValueError(f"cos_sin must be {(2, *qkv.shape[1:3], dim // 2)}, or 4 tables, got {tables}")
-    for name, size in (("bias", width), ("q_norm", dim), ("k_norm", dim)):
+    for name, size in (("bias", width), ("q_norm", dim), ("k_norm", dim), ("v_norm", dim)):
         weight = getattr(transform, name)
         if weight is not None and weight.shape != (size,):
             raise ValueError(f"{name} must be None or {(size,)}, got {weight.shape}")

@@ -34,6 +34,7 @@ class Tiles(NamedTuple):
     capacity: int  # rows that the page table can address
     start: int  # first row that queries may see
     window: int  # sliding window: number of newest rows that a query sees; 0: no window
+    chunk: int  # rows of a chunk; a query sees rows of its own chunk only; 0: no chunks
     packed: int  # packed rows per program, padded; a packed row is a pair of a query and a query head of the group
     tile: int  # rows of context per loop iteration
     splits: int  # splits of a context; different programs read different splits
@@ -47,6 +48,11 @@ class Tiles(NamedTuple):
     def is_latent(self) -> bool:
         """Whether a key is the row of V followed by the row of K."""
         return self.value_dim > 0
+
+    @property
+    def hides_old_rows(self) -> bool:
+        """Whether a window or chunks hide committed rows."""
+        return self.window > 0 or self.chunk > 0
 
     @property
     def is_causal(self) -> bool:
@@ -69,6 +75,7 @@ def choose_tiles(
     start: int,
     window: int | None,
     wide: bool,
+    chunk: int | None = None,
 ) -> Tiles:
     """Chooses tile sizes so that each multiprocessor runs about two large programs or four small programs.
 
@@ -77,14 +84,15 @@ def choose_tiles(
     has at least two splits.
 
     Args:
-        q, k_pool, page_table, bits, new_rows, start, window: as in `paged_attention`; only shapes and dtypes of arrays
-            are used.
+        q, k_pool, page_table, bits, new_rows, start, window, chunk: as in `paged_attention`; only shapes and dtypes of
+            arrays are used.
         wide: whether the matrix products are computed in float32.
     """
     batch, queries, heads = q.shape[:3]
     kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, capacity = heads // kv_heads, page_table.shape[1] * page
-    rows_read = capacity if window is None else min(capacity, window + new_rows)  # at most, per sequence
+    # At most, per sequence.
+    rows_read = min([capacity, *(limit + new_rows for limit in (window, chunk) if limit is not None)])
 
     # Packed rows. 64 rows with four warps are as fast as 128 rows with eight warps at 1k rows of context, and faster at
     # 8k. A float32 product is three TF32 products, which need four times as many registers.
@@ -136,6 +144,7 @@ def choose_tiles(
         capacity=capacity,
         start=start,
         window=window or 0,
+        chunk=chunk or 0,
         packed=packed,
         tile=tile,
         splits=splits,
@@ -159,13 +168,14 @@ def fixed_tiles(
     start: int,
     window: int | None,
     wide: bool,
+    chunk: int | None = None,
 ) -> Tiles:
     """Returns the sizes for deterministic attention.
 
     All sizes that determine the order of a query's sums depend only on heads, head_dim and dtypes.
 
     Args:
-        q, k_pool, page_table, start, window: as in `paged_attention`.
+        q, k_pool, page_table, start, window, chunk: as in `paged_attention`.
         paths: [B, T, depths], as in `paged_attention`; None: causal.
         wide: whether the matrix products are computed in float32.
     """
@@ -182,6 +192,7 @@ def fixed_tiles(
         capacity=page_table.shape[1] * page,
         start=start,
         window=window or 0,
+        chunk=chunk or 0,
         packed=max(pl.next_power_of_2(group), MMA_ROWS),
         tile=min(max(8 * 1024 // (dim * width), MMA_ROWS), 64),
         splits=FIXED_SPLITS,

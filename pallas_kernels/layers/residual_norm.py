@@ -5,8 +5,9 @@
 delta is given as partial sums. It and `sum` are rounded to the model's dtype. The mean is computed in float32. The
 quotient is rounded before it is multiplied by the weight, unless the weight is float32: then the product is rounded
 instead. Before delta is added, it may be normed with a weight of its own (`post_norm`) and multiplied by a constant
-(`factor`). The result may be quantised to float8 for the next matrix product, as `quantize_rows` does. XLA compiles the
-norm alone to two kernels; for a few rows, their time is nothing but launch overhead.
+(`factor`). The rounded sum may be multiplied by a weight of one number (`scale`). The result may be quantised to float8
+for the next matrix product, as `quantize_rows` does. XLA compiles the norm alone to two kernels; for a few rows, their
+time is nothing but launch overhead.
 """
 
 import functools
@@ -62,17 +63,20 @@ def rms_norm(
     return weighted(quotients([x], eps, size or x.shape[-1])[0], weight, x.dtype)
 
 
-def _sum(x: Array, delta: Array, post_norm: Array | None, eps: float, factor: float, size: int) -> Array:
-    """Returns x + factor * norm(delta), for rows of `size` columns padded with zeros; each step is rounded."""
+def _sum(
+    x: Array, delta: Array, post_norm: Array | None, scale: Array | None, *, eps: float, factor: float, size: int
+) -> Array:
+    """Returns scale * (x + factor * norm(delta)) for rows of `size` columns padded with zeros; rounds each step."""
     if post_norm is not None:
         delta = rms_norm(delta, post_norm, eps, size)
     if factor != 1.0:
         delta = (delta.astype(jnp.float32) * factor).astype(x.dtype)
-    return x + delta
+    return x + delta if scale is None else (x + delta) * scale
 
 
-def _reference(x, parts, post_norm, *weights, eps, factor, quantize_output):
-    total = _sum(x, reduce_partials(parts, x.dtype), post_norm, eps, factor, x.shape[-1])
+def _reference(x, parts, post_norm, scale, *weights, eps, factor, quantize_output):
+    delta = reduce_partials(parts, x.dtype)
+    total = _sum(x, delta, post_norm, scale, eps=eps, factor=factor, size=x.shape[-1])
     (quotient,) = quotients([total], eps, x.shape[-1])
     normed = [weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
@@ -90,8 +94,8 @@ def _kernel(
     # inputs
     x_ref,  # [T, hidden], the model's dtype
     parts_ref,  # [parts, T, hidden]
-    *refs,  # a weight [hidden] per norm of the sum; the weight of delta's norm [hidden], if delta is normed; float32
-    # scales of the partial sums' rows [T] and columns [hidden], if any;
+    *refs,  # a weight [hidden] per norm of the sum; the weight of delta's norm [hidden], if delta is normed; the factor
+    # of the sum [1], if there is one; float32 scales of the partial sums' rows [T] and columns [hidden], if any;
     # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
@@ -99,12 +103,14 @@ def _kernel(
     hidden,
     norms,  # number of norms of the sum
     post_norms,  # number of norms of delta, 0 or 1
+    factors,  # number of factors of the sum, 0 or 1
     quantize_output,
 ):
     """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
     weight_refs, post_refs = refs[:norms], refs[norms : norms + post_norms]
-    scale_refs = refs[norms + post_norms : -1 - per_norm * norms]
+    factor_refs = refs[norms + post_norms :][:factors]
+    scale_refs = refs[norms + post_norms + factors : -1 - per_norm * norms]
     total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
@@ -115,7 +121,8 @@ def _kernel(
     if scale_refs:
         delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
     post_norm = pltriton.load(post_refs[0].at[column], mask=inside, other=0) if post_refs else None
-    total = _sum(total, delta.astype(total.dtype), post_norm, eps, factor, hidden)
+    scale = factor_refs[0][0] if factor_refs else None
+    total = _sum(total, delta.astype(total.dtype), post_norm, scale, eps=eps, factor=factor, size=hidden)
     weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
@@ -134,15 +141,16 @@ def warps_for(columns: int, parts: Array) -> int:
     return min(max(pl.next_power_of_2(columns) // own, 1), 32)
 
 
-def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpret):
+def _pallas(x, parts, post_norm, scale, *weights, eps, factor, quantize_output, interpret):
     hidden, (parts, scales) = x.shape[-1], split_scales(parts)
     rows = x.reshape(-1, hidden)
     parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
-    same, scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
-    per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), scale] if quantize_output else [same]
+    same, row_scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
+    per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), row_scale] if quantize_output else [same]
     out = [same, *per_norm * len(weights)]
-    post_norms = [] if post_norm is None else [post_norm]
-    options = {"eps": eps, "factor": factor, "norms": len(weights), "post_norms": len(post_norms)}
+    post_norms, factors = ([] if weight is None else [weight] for weight in (post_norm, scale))
+    options = {"eps": eps, "factor": factor, "norms": len(weights)}
+    options |= {"post_norms": len(post_norms), "factors": len(factors)}
     outputs = pl.pallas_call(
         functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, **options),
         grid=(rows.shape[0],),
@@ -150,7 +158,7 @@ def _pallas(x, parts, post_norm, *weights, eps, factor, quantize_output, interpr
         compiler_params=pltriton.CompilerParams(num_warps=warps_for(hidden, parts), num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, *weights, *post_norms, *scales)
+    )(rows, parts, *weights, *post_norms, *factors, *scales)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
@@ -161,6 +169,7 @@ def add_rms_norm(
     *weights: Float[Array, " hidden"],
     eps: float,
     post_norm: Float[Array, " hidden"] | None = None,
+    scale: Float[Array, " one"] | None = None,
     factor: float = 1.0,
     quantize_output: bool = False,
     deterministic: bool = False,
@@ -176,6 +185,7 @@ def add_rms_norm(
         weights: weight of each norm of the sum, [hidden] each.
         eps: number that is added to the mean square.
         post_norm: weight of a norm of delta before it is added [hidden]; None: delta is not normed.
+        scale: factor of the sum, a weight of one number in x's dtype [1]; None: 1.
         factor: factor of delta, after its norm.
         quantize_output: return the norms as `QuantizedActivation`.
         deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
@@ -190,7 +200,7 @@ def add_rms_norm(
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, post_norm, *weights)
+    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, post_norm, scale, *weights)
     if quantize_output:
         normed = [
             QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)

@@ -105,7 +105,7 @@ def test_config_with_missing_keys_raises_naming_all_of_them(read):
         ({"hidden_size": -16}, "hidden_size"),
         ({"rms_norm_eps": 0}, "norm_eps"),
         ({"rope_scaling": without(LLAMA3, "factor")}, "factor"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor"),
         ({"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}, "agree"),
     ],
 )

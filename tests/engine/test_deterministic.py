@@ -35,7 +35,10 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(qk_norm="head", bias=True, output_bias=True, window=9, softcap=5.0, scale=0.3, sinks=True),
         dict(norms="both", residual_scale=0.7),
     ),
-    "experts": ({}, dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True))),
+    "experts, chunks": (
+        dict(qk_norm="unit", v_norm=True, chunk=11),
+        dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True), has_scale=True),
+    ),
     "latent": ({}, dict(attention=MLA(4, 32, 16, 8, 24, 0.2, query_latent=40, rope=Rope()))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
@@ -123,10 +126,10 @@ def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> N
         ("bfloat16", "llama"),
         ("float32", "norms before and after"),
         ("bfloat16", "norms after"),
-        ("float32", "experts"),
+        ("float32", "experts, chunks"),
         ("float32", "latent"),
         ("bfloat16", "latent"),
-        ("bfloat16", "experts"),
+        ("bfloat16", "experts, chunks"),
     ],
 )
 def test_deterministic_forward_in_any_batch_chunk_or_tree_has_equal_logit_bits(dtype: str, traits: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
+IN_FLOAT32 = ("gemma3_text", "gemma4_text", "gpt_oss")  # families whose norms have weights in float32
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
@@ -28,7 +30,9 @@ ALWAYS = (
     ("gemma2", "pages of 1"),
     ("olmo3", "pages of 16"),
     ("gemma3_text", "deterministic"),
+    ("gemma4_text", "pages of 16"),
     ("gpt_oss", "pages of 1"),
+    ("llama4_text", "pages of 1"),
     ("deepseek_v2", "pages of 1"),
     ("deepseek_v3", "pages of 16"),
     ("deepseek_v3", "deterministic"),
@@ -73,7 +77,7 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
     assert len(found["float8_e4m3fn"]) == 32 and found["float8_e4m3fn"][0] == found["float32"][0]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "phi3", "gpt_oss", "llama4_text", "deepseek_v2"])
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family
     assert main([str(source), str(tmp_path / "out")]) == 0
@@ -82,7 +86,7 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
     np.testing.assert_array_equal(last_logits(again, ids), last_logits(ours, ids))
     assert again.config == ours.config
     norm = Model.from_pretrained(tmp_path / "out", dtype="bfloat16").layers[0].attn_norm
-    assert norm is not None and norm.dtype == (jnp.float32 if family in ("gemma3_text", "gpt_oss") else jnp.bfloat16)
+    assert norm is not None and norm.dtype == (jnp.float32 if family in IN_FLOAT32 else jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +118,23 @@ def test_engine_gives_back_pages_behind_the_windows_of_all_layers(
         of_prompt = pool.needed(len(data["prompt2"]))  # the window is a third of it
         assert (max(used[2:-1]) < of_prompt) == drops
         pool.check()
+
+
+def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -> None:
+    """Of the recorded target, three of four layers have chunks; a drafter that reads the text keeps all pages."""
+    folder = golden / "families" / "llama4_text"
+    whole, prompt = tiny.load_target(folder), recording(folder / "expect.npz")["prompt2"].tolist()
+    target = whole.replace(layers=whole.layers[:3], config=replace(whole.config, layers=whole.config.layers[:3]))
+    found, most = [], []
+    for drafter in (None, "ngram"):
+        own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=False)
+        with Engine(target, drafter=drafter, **own) as engine:
+            pool, used = engine.core.scheduler.pages, []
+            tokens: list[int] = []
+            for part in engine.stream(prompt, SamplingParams(max_tokens=64, temperature=0)):
+                used.append(pool.num_used)
+                tokens += part.token_ids
+            found.append(tokens)
+            most.append(max(used[2:-1]))
+            pool.check()
+    assert found[0] == found[1] and most[0] < pool.needed(len(prompt)) < most[1]

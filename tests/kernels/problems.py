@@ -40,13 +40,14 @@ class Case:
     lengths: str = "ragged"
     pool: str | None = None  # dtype of the pools; None means `dtype`
     window: int | None = None
+    chunk: int | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
 
     def __str__(self) -> str:
         shown = [str(getattr(self, name)) for name in FACTORS]
-        others = ("pool", "window", "scale", "softcap", "sinks")
+        others = ("pool", "window", "chunk", "scale", "softcap", "sinks")
         return "-".join([*shown, *(f"{name} {getattr(self, name)}" for name in others if getattr(self, name))])
 
 
@@ -60,7 +61,7 @@ class Problem:
     page_table: Any
     lengths: Any
     bits: Any
-    options: dict[str, Any]  # start, window, scale, softcap and sinks
+    options: dict[str, Any]  # start, window, chunk, scale, softcap and sinks
     new_rows: list[list[list[int]]]  # as in `tests.reference.attention`
     expected: np.ndarray  # float64 [B, T, H, D]
     real: np.ndarray  # bool [B, T]: False for padding queries
@@ -149,7 +150,8 @@ def make_problem(case: Case, *, seed: int = 0) -> Problem:
     if case.tree == "block":  # every query sees all new rows, later ones too
         new_rows = [[list(range(case.queries))] * case.queries] * len(lengths)
     for b, length in enumerate(lengths):
-        oldest = length - (case.window or ROWS) + 1  # first row of the first query's window
+        oldest = length - (case.window or ROWS) + 1  # first row of the first query's window and chunk
+        oldest = max(oldest, length - length % case.chunk) if case.chunk else oldest
         rows = [*range(max(case.start, oldest), length), *(length + j for j in np.flatnonzero(real[b]))]
         for pool in (k_pool, v_pool):
             for row in rows:
@@ -161,7 +163,9 @@ def make_problem(case: Case, *, seed: int = 0) -> Problem:
     q = jnp.asarray(q, case.dtype)
     k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
     sinks = jnp.asarray(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
-    options = {name: getattr(case, name) for name in ("start", "window", "scale", "softcap")} | {"sinks": sinks}
+    options = {name: getattr(case, name) for name in ("start", "window", "chunk", "scale", "softcap")} | {
+        "sinks": sinks
+    }
     chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
     block = jnp.broadcast_to(chain[:, -1:], chain.shape)
     bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(jnp.asarray(parents)))

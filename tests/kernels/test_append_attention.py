@@ -51,6 +51,7 @@ def problem(
     start: int,
     lengths: Sequence[int] = LENGTHS,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: bool = False,
@@ -86,6 +87,7 @@ def problem(
         start=start,
         dtype=jnp.dtype(dtype),
         window=window,
+        chunk=chunk,
         scale=scale,
         softcap=softcap,
         sinks=jnp.asarray(rng.normal(size=heads) + 2, dtype) if sinks else None,
@@ -104,7 +106,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray, *, no
     held = p["k_pool"].dtype
     pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
-    options = {name: p[name] for name in ("start", "window", "scale", "softcap")}
+    options = {name: p[name] for name in ("start", "window", "chunk", "scale", "softcap")}
     options["sinks"] = None if p["sinks"] is None else np.asarray(p["sinks"], np.float64)
     expected = attention(q, *pools, np.asarray(p["page_table"]), np.asarray(p["lengths"]), rows, **options)
     most = TOLERANCES[str(held)]
@@ -131,6 +133,8 @@ OPTIONS: list[dict[str, Any]] = [
     | dict(tree="causal", tokens=8, page=1, group=8, dim=80, dtype="bfloat16", window=5, scale=0.02)
     | dict(weights="bfloat16"),
     EXAMPLE | dict(tokens=9, window=12, softcap=2.0, sinks=True, weights="float32"),  # two kernels
+    EXAMPLE | dict(chunk=64, tokens=8),  # begins at depth 2 of one sequence's tree
+    EXAMPLE | dict(tokens=8, tree="causal", chunk=257),
 ]
 
 
@@ -143,8 +147,10 @@ def check_options(p: dict[str, Any], parents: np.ndarray, implementation: str) -
         wrong += [{"sinks": None}, {"sinks": p["sinks"] + np.log(2)}]  # left out, and counted twice
     if p["window"]:
         wrong += [{"window": p["window"] - 1}, {"window": p["window"] + 1}]
+    if p["chunk"]:
+        wrong += [{"chunk": p["chunk"] - 1}, {"chunk": p["chunk"] + 1}, {"chunk": None}]
     if p.get("bias") is not None:
-        wrong += [{"bias": None}, {"q_norm": None}, {"k_norm": None}, {"slope": 0}]
+        wrong += [{"bias": None}, {"q_norm": None}, {"k_norm": None}, {"v_norm": None}, {"slope": 0}]
         assert max(errors(found, p, parents, norms_last=True)) > 2
     for changed in wrong:
         assert max(errors(found, p | changed, parents)) > 1.5, changed

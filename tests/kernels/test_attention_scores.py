@@ -1,7 +1,8 @@
-"""Compare `paged_attention` with float64 for windows, and for scores with a limit, with sinks or with another scale."""
+"""Compare `paged_attention` with float64: windows, chunks, and scores with a limit, with sinks or another scale."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -24,6 +25,17 @@ SCORES = [  # options of the scores, alone and together
     Case(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
     Case(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
 ]
+CHUNKS = [  # chunks that end before, in and after the new rows of a query; the longest contexts are split
+    Case(chunk=16, queries=17, tree="random"),
+    Case(chunk=9, queries=60, tree="chain", page=1, start=1),
+    Case(chunk=128, queries=17, tree="padded", dtype="bfloat16", dim=64, lengths="full"),
+    Case(chunk=131, queries=17, tree="random", group=2, lengths="ragged"),
+    Case(chunk=16, queries=60, tree="causal", start=1),
+    Case(chunk=100, queries=17, tree="causal", lengths="full", page=64),
+    Case(chunk=64, queries=1, tree="causal", lengths="full", group=8),
+    Case(chunk=40, queries=17, tree="random", window=20, lengths="full", softcap=2.0, sinks=True),
+    Case(chunk=17, queries=60, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", dim=64, sinks=True),
+]
 
 
 def check_scores(case: Case, implementation: str) -> None:
@@ -37,6 +49,8 @@ def check_scores(case: Case, implementation: str) -> None:
         wrong += [{"sinks": None}, {"sinks": problem.options["sinks"] + np.log(2)}]  # left out, and counted twice
     if case.window:
         wrong += [{"window": case.window - 1}, {"window": case.window + 1}]
+    if case.chunk:
+        wrong += [{"chunk": case.chunk - 1}, {"chunk": case.chunk + 1}, {"chunk": None}]
     for changed in wrong:
         assert problem.error(out, finite.expected_with(**changed)) > 2 * problem.tolerance, changed
 
@@ -47,9 +61,28 @@ def test_paged_attention_with_softcap_or_sinks_or_scale_or_window_matches_float6
     check_scores(case, implementation)
 
 
+@pytest.mark.parametrize("case", CHUNKS, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_paged_attention_with_chunks_matches_float64_and_ignores_rows_before_them(case, implementation):
+    """Rows before the chunk of the first new row hold NaN."""
+    check_scores(case, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_paged_attention_with_a_chunk_that_begins_in_a_tree_hides_ancestors_by_their_depth(implementation):
+    """Sequence 2 has 129 committed rows. The control hides new rows by their number, as if the tree were a chain."""
+    problem = make_problem(Case(tree="random", queries=17, chunk=131)).finite()
+    out = np.asarray(paged_attention(*problem.arrays, chunk=131, implementation=implementation))
+    assert problem.error(out) <= problem.tolerance
+    rows = [[[row for row in own if row >= 2] or own for own in of_sequence] for of_sequence in problem.new_rows]
+    by_number = dataclasses.replace(problem, new_rows=rows).expected_with(chunk=None, start=129)
+    late = [node for node, own in enumerate(problem.new_rows[2]) if len(own) > 2 and sorted(own)[1] >= 2]
+    assert late and np.abs(by_number[2, late] - out[2, late]).max() > 0.05
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SCORES, ids=str)
-def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_matches_float64(case):
+@pytest.mark.parametrize("case", [*SCORES, *CHUNKS], ids=str)
+def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_or_chunk_matches_float64(case):
     check_scores(case, "pallas")
 
 
@@ -103,6 +136,8 @@ def test_tanh_on_gpu_has_the_stated_error_and_bits_are_counted():
 def test_paged_attention_with_invalid_options_of_scores_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         paged_attention(*make_problem(Case()).arrays, window=0)
+    with pytest.raises(ValueError, match="chunk must be None or at least 1, got 0"):
+        paged_attention(*make_problem(Case()).arrays, chunk=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
         with pytest.raises(ValueError, match=f"scale must be None or above 1e-30 and finite, got {scale}"):
             paged_attention(*make_problem(Case()).arrays, scale=scale)

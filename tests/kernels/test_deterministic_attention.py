@@ -23,6 +23,8 @@ CASES = [
     Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
     Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
     Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
+    Case(queries=17, tree="random", chunk=131, sinks=True),
+    Case(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
 ]
 IMPLEMENTATIONS = ("reference", "pallas")
 LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
@@ -51,6 +53,9 @@ def check(case: Case, implementation: str) -> None:
     if case.window:  # control: windows that are one row shorter or longer
         for window in (case.window - 1, case.window + 1):
             assert problem.error(out, problem.finite().expected_with(window=window)) > 2 * problem.tolerance
+    if case.chunk:
+        for chunk in (case.chunk - 1, case.chunk + 1, None):
+            assert problem.error(out, problem.finite().expected_with(chunk=chunk)) > 2 * problem.tolerance
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

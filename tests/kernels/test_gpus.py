@@ -71,23 +71,25 @@ def attention(rows: int, dim: int, dtype: Any = BF16) -> Case:
 
 
 def scores(rows: int, dim: int, dtype: Any = BF16, *, deterministic: bool = False) -> Case:
-    """Return the case of attention with a window, a softcap and sinks; 60 rows are a tree, the others are causal."""
+    """Return the case of attention with window, chunks, softcap and sinks; 60 rows are a tree, others are causal."""
     arrays = [shape(1, rows, HEADS, dim), *pools(dim, dtype), shape(1, 128, dtype=I32), shape(1, dtype=I32)]
     mask = shape(1, 60, 9, dtype=I32) if deterministic else shape(1, 60, 2, dtype=jnp.uint32)
 
     def attend(sinks: Any, *arrays: Any) -> Any:
         mask = arrays[5] if rows == 60 else None
         masks = {"paths": mask} if deterministic else {}
-        options = {"window": 512, "softcap": 30.0, "deterministic": deterministic, "implementation": "pallas"}
-        return paged_attention(*arrays[:5], None if deterministic else mask, sinks, **options, **masks)
+        options = {"window": 512, "chunk": 700, "softcap": 30.0, "deterministic": deterministic}
+        return paged_attention(
+            *arrays[:5], None if deterministic else mask, sinks, **options, **masks, implementation="pallas"
+        )
 
     return attend, (shape(HEADS), *arrays, *([mask] if rows == 60 else []))
 
 
 def head_transform(rows: int, dim: int) -> HeadTransform:
-    """Return the shapes of a transform with a bias, norms and separate tables of queries."""
+    """Return the shapes of a transform with a bias, norms of all heads and separate tables of queries."""
     width = (HEADS + 2 * KV_HEADS) * dim
-    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), 1e-6)
+    return HeadTransform(shape(4, 1, rows, dim // 2, dtype=F32), shape(width), shape(dim), shape(dim), shape(dim), 1e-6)
 
 
 def deterministic_attention(rows: int, depths: int = 0) -> Case:
@@ -213,11 +215,11 @@ def norm(rows: int, parts: int) -> Case:
 
 
 def post_norm(parts: int, norms: int) -> Case:
-    """Return the case of a norm before the sum, a factor, and `norms` norms after the sum, all weights in float32."""
+    """Return the case of a norm before the sum, two factors, and `norms` norms after it, with weights in float32."""
     run = partial(add_rms_norm, eps=1e-5, factor=0.25, implementation="pallas")
     weights = [shape(HIDDEN, dtype=F32)] * (1 + norms)
     arrays = shape(5, HIDDEN), shape(parts, 5, HIDDEN, dtype=F32 if parts > 1 else BF16), *weights
-    return lambda x, delta, first, *others: run(x, delta, *others, post_norm=first), arrays
+    return lambda x, delta, first, *others: run(x, delta, *others, post_norm=first, scale=x[0, :1]), arrays
 
 
 def threshold(rows: int) -> Case:
@@ -262,7 +264,9 @@ CASES: dict[str, Case] = {
     **{f"attention {rows}, all options, deterministic": scores(rows, 128, deterministic=True) for rows in (5, 60)},
     **{f"rotate {dim}, all options": rotation(dim, transform=head_transform(5, dim)) for dim in (80, *DIMS)},
     **{
-        f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
+        f"attention after append {dim}, all options": appended(
+            5, dim, head_transform(5, dim), window=512, chunk=700, softcap=30.0
+        )
         for dim in (80, 96, *DIMS)
     },
     **{f"intervals {dim}": intervals(dim, gradient=False) for dim in (64, 96, 128)},

@@ -204,5 +204,23 @@ def test_cache_append_of_mismatched_arrays_raises():
         append(k_pool, v_pool.astype(jnp.bfloat16), new, new, jnp.asarray(page_table), rows[:, 0], valid)
     with pytest.raises(ValueError, match="k and v must be of one dtype"):
         append(k_pool, v_pool, new, new.astype(jnp.bfloat16), jnp.asarray(page_table), rows[:, 0], valid)
-    with pytest.raises(ValueError, match="pools of all layers must be of the shapes"):
-        move_rows([k_pool] * 2, [v_pool, v_pool[..., :8]], jnp.asarray(page_table), rows, rows, valid)
+    other = [pool[:, :, :8] for pool in (k_pool, v_pool)]
+    with pytest.raises(ValueError, match="pages of all layers must be alike"):
+        move_rows([k_pool, other[0]], [v_pool, other[1]], jnp.asarray(page_table), rows, rows, valid)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_cache_row_move_in_layers_of_different_shapes_moves_each_as_if_alone(implementation):
+    caches = [
+        make_cache(Case(dim=dim, kv_heads=heads), np.random.default_rng(dim)) for dim, heads in ((16, 2), (32, 1))
+    ]
+    (small, wide), table = caches, jnp.asarray(caches[0][2])
+    rows = jnp.asarray([[3, 5], [0, 2], [1, 4]], jnp.int32)
+    run = functools.partial(move_rows, implementation=implementation)
+    layers = [small[:2], wide[:2], small[:2]]
+    k, v = run([one[0] for one in layers], [one[1] for one in layers], table, rows, rows - 1 + (rows == 0), rows > 0)
+    for index, own in enumerate(layers):
+        alone = run([own[0]], [own[1]], table, rows, rows - 1 + (rows == 0), rows > 0)
+        np.testing.assert_array_equal(k[index], alone[0][0])
+        np.testing.assert_array_equal(v[index], alone[1][0])
+        assert not np.array_equal(np.nan_to_num(k[index]), np.nan_to_num(own[0])), "control: rows were moved"

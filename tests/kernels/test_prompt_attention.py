@@ -136,6 +136,7 @@ def shapes(
         ({"page": 1}, {}, False),
         ({"dtype": jnp.float8_e4m3fn}, {}, False),
         ({}, {"softcap": 30.0}, False),
+        ({}, {"chunk": 8192}, False),
     ],
     ids=str,
 )

@@ -103,7 +103,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Granite": {"factor": 0.22, "norms": 1},
     "Gemma": {"post_norm": True, "norms": 1, "weights": "float32"},
     "OLMo": {"post_norm": True, "norms": 0, "weights": "float32"},
-    "all": {"post_norm": True, "factor": 0.22, "norms": 2, "weights": "bfloat16"},
+    "Gemma 4": {"post_norm": True, "norms": 1, "weights": "float32", "scale": 0.37},
+    "all": {"post_norm": True, "factor": 0.22, "norms": 2, "weights": "bfloat16", "scale": 0.37},
 }
 
 
@@ -118,11 +119,14 @@ def normed(values: np.ndarray, weight: np.ndarray, dtype: Any) -> np.ndarray:
     return rounded(quotient * np.asarray(weight, np.float64), dtype)
 
 
-def float64_outputs(x: Any, delta: Any, weights: list[Any], post_norm: Any, factor: float) -> list[np.ndarray]:
+def float64_outputs(
+    x: Any, delta: Any, weights: list[Any], post_norm: Any, factor: float, scale: Any = 1.0
+) -> list[np.ndarray]:
     """Return the sum and its norms, computed in float64; each step that the module names is rounded to x's dtype."""
     step = rounded(np.asarray(delta, np.float64).sum(0), x.dtype)
     step = step if post_norm is None else normed(step, post_norm, x.dtype)
     total = rounded(np.asarray(x, np.float64) + rounded(step * factor, x.dtype), x.dtype)
+    total = rounded(total * np.asarray(scale, np.float64), x.dtype)
     return [total, *(normed(total, weight, x.dtype) for weight in weights)]
 
 
@@ -149,18 +153,22 @@ def test_residual_norm_with_options_of_each_family_matches_float64(
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
     factor = options.get("factor", 1.0)
     run = partial(add_rms_norm, x, delta, eps=EPS, deterministic=deterministic, implementation=implementation)
-    got = run(*weights, post_norm=post, factor=factor)
+    scale = jnp.asarray([options["scale"]], dtype) if "scale" in options else None
+    got = run(*weights, post_norm=post, scale=scale, factor=factor)
     assert [(one.shape, one.dtype) for one in got] == [(x.shape, x.dtype)] * (1 + len(weights))
     error = partial(mean_error, got)
+    outputs = partial(float64_outputs, x, delta, weights, scale=1.0 if scale is None else scale)
     # A compiler may leave out roundings; most values are equal nevertheless.
-    assert error(float64_outputs(x, delta, weights, post, factor)) < (2e-6 if dtype == "float32" else 2e-3)
+    assert error(outputs(post, factor)) < (2e-6 if dtype == "float32" else 2e-3)
     if factor != 1:
-        assert error(float64_outputs(x, delta, weights, post, 1.0)) > 0.1, "control: without the factor"
+        assert error(outputs(post, 1.0)) > 0.1, "control: without the factor"
     if post is not None:
-        assert error(float64_outputs(x, delta, weights, None, factor)) > 0.1, "control: without the norm of delta"
-        assert error(float64_outputs(x, delta, weights, post - 1, factor)) > 0.1, "control: a weight without its 1"
-        late = [normed(one, post, x.dtype) for one in float64_outputs(x, delta, weights, None, factor)]
+        assert error(outputs(None, factor)) > 0.1, "control: without the norm of delta"
+        assert error(outputs(post - 1, factor)) > 0.1, "control: a weight without its 1"
+        late = [normed(one, post, x.dtype) for one in outputs(None, factor)]
         assert error(late) > 0.1, "control: the norm after the sum"
+    if scale is not None:
+        assert error(outputs(post, factor, scale=1.0)) > 0.1, "control: without the factor of the sum"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -228,10 +236,9 @@ def test_residual_norm_on_gpu_with_options_of_each_family_matches_float64(family
     x, delta, weight = inputs(3584, dtype, 4)
     weight = weight.astype(options.get("weights", dtype))
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
-    got = add_rms_norm(
-        x, delta, *weights, eps=EPS, post_norm=post, factor=options.get("factor", 1.0), implementation="pallas"
-    )
-    wanted = float64_outputs(x, delta, weights, post, options.get("factor", 1.0))
+    scale, factor = jnp.asarray([options["scale"]], dtype) if "scale" in options else None, options.get("factor", 1.0)
+    got = add_rms_norm(x, delta, *weights, eps=EPS, post_norm=post, scale=scale, factor=factor, implementation="pallas")
+    wanted = float64_outputs(x, delta, weights, post, factor, 1.0 if scale is None else scale)
     assert mean_error(got, wanted) < (2e-6 if dtype == "float32" else 2e-3)
     assert mean_error(got, float64_outputs(x, delta, weights, None, 1.0)) > 0.1, "control: without the options"
 

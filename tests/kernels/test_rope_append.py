@@ -58,10 +58,10 @@ def rotation(positions: np.ndarray, dim: int) -> dict[str, Any]:
 
 
 def head_weights(heads: int, kv_heads: int, dim: int, dtype: str) -> dict[str, Any]:
-    """Return a bias and weights of the norms; each position's rotated queries get a factor of their own too."""
+    """Return a bias, weights of the norms, and the growth of the factor of rotated queries by position."""
     rng = np.random.default_rng(1)
     width = (heads + 2 * kv_heads) * dim
-    sizes = {"bias": width, "q_norm": dim, "k_norm": dim}
+    sizes = {"bias": width, "q_norm": dim, "k_norm": dim, "v_norm": dim}
     return {name: jnp.asarray(rng.normal(size=size), dtype) for name, size in sizes.items()} | {"slope": 0.01}
 
 
@@ -71,12 +71,12 @@ def transform(p: dict[str, Any]) -> HeadTransform:
     tables = jnp.stack([jnp.cos(angles), jnp.sin(angles)])
     if p.get("slope"):
         tables = jnp.concatenate([tables, tables * (1 + p["slope"] * p["positions"][..., None])])
-    return HeadTransform(tables, *(p.get(name) for name in ("bias", "q_norm", "k_norm")), EPS)
+    return HeadTransform(tables, *(p.get(name) for name in ("bias", "q_norm", "k_norm", "v_norm")), EPS)
 
 
 def arguments(p: dict[str, Any]) -> dict[str, Any]:
     """Return the problem's arguments of a kernel: the transform replaces what it is computed from."""
-    parts = ("positions", "inv_freq", "bias", "q_norm", "k_norm", "slope")
+    parts = ("positions", "inv_freq", "bias", "q_norm", "k_norm", "v_norm", "slope")
     return {name: value for name, value in p.items() if name not in parts} | {"transform": transform(p)}
 
 
@@ -105,6 +105,9 @@ def oracle(p: dict[str, Any], heads: int, *, norms_last: bool = False) -> tuple[
     parts = np.asarray(jnp.asarray(total, p["dtype"]), np.float64).reshape(batch, tokens, -1, dim)
     norms = [(p.get("q_norm"), slice(heads)), (p.get("k_norm"), slice(heads, heads + kv_heads))]
     norms = [(weight, own) for weight, own in norms if weight is not None]
+    if p.get("v_norm") is not None:
+        values = slice(heads + kv_heads, None)
+        parts[:, :, values] = normed(parts[:, :, values], p["v_norm"], p["dtype"])
     for weight, own in [] if norms_last else norms:
         parts[:, :, own] = normed(parts[:, :, own], weight, p["dtype"])
     angles = np.asarray(p["positions"])[..., None] * np.asarray(p["inv_freq"], np.float64)

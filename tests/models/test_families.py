@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Model
-from jspec.models.layer_config import MLA, LayerConfig
+from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
 from jspec.models.mlp_config import Experts
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
@@ -21,8 +21,8 @@ from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
@@ -142,6 +142,46 @@ def shifted_windows(model: Model) -> Model:
     return model.replace(config=replace(model.config, layers=tuple(layers)))
 
 
+def of_layers(has_rope: bool, change: Callable[[GQA], GQA]) -> Callable[[Model], Model]:
+    """Return a function that changes the attention of the layers with or without a rotary embedding."""
+    return each_layer(
+        lambda layer: (
+            layer if (layer.gqa.rope.kind == "none") == has_rope else replace(layer, attention=change(layer.gqa))
+        )
+    )
+
+
+def of_layers_with_windows(has_window: bool, **fields: Any) -> Callable[[Model], Model]:
+    """Return a function that sets fields of the rotary embeddings of the layers with or without a window."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        own = layer.gqa
+        is_other = (own.window is not None) != has_window
+        return layer if is_other else replace(layer, attention=replace(own, rope=replace(own.rope, **fields)))
+
+    return each_layer(change)
+
+
+def shifted_scales(model: Model) -> Model:
+    """Give each layer's output the weight of the next layer's."""
+    scales = [layer.output_scale for layer in model.layers]
+    pairs = zip(model.layers, scales[1:] + scales[:1], strict=True)
+    return model.replace(layers=[layer.replace(output_scale=scale) for layer, scale in pairs])
+
+
+def halves_paired(model: Model) -> Model:
+    """Rotate channels i and i + half of a file that rotates channels 2i and 2i + 1."""
+    own = model.config.layers[0].gqa
+    half, heads = own.head_dim // 2, own.heads + own.kv_heads
+    stored = np.arange(2 * half).reshape(2, half).T.ravel()  # loading took the even channels first
+    index = np.arange(heads * own.head_dim).reshape(heads, -1)[:, stored].ravel()
+
+    def reordered(weight: Any) -> Any:
+        return jnp.concatenate([weight[index], weight[len(index) :]])
+
+    return weights(reordered, "qkv")(model)
+
+
 def pairs_swapped(*names: str) -> Callable[[Model], Model]:
     """Return a function that gives rotated channels 2i and 2i + 1 of a file the places of i and i + half."""
     channels = np.arange(16).reshape(2, -1).T.ravel()
@@ -208,6 +248,22 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "linear scaling left out": rope(kind="default"),
         "head norms without their 1": weights(lambda norm: norm - 1, "q_norm", "k_norm"),
     },
+    "gemma4_text": {
+        "bases swapped": swapped_ropes,
+        "window one less": attention(window=lambda old: old - 1),
+        "window one more": attention(window=lambda old: old + 1),
+        "scale of head_dim": attention(scale=None),
+        "values not normed": attention(v_norm=False),
+        "norms that miss a 1": weights(lambda norm: norm + 1, "attn_norm"),
+        "head norms that miss a 1": weights(lambda norm: norm + 1, "q_norm", "k_norm"),
+        "no weights of layers' outputs": weights(lambda _: None, "output_scale"),
+        "weights of the next layers' outputs": shifted_scales,
+        "every channel rotated": of_layers_with_windows(False, fraction=1.0),
+        "frequencies of the rotated channels alone": of_layers_with_windows(False, kind="default"),
+        "no cap of logits": config(logit_softcap=None),
+        "embedding not scaled": config(embed_scale=1.0),
+        "no post norms": weights(lambda _: None, "attn_post_norm", "mlp_post_norm"),
+    },
     "olmo3": {
         "bases swapped": swapped_ropes,
         "window one less": attention(window=lambda old: old - 1),
@@ -257,6 +313,29 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "no shared expert": experts(shared=0),
         "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
         "every channel rotated": rope(fraction=1.0),
+    },
+    "llama4_text": {
+        "no chunks": attention(chunk=None),
+        "chunks one less": attention(chunk=lambda old: old - 1),
+        "chunks one more": attention(chunk=lambda old: old + 1),
+        "windows of a chunk's size": of_layers(True, lambda own: replace(own, chunk=None, window=own.chunk)),
+        "chunks in every layer": attention(chunk=16),
+        "rotated pairs not interleaved": halves_paired,
+        "base 10000": of_layers(True, lambda own: replace(own, rope=replace(own.rope, theta=1e4))),
+        "every layer rotated": of_layers(False, lambda own: replace(own, rope=Rope(theta=5e5))),
+        "no norms of q and k": attention(qk_norm=None),
+        "norms of q and k in every layer": attention(qk_norm="unit"),
+        "no temperature": rope(temperature=0.0),
+        "temperature from the next position on": rope(temperature_offset=0),
+        "temperature of longer contexts": of_layers(
+            False, lambda own: replace(own, rope=replace(own.rope, original_max_position=32))
+        ),
+        "weights of the outputs": experts(weighs_inputs=False),
+        "softmax": router(scores="softmax"),
+        "weights normalised": router(is_normalised=True),
+        "no shared expert": experts(shared=0),
+        "gate and up swapped": weights(halves_swapped, "experts_gate_up"),
+        "experts in another order": weights(lambda weight: jnp.roll(weight, 1, axis=0), "experts_down"),
     },
     "deepseek_v2": {
         "rotated pairs not interleaved": pairs_swapped("qkv"),
@@ -328,6 +407,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+SCOUT = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+SCOUT |= {"original_max_position_embeddings": 32}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Configs that the recordings lack: the class in transformers, and its arguments beside the sizes.
@@ -345,6 +426,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 with short longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
     "phi3 with long longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "gemma2 without caps": ("Gemma2", {"head_dim": 16, **UNCAPPED}),
+    "gemma4 with the default pattern": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 10, "num_hidden_layers": 7,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97,
+    }),
+    "gemma4 with keys as values": ("Gemma4", {
+        "head_dim": 16, "global_head_dim": 48, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 10, "layer_types": ALTERNATING, "final_logit_softcapping": 20.0,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97, "use_bidirectional_attention": "vision",
+    }),
     "gemma3 with the default pattern": ("Gemma3", {"head_dim": 16, "sliding_window": 10, "num_hidden_layers": 7}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
@@ -386,6 +476,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_size": 24, "first_k_dense_replace": 1, "rope_interleave": False, "norm_topk_prob": False,
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, "num_mtp_layers": 0,
     }),
+    "llama4 with dense layers, two experts a token": ("Llama4", {
+        "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 48, "intermediate_size": 24, "attention_chunk_size": 11, "no_rope_layer_interval": 2,
+        "rope_parameters": {**SCOUT, "rope_theta": 5e5}, "attention_bias": True, "floor_scale": 7, "attn_scale": 0.5,
+    }),
+    "llama4 as Maverick, without chunks": ("Llama4", {
+        "head_dim": 16, "num_local_experts": 4, "moe_layers": [1, 2], "intermediate_size_mlp": 48, "use_qk_norm": False,
+        "attention_chunk_size": None, "attn_temperature_tuning": False, "rope_parameters": dict(BASE),
+    }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip
 
@@ -396,7 +495,7 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = "Gemma3Text" if name == "Gemma3" else name
+    kind = f"{name}Text" if name in ("Gemma3", "Gemma4", "Llama4") else name
     made = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
     ).eval()
@@ -406,6 +505,9 @@ def theirs(name: str, more: Mapping[str, Any], folder: Path) -> Any:
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter *= 4  # larger scores, on which caps and scales have more effect
+        for name, buffer in made.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer *= 0.5 + torch.rand(1)
     made.save_pretrained(folder)
     return made
 

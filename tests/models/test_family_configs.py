@@ -16,15 +16,16 @@ from jspec.models import families
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import Rope
 from jspec.tools.testing import last_logits
-from tests.support import tiny
+from tests.support import folders, tiny
 from tests.support.folders import TARGET
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text")
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 
 OLD_GEMMA3 = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -54,6 +55,54 @@ def test_language_model_of_a_folder_with_an_image_encoder_is_loaded_without_it(
     got, data = tiny.load_target(tmp_path), recording(source / "expect.npz")
     np.testing.assert_allclose(last_logits(got, data["prompt0"].tolist()), data["logits0"][-1], atol=1e-4)
     assert "1 tensors for images are left out" in caplog.text
+
+
+def test_folder_of_llama4_with_an_image_encoder_and_older_spellings_is_loaded_without_it(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = golden / "families" / "llama4_text"
+    text = json.loads((source / "config.json").read_text())
+    derived = ("layer_types", "moe_layers", "no_rope_layers", "rope_parameters")
+    old = {name: value for name, value in text.items() if name not in derived}
+    old |= {"attn_temperature_tuning": 4, "rope_theta": 5e5, "rope_scaling": None, "no_rope_layers": []}
+    tensors = {f"language_model.{name}": value for name, value in load_file(source / "model.safetensors").items()}
+    images = ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight")
+    save_file(tensors | dict.fromkeys(images, np.zeros((3, 3), np.float32)), tmp_path / "model.safetensors")
+    fields = {"model_type": "llama4", "text_config": old, "vision_config": {}, "boi_token_index": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    got, data = tiny.load_target(tmp_path), recording(source / "expect.npz")
+    assert got.config == families.read_config(text)
+    np.testing.assert_allclose(last_logits(got, data["prompt1"].tolist()), data["logits1"][-1], atol=1e-4)
+    assert "2 tensors for images are left out" in caplog.text
+
+
+def test_folder_of_gemma4_with_an_image_encoder_and_the_spellings_of_its_authors_is_loaded_without_it(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = golden / "families" / "gemma4_text"
+    text = json.loads((source / "config.json").read_text())
+    old = {name: value for name, value in text.items() if name != "per_layer_config"}
+    old |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    tensors = load_file(source / "model.safetensors").items()
+    wrapped = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors}
+    image = {"model.vision_tower.patch.weight": np.zeros((3, 3), np.float32)}
+    save_file(wrapped | image, tmp_path / "model.safetensors")
+    fields = {"model_type": "gemma4", "text_config": old, "vision_config": {}, "audio_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    got, data = tiny.load_target(tmp_path), recording(source / "expect.npz")
+    assert got.config == families.read_config(text)
+    np.testing.assert_allclose(last_logits(got, data["prompt1"].tolist()), data["logits1"][-1], atol=1e-4)
+    more = {"attention_k_eq_v": False, "num_global_key_value_heads": 1}
+    assert families.read_config({**old, **more}).layers[2].attention.kv_heads == 2, "the key counts with shared values"
+
+
+def test_experts_of_llama4_that_are_stored_one_by_one_are_those_stored_together(golden: Path, tmp_path: Path) -> None:
+    source = golden / "families" / "llama4_text"
+    save_file(folders.experts_one_by_one(load_file(source / "model.safetensors")), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    ids = recording(source / "expect.npz")["prompt1"].tolist()
+    found, wanted = (last_logits(tiny.load_target(folder), ids) for folder in (tmp_path, source))
+    np.testing.assert_array_equal(found, wanted)
 
 
 # For each family, changes of its recorded config.json that must be refused, and words of the error.
@@ -95,6 +144,18 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sliding_window": None}, "sliding_window: expected an integer"),
         ({"query_pre_attn_scalar": "16"}, "query_pre_attn_scalar: expected a number, got '16'"),
     ],
+    "gemma4_text": [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: expected 0, got 256"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0, got 1"),
+        ({"enable_moe_block": True}, "enable_moe_block: expected False, got True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or 'vision', got 'all'"),
+        ({"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config: 0: expected head_dim and .*, got"),
+        ({"per_layer_config": {"2": {"head_dim": 31}}}, "head_dim: expected an even number, got 31"),
+        ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "num_key_value_heads: expected a divisor .*, got 3"),
+        ({"per_layer_config": [32]}, "per_layer_config: expected an object, got"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: expected an object .* sliding_attention, got"),
+        ({"global_head_dim": "32", "per_layer_config": None}, "global_head_dim: expected an integer, got '32'"),
+    ],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types: expected 'full_attention' or .*chunked"),
         ({"rms_norm_eps": None}, "missing rms_norm_eps"),
@@ -123,6 +184,20 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ({"routed_scaling_factor": -2}, "routed_scaling_factor: expected a finite number above 0, got -2"),
         ({"n_shared_experts": -1}, "n_shared_experts: expected an integer from 0 .*, got -1"),
+    ],
+    "llama4_text": [
+        ({"attention_chunk_size": 0}, "attention_chunk_size: expected an integer from 1 .*, got 0"),
+        ({"attention_chunk_size": None}, "attention_chunk_size: expected an integer"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected .* or 'chunked_attention', got.*sliding"),
+        ({"no_rope_layers": [1, 1]}, r"no_rope_layers: expected 4 numbers, .* got \[1, 1\]"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning: expected true, false or an integer, got 'yes'"),
+        ({"floor_scale": 0.5}, "floor_scale: expected an integer, got 0.5"),
+        ({"attn_scale": -1}, "attn_scale: expected a finite number above 0, got -1"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most 3, .*, got 4"),
+        ({"moe_layers": "all"}, "moe_layers: expected a list of integers from 0, got 'all'"),
+        ({"intermediate_size_mlp": -1}, "intermediate_size_mlp: expected an integer from 1 .*, got -1"),
+        ({"rope_scaling": YARN, "rope_parameters": None}, "rope: expected 1.0 with use_qk_norm, got 'attention_f"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected 1.0, got 0.5"),
     ],
     "granite": [
         ({"residual_multiplier": "big"}, "residual_multiplier: expected a number, got 'big'"),
@@ -159,7 +234,7 @@ def test_folder_with_a_missing_or_an_unknown_tensor_is_refused_by_name(
         Model.from_pretrained(tmp_path, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "olmo3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "phi3", "olmo3", "gpt_oss", "glm4_moe", "llama4_text"])
 def test_config_as_json_gives_the_same_config_again(name: str, golden: Path) -> None:
     made = tiny.load_target(golden / "families" / name).config
     stored = json.loads(json.dumps(made.to_json()))
@@ -191,6 +266,14 @@ def test_model_of_an_unknown_family_raises_naming_the_known_families() -> None:
     for read in (lambda: families.family_of("gpt2"), lambda: families.read_config({**TARGET, "model_type": "gpt2"})):
         with pytest.raises(NotImplementedError, match=r"model_type: expected .*'llama' or .*'qwen3'.*, got 'gpt2'"):
             read()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_model_with_linear_attention_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=f"model_type: expected a model without linear attention, .*state.*, got '{name}'"
+    ):
+        families.read_config({**TARGET, "model_type": name})
 
 
 def test_config_of_smollm3_has_layers_without_rope_and_refuses_a_wrong_number_of_them() -> None:

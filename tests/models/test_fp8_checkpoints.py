@@ -177,11 +177,11 @@ def test_blocks_of_any_size_widen_to_the_weights_that_they_stand_for(
         np.testing.assert_array_equal(widened(getattr(model.layers[0], part)), expected[f"layers.0.{part}"])
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "llama4_text"])
 def test_float8_checkpoint_of_other_families_has_the_logits_of_its_widened_weights(
     family: str, tmp_path: Path, golden: Path
 ) -> None:
-    """phi3 stores fused tensors; gemma2 has norms that are not read as they are stored, and a tied output head."""
+    """phi3 stores fused tensors; gemma2 changes norms and ties its output head; llama4_text reorders rows of q, k."""
     config = json.loads((golden / "families" / family / "config.json").read_text())
     stored = wide = folders.stored(golden / "families" / family)
     for name in [name for name in wide if name.endswith("_proj.weight")]:
@@ -197,8 +197,8 @@ def test_float8_checkpoint_of_other_families_has_the_logits_of_its_widened_weigh
 
 def with_float8_experts(folder: Path, form: made.Format) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
     """Return the config and the tensors of a mixture of experts with float8 experts, and with their widened weights."""
-    config = json.loads((folder / "config.json").read_text())
-    stored = wide = folders.stored(folder)
+    config, own = json.loads((folder / "config.json").read_text()), folders.stored(folder)
+    stored = wide = folders.experts_one_by_one(own) if "llama4" in config["model_type"] else own
     for name in [name for name in wide if ".experts." in name]:
         values, beside, widened_weight = form.quantise(wide[name].astype(np.float32))
         ends = {f"{name.removesuffix('weight')}{end}": scale for end, scale in beside.items()}
@@ -206,17 +206,20 @@ def with_float8_experts(folder: Path, form: made.Format) -> tuple[dict[str, Any]
     return {**config, "quantization_config": form.config}, stored, wide
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors by row", "fp8 by tensor"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_moe", "compressed-tensors by row"), ("qwen3_moe", "fp8 by tensor"), ("llama4_text", "fp8 by tensor")],
+)
 def test_float8_experts_with_a_scale_a_row_or_a_tensor_have_the_logits_of_their_widened_weights(
-    name: str, tmp_path: Path, golden: Path
+    family: str, name: str, tmp_path: Path, golden: Path
 ) -> None:
-    config, stored, wide = with_float8_experts(golden / "families" / "qwen3_moe", FORMATS[name])
+    config, stored, wide = with_float8_experts(golden / "families" / family, FORMATS[name])
     own = Model.from_pretrained(folders.write(tmp_path / "fp8", config, stored))
     plain = Model.from_pretrained(
         folders.write(tmp_path / "wide", {**config, "quantization_config": None}, wide), dtype="float32"
     )
     experts = own.layers[1].experts_gate_up
-    assert isinstance(experts, Quantized) and experts.scale.shape == (8, 32) and experts.kind == "fp8"
+    assert isinstance(experts, Quantized) and experts.scale.shape == experts.shape[:2] and experts.kind == "fp8"
     np.testing.assert_array_equal(
         np.asarray(experts.values, np.float32) * np.asarray(experts.scale)[..., None],
         np.asarray(plain.layers[1].experts_gate_up),

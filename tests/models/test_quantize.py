@@ -187,11 +187,16 @@ def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", EXPERT_KINDS)
-def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: str, golden: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *((kind, "mixtral" if kind == "mxfp4" else "glm4_moe") for kind in EXPERT_KINDS),
+        *((kind, "llama4_text") for kind in ("int8", "int4")),
+    ],
+)
+def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: str, family: str, golden: Path) -> None:
     """A model whose weights are rounded and then stored in float32 again has the same logits."""
-    folder = golden / "families" / ("mixtral" if kind == "mxfp4" else "glm4_moe")
-    target = tiny.load_target(folder)
+    target = tiny.load_target(golden / "families" / family)
     own = quantize_weights(target, kind)
     assert isinstance(own.layers[1].experts_gate_up, Quantized) and not isinstance(own.layers[1].router, Quantized)
 

@@ -107,7 +107,7 @@ def leaves(tree: Any) -> dict[str, jax.Array]:
 
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("gemma2", {}),
+    ("gemma4_text", {}),
     ("qwen2", dict(quantize="int8")),
     ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks

@@ -18,7 +18,19 @@ def ancestors(parents: np.ndarray, node: int) -> list[int]:
 
 
 def attention(
-    q, k_pool, v_pool, page_table, lengths, new_rows, *, start=0, window=None, scale=None, softcap=None, sinks=None
+    q,
+    k_pool,
+    v_pool,
+    page_table,
+    lengths,
+    new_rows,
+    *,
+    start=0,
+    window=None,
+    chunk=None,
+    scale=None,
+    softcap=None,
+    sinks=None,
 ) -> np.ndarray:
     """Compute the softmax attention of every query over the cache rows it attends to.
 
@@ -31,6 +43,7 @@ def attention(
         start: first row that any query attends to.
         window: number of newest rows up to its own that a query attends to, out of the rows it would attend to without
             a window; the later rows are not counted.
+        chunk: number of successive rows, out of the same, of which a query attends only to those that its own is among.
         scale: factor of the scores; None: 1 / sqrt(D).
         softcap: c, if a score x becomes c * tanh(x / c); None: scores are unchanged.
         sinks: score of one more row for each query head [H], whose value is 0; None: no such row.
@@ -47,7 +60,10 @@ def attention(
             new = [lengths[b] + j for j in sorted(new_rows[b][t])]
             seen = [*range(lengths[b]), *(row for row in new if row <= lengths[b] + t)]
             later = [row for row in new if row > lengths[b] + t]
-            rows = [row for row in [*seen[-(window or len(seen)) :], *later] if row >= start]
+            first = max(len(seen) - (window or len(seen)), 0)
+            if chunk is not None:
+                first = max(first, (len(seen) - 1) // chunk * chunk)
+            rows = [row for row in [*seen[first:], *later] if row >= start]
             if not rows:
                 continue
             keys = np.stack([read_row(k_pool, page_table, b, row) for row in rows]).astype(np.float64)

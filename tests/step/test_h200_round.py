@@ -12,6 +12,7 @@ from jspec import Tree
 from jspec.core.config import EngineConfig
 from jspec.core.records import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
+from jspec.models.families import read_config
 from jspec.models.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.memory import DeviceMemory, MemoryPlanner
@@ -300,6 +301,31 @@ def test_h200_round_of_latent_attention_is_one_cuda_graph_that_copies_no_pool(
     compiled = compile_round(tree, batch=batch, shape="deepseek-v2-lite", layers=layers)
     program = check(*compiled, launches=launches, temp_mib=180)
     assert [program.count(name) for name in ("latent_queries", "append_latent", "head_products")] == [layers] * 3
+
+
+CHUNKS: dict[str, Any] = dict(
+    model_type="llama4_text", hidden_size=5120, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=40
+)  # as Llama 4 Scout, whose layers have chunks and experts with weighted inputs
+TWO_SIZES: dict[str, Any] = dict(
+    model_type="gemma4_text", hidden_size=5376, intermediate_size=21504, num_hidden_layers=12, num_attention_heads=32,
+    num_key_value_heads=16, head_dim=256, num_global_key_value_heads=4, attention_k_eq_v=True,
+    hidden_size_per_layer_input=0, sliding_window=1024,
+)  # pools of two shapes  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fields", "launches", "moves"), [(CHUNKS, 300, 1), (TWO_SIZES, 270, 3)], ids=["chunks", "two"]
+)
+def test_h200_round_of_a_tree_with_chunks_or_pools_of_two_shapes_is_one_cuda_graph_that_copies_no_pool(
+    fields: dict[str, Any], launches: int, moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = fields["model_type"]
+    config = read_config({**fields, "vocab_size": 200064, "rms_norm_eps": 1e-5})
+    monkeypatch.setitem(shapes.TARGETS, name, config)
+    monkeypatch.setitem(shapes.DRAFT_VOCAB, name, 32000)
+    program = check(*compile_round(Tree.topk(32, 6, 6), shape=name), launches=launches, temp_mib=40)
+    assert program.count("move_rows") == moves
 
 
 @pytest.mark.long

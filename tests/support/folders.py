@@ -206,3 +206,14 @@ def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, array in expected.items():
         assert got[name].dtype == array.dtype, name
         assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name
+
+
+def experts_one_by_one(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a Llama 4's tensors with the weights of each expert for itself, as exporters of quantised weights do."""
+    found = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for name in tensors.keys() - found.keys():
+        parts = ["down_proj"] if "down" in name else ["gate_proj", "up_proj"]
+        for index, expert in enumerate(tensors[name]):
+            for part, values in zip(parts, np.split(expert.T, len(parts)), strict=True):
+                found[f"{name.rpartition('.')[0]}.{index}.{part}.weight"] = np.ascontiguousarray(values)
+    return found

@@ -21,6 +21,7 @@ from tests.support.folders import EAGLE, HEAD, TARGET, without
 pytestmark = pytest.mark.once
 
 PLAIN = "4 heads, 2 key-value heads, head_dim 16"
+NORMS = "norms of q and k (each head), norms of v (each head, without weights)"
 TRAITS = {
     "gemma2": [
         f"attention: {PLAIN}, scores times 0.204124, scores limited to 20",
@@ -36,6 +37,13 @@ TRAITS = {
         "rope: default, theta 10000 in 3 of 4 layers; linear, theta 1000000, factor 8 in 1 of 4 layers",
         "factors: embedding 5.65685",
     ],
+    "gemma4_text": [
+        f"attention: {PLAIN}, {NORMS}, scores times 1 in 2 of 3 layers; "
+        f"4 heads, 1 key-value heads, head_dim 32, {NORMS}, values are keys, scores times 1 in 1 of 3 layers",
+        "rope: default, theta 10000 in 2 of 3 layers; "
+        "proportional, theta 100000, 0.25 of the channels in 1 of 3 layers",
+        "factors: a weight of each layer's output, embedding 5.65685, logits limited to 15",
+    ],
     "granite": [
         f"attention: {PLAIN}, scores times 0.1",
         "factors: residual 0.4, embedding 6, logits 1 / 2",
@@ -50,6 +58,13 @@ TRAITS = {
         "alpha 1.702",
     ],
     "llama": [f"attention: {PLAIN}", "rope: llama3, theta 500000, factor 4, from 64 tokens", "window: none"],
+    "llama4_text": [
+        f"attention: {PLAIN}, norms of q and k (each head, without weights) in 3 of 4 layers; {PLAIN} in 1 of 4 layers",
+        "window: chunks of 16 tokens in 3 of 4 layers; none in 1 of 4 layers",
+        "rope: default, theta 500000 in 3 of 4 layers; none, query temperature 0.2 in 1 of 4 layers",
+        "feed-forward: 3 experts of 24 channels, 1 a token, silu, sigmoid, weights of the inputs, "
+        "shared expert of 24 channels",
+    ],
     "mistral": ["window: 24 tokens", "norms: before attention and feed-forward", "vocabulary: 128, own output head"],
     "olmo3": [
         f"attention: {PLAIN}, norms of q and k (all heads together)",

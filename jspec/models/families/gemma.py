@@ -1,16 +1,17 @@
-"""The dense Gemma families: Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786)."""
+"""The dense Gemma families: Gemma 2 (arXiv:2408.00118), Gemma 3 (arXiv:2503.19786) and Gemma 4."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
-from jspec.models.layer_config import Rope, unsupported
+from jspec.models.layer_config import GQA, Rope, unsupported
 from jspec.models.weight_map import LAYER
 
 DEFAULTS = {
@@ -93,6 +94,76 @@ class Gemma3(Gemma2):
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         return super().attention(fields) | {"softcap": None, "qk_norm": "head"}  # transformers ignores this softcap
+
+
+@register("gemma4_text")
+class Gemma4(Gemma2):
+    """Gemma 4, dense: full layers have heads of other sizes; values are normed; each layer's output has a weight."""
+
+    published: ClassVar = "Gemma 4 31B (text)"
+    defaults: ClassVar = {
+        **DEFAULTS,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+    }
+    fixed: ClassVar = {
+        "attention_bias": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+    }
+    names: ClassVar = {**Gemma2.names, "output_scale": ("layer_scalar",)}
+    norms_less_one: ClassVar = False
+
+    def layer_types(self, fields: Fields) -> list[str]:
+        count = fields.integer("num_hidden_layers")
+        types = read_layer_types(fields, [SLIDING if (i + 1) % 6 else FULL for i in range(count)])
+        return [*types[:-1], FULL]
+
+    def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
+        if fields.get("rope_parameters") is None and theta is None:
+            return {FULL: Rope(theta=1e6, kind="proportional", fraction=0.25), SLIDING: Rope(theta=1e4)}
+        ropes = read_ropes(fields, theta=theta)
+        for rope in ropes.values():
+            if rope.kind == "default" and rope.fraction != 1.0:
+                raise unsupported(
+                    "partial_rotary_factor", rope.fraction, "1.0 with rotary embeddings of type 'default'"
+                )
+        return ropes
+
+    def attentions(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[GQA]:
+        made = super().attentions(fields, heads, ropes, types)
+        return [_with_sizes(fields, index, own) for index, own in enumerate(made) if isinstance(own, GQA)]
+
+    def attention(self, fields: Fields) -> dict[str, Any]:
+        if fields.get("use_bidirectional_attention") == "all":
+            raise unsupported("use_bidirectional_attention", "all", "null or 'vision'")
+        return {"scale": 1.0, "qk_norm": "head", "v_norm": True}
+
+    def layer(self, fields: Fields) -> dict[str, Any]:
+        return {"norms": "both", "has_scale": True}
+
+
+def _with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
+    """Return the attention of a layer of Gemma 4 with the sizes of its heads.
+
+    Args:
+        fields: parsed config.json; `per_layer_config` of transformers 5 replaces the keys of full layers.
+        index: index of the layer.
+        heads: attention with the sizes of sliding layers.
+    """
+    given = fields.object("per_layer_config").object(str(index))
+    if unknown := sorted(given.keys() - {"head_dim", "num_key_value_heads"}):
+        raise unsupported(given.place, unknown, "head_dim and num_key_value_heads")
+    is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads
+    has_one = is_full and fields.flag("attention_k_eq_v")
+    if is_full and fields.get("per_layer_config") is None:
+        dim = fields.integer("global_head_dim")
+        count = fields.integer("num_global_key_value_heads", count) if has_one else count
+    dim, count = given.integer("head_dim", dim), given.integer("num_key_value_heads", count)
+    return replace(heads, head_dim=dim, kv_heads=count, values_are_keys=has_one)
 
 
 def _cap(fields: Fields, name: str) -> float | None:

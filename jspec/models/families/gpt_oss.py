@@ -15,7 +15,7 @@ from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types
 from jspec.models.layer_config import Rope
 from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.weight_map import LAYER
+from jspec.models.weight_map import LAYER, input_major
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -81,13 +81,11 @@ def _read(row: Row) -> Row:
     """
     match row.parameter.rpartition(".")[2]:
         case "experts_gate_up":
-            count, out, inner = row.shape
-            return mapped(row, lambda values: _gate_first(values.swapaxes(1, 2)), (count, inner, out))
+            return mapped(input_major(row), _gate_first)
         case "experts_gate_up_bias":
             return mapped(row, _gate_first)
         case "experts_down":
-            count, out, inner = row.shape
-            return mapped(row, lambda values: np.ascontiguousarray(values.swapaxes(1, 2)), (count, inner, out))
+            return input_major(row)
     return row
 
 

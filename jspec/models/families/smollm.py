@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from convert.fields import Fields
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_ropes
+from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers, read_ropes
 from jspec.models.layer_config import LayerConfig, Rope
 
 NO_ROPE = Rope(kind="none")
@@ -25,25 +25,17 @@ class SmolLM3(Llama):
 
     def decoder(self, fields: Fields, *, rope_theta: float | None = None) -> dict[str, Any]:
         read = super().decoder(fields, rope_theta=rope_theta)
-        pairs = zip(read["layers"], self._has_rope(fields), strict=True)
+        pairs = zip(read["layers"], read_rope_layers(fields), strict=True)
         return {**read, "layers": tuple(layer if has_rope else _without_rope(layer) for layer, has_rope in pairs)}
 
     def layer_types(self, fields: Fields) -> list[str]:
         slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
-        types = [FULL if has_rope or not slides else SLIDING for has_rope in self._has_rope(fields)]
+        types = [FULL if has_rope or not slides else SLIDING for has_rope in read_rope_layers(fields)]
         return read_layer_types(fields, types)
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
         plain = {} if fields.get("rope_parameters") is not None else {"rope_theta": 2e6}
         return read_ropes(Fields({**plain, **fields}, fields.place), theta=theta)
-
-    def _has_rope(self, fields: Fields) -> list[bool]:
-        """Return whether each layer has a rotary embedding."""
-        count, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
-        given = fields.integers("no_rope_layers") or [(i + 1) % interval for i in range(count)]
-        if len(given) < count:
-            raise fields.error("no_rope_layers", f"{count} numbers, one for each layer; 0: no rotary embedding")
-        return [bool(one) for one in given[:count]]
 
 
 def _without_rope(layer: LayerConfig) -> LayerConfig:
