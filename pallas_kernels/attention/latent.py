@@ -32,6 +32,7 @@ from pallas_kernels.layers.row_blocks import in_row_blocks
 FIXED_ROWS = 64  # rows of a Pallas program in deterministic products, and with many rows
 WIDTH = 128  # columns of the product that a Pallas program computes
 INNER = 64  # values of the sum that a loop iteration adds up
+FEW_WIDTH, FEW_INNER = 32, 128  # the same with few rows: more programs of fewer iterations, which wait for memory
 MOST_INNER = 4096  # most rows and most columns of a head's matrix
 
 
@@ -64,6 +65,8 @@ def _kernel(
     *,
     start,
     block,  # rows per Pallas program
+    widest,  # most columns per Pallas program
+    longest,  # most values of the sum per loop iteration
     is_transposed,
     precision,  # precision of the matrix products
 ):
@@ -74,7 +77,7 @@ def _kernel(
     start += head * (inner + (0 if cos_sin_ref is None else 2 * cos_sin_ref.shape[-1]))
     row = pl.program_id(0) * block + jnp.arange(block)[:, None]
     is_row, own = row < rows, jnp.minimum(row, rows - 1)  # padding rows load the last one, and are not stored
-    width, step = _width(out), min(max(pl.next_power_of_2(inner), MMA_ROWS), INNER)
+    width, step = (min(max(pl.next_power_of_2(size), MMA_ROWS), most) for size, most in ((out, widest), (inner, longest)))
     column = tile * width + jnp.arange(width)
     is_column = column < out
 
@@ -110,7 +113,7 @@ def _kernel(
     if cos_sin_ref is None:
         multiply()
         return
-    products = pl.cdiv(out, width)
+    products = pl.cdiv(out, widest)
     pl.when(tile < products)(multiply)
     pl.when(tile == products)(turn)
 
@@ -122,11 +125,6 @@ def _masked(shape, rows, columns):
     return {"mask": jnp.broadcast_to(functools.reduce(jnp.logical_and, known), shape), "other": 0} if known else {}
 
 
-def _width(out: int) -> int:
-    """Returns the number of columns that a Pallas program computes."""
-    return min(max(pl.next_power_of_2(out), MMA_ROWS), WIDTH)
-
-
 def _pallas(x, weight, cos_sin, *, start, is_transposed, deterministic, interpret):
     rows, (heads, *sizes) = x.shape[0], weight.shape
     out = sizes[0] if is_transposed else sizes[1]
@@ -135,10 +133,12 @@ def _pallas(x, weight, cos_sin, *, start, is_transposed, deterministic, interpre
     wide = x.dtype == jnp.float32 and not interpret
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    block = FIXED_ROWS if deterministic or rows > 2 * MMA_ROWS else MMA_ROWS
-    tiles = pl.cdiv(out, _width(out)) + (cos_sin is not None)
+    is_few = not deterministic and rows <= 2 * MMA_ROWS
+    widest, longest = (FEW_WIDTH, FEW_INNER) if is_few else (WIDTH, INNER)
+    block, tiles = MMA_ROWS if is_few else FIXED_ROWS, pl.cdiv(out, widest) + (cos_sin is not None)
+    options = {"block": block, "widest": widest, "longest": longest, "is_transposed": is_transposed}
     return pl.pallas_call(
-        functools.partial(_kernel, start=start, block=block, is_transposed=is_transposed, precision=precision),
+        functools.partial(_kernel, start=start, precision=precision, **options),
         grid=(pl.cdiv(rows, block), heads, tiles),
         out_shape=jax.ShapeDtypeStruct((rows, heads, out + rotated), x.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=3),

@@ -23,7 +23,7 @@ from pallas_kernels.layers.quantized import sum_f32
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
 LEAST_SUM = 1e-20  # added to the sum of the chosen sigmoids, which may all be 0
-MOST = 2048  # most experts that the kernel supports; one warp holds the keys of all
+MOST = 512  # most experts that the kernel supports; one warp holds the keys of all
 LEAST = -(2**31)  # integer that is smaller than those of all keys
 NONE = -1  # index of no expert
 

@@ -299,7 +299,7 @@ CASES: dict[str, Case] = {
     "sampling threshold": threshold(5),
     "sample tokens": sample(5),
     "experts of a row": routed(Choice(128, 8)),
-    "experts of a row, of many in groups": routed(Choice(2048, 8, "sigmoid", groups=8, chosen_groups=4)),
+    "experts of a row, of many in groups": routed(Choice(512, 8, "sigmoid", groups=8, chosen_groups=4)),
     "gather rows": gather(),
     "scatter rows": scatter(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
