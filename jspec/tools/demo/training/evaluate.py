@@ -1,0 +1,99 @@
+"""Measures a target with `jspec.Engine`: bits a byte of held-out text, and how much of what it writes is Python."""
+
+from __future__ import annotations
+
+import ast
+import codeop
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jspec.engine.api import Engine
+from jspec.engine.sampling_params import SamplingParams
+from jspec.tools.demo.training.prepare import HELD, INDEX
+
+HEADS = 100  # `def` and `class` lines that are completed
+TOKENS = 200  # tokens of a completion
+UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT
+
+
+def evaluate(folder: Path, data: Path) -> None:
+    """Measure a target and print its bits a byte of held-out modules, and the shares of completions that parse.
+
+    Args:
+        folder: folder of the target and its tokenizer.
+        data: folder of `jspec.tools.demo.training.prepare.prepare`.
+    """
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    tokens = np.load(data / HELD)
+    index = [one for one in json.loads((data / INDEX).read_text()) if one["group"] == "modules"]
+    modules = [tokens[one["start"] : one["start"] + one["tokens"]] for one in index]
+    with Engine.from_pretrained(folder, slots=8, max_len=context) as engine:
+        texts = [engine.tokenizer.decode(module[1:].tolist()) for module in modules]
+        verdicts = [verdict(text) for text in completions(engine, heads(texts))]
+        whole, unfinished = (verdicts.count(kind) / len(verdicts) for kind in ("whole", "unfinished"))
+        print(f"{len(verdicts)} greedy completions of {TOKENS} tokens behind def and class lines, cut to whole lines:")
+        print(f"{whole:.0%} parse, {unfinished:.0%} more but for an unfinished last statement", flush=True)
+        bits = sum(code_length(engine, module, context - 1) for module in modules)
+    print(f"held-out modules: {bits / sum(one['bytes'] for one in index):.3f} bits a byte")
+
+
+def heads(texts: Sequence[str], count: int = HEADS) -> list[str]:
+    """Return ``count`` different lines of some texts, evenly spaced, that begin a function or a class."""
+    lines = [line for text in texts for line in text.splitlines()]
+    found = [line for line in lines if line.startswith(("def ", "class ")) and line.endswith(":")]
+    unique = list(dict.fromkeys(found))
+    return unique[:: max(1, len(unique) // count)][:count]
+
+
+def completions(engine: Engine, prompts: Sequence[str]) -> list[str]:
+    """Return each prompt with its greedy completion."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+    done = engine.generate([f"{prompt}\n" for prompt in prompts], params)
+    return [f"{prompt}\n{one.raise_for_error().text}" for prompt, one in zip(prompts, done, strict=True)]
+
+
+def verdict(text: str) -> str:
+    """Say whether a text parses as Python up to its last whole line.
+
+    Returns:
+        "whole" if it does; "unfinished" if more lines could make it parse, as the text ends within brackets, a string
+        or a block; else "wrong".
+    """
+    lines = text[: text.rfind("\n") + 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in strings
+        try:
+            ast.parse(lines)
+        except SyntaxError:
+            try:
+                compile(lines, "text", "exec", UNFINISHED)
+            except SyntaxError as error:
+                return "unfinished" if "incomplete input" in str(error) else "wrong"
+    return "whole"
+
+
+def code_length(engine: Engine, tokens: np.ndarray, width: int) -> float:
+    """Return minus the log-probability of all tokens but the first, in bits.
+
+    Args:
+        engine: engine of the target.
+        tokens: token ids.
+        width: tokens of a request; a token has at least half as many before it, if the text has.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    starts = range(0, max(1, len(tokens) - width + width // 2), width // 2)
+    done = engine.generate([tokens[start : start + width].tolist() for start in starts], params)
+    nats, counted = 0.0, 1
+    for start, one in zip(starts, done, strict=True):
+        records = one.raise_for_error().prompt_logprobs
+        assert records is not None
+        new = records[counted - start :]
+        nats -= sum(record.logprob for record in new if record is not None)
+        counted += len(new)
+    assert counted == len(tokens)
+    return nats / math.log(2)

@@ -1,0 +1,195 @@
+"""Trains the embedded target: many updates in one compiled program, with all tokens in the memory of the device."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jaxtyping import Array, Float, Int
+
+from jspec.tools.demo.training.model import LINEAR, Shape, Weights, initial, losses
+from jspec.tools.demo.training.prepare import HELD, INDEX, TRAIN
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: by Muon (arXiv:2502.16982), and embedding and norms by AdamW (arXiv:1711.05101).
+
+    Attributes:
+        rows: texts of an update.
+        rate: highest learning rate.
+        decay: weight decay of linear weights.
+        warmup: updates until the highest learning rate; it falls linearly to 0 from there on.
+        chunk: updates of one call of the compiled program.
+        attention: implementation of `jax.nn.dot_product_attention`: "xla" or "cudnn".
+        dtype: dtype of products; weights are float32.
+        seed: seed of the weights and of the order of the texts.
+    """
+
+    rows: int = 64
+    rate: float = 5e-3
+    decay: float = 0.1
+    warmup: int = 200
+    chunk: int = 100
+    attention: str = "xla"
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+
+class State(NamedTuple):
+    """What an update changes."""
+
+    weights: Weights
+    moments: optax.OptState
+    step: Int[Array, ""]
+
+
+class Windows(NamedTuple):
+    """Held-out texts of one group, cut to the context; the first token of a row is not predicted."""
+
+    tokens: Int[np.ndarray, "rows longer"]
+    is_text: np.ndarray  # bool [rows, size]: which of the predicted tokens belong to the text
+    bytes: int  # of all rows
+
+
+def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = None, updates: int = 0) -> Weights:
+    """Train a target, print its progress, and return its weights in float32.
+
+    Args:
+        data: folder of `jspec.tools.demo.training.prepare.prepare`.
+        shape: sizes of the target.
+        recipe: how to train.
+        minutes: time to train for; the first two calls, which are measured, tell the number of updates.
+        updates: updates to train for, if ``minutes`` is None.
+    """
+    tokens = jnp.asarray(np.load(data / TRAIN))
+    began = time.perf_counter()
+    state, run = prepared(shape, recipe)
+    # With a time limit the first two calls, which belong to the warm-up, do not know the number of updates yet.
+    total, done = (updates if minutes is None else 2**30), 0
+    while done < total:
+        start = time.perf_counter()
+        state, loss = run(state, tokens, jnp.float32(total))
+        loss = float(loss)
+        seconds = time.perf_counter() - start
+        done += recipe.chunk
+        rate = recipe.chunk * recipe.rows * shape.context / seconds
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss after {done} updates is {loss}: lower --rate")
+        if minutes is not None and done == 2 * recipe.chunk:
+            left = 60 * minutes - (time.perf_counter() - began)
+            total = done + max(1, int(left / seconds)) * recipe.chunk
+        report(done, total, loss, rate, began)
+    for group, windows in held_out(data, shape.context).items():
+        bits = bits_per_byte(state.weights, windows, shape, recipe)
+        print(f"held-out {group}: {bits:.3f} bits a byte ({windows.bytes} bytes)", flush=True)
+    return state.weights
+
+
+def report(done: int, total: int, loss: float, rate: float, began: float) -> None:
+    """Print a line of progress."""
+    print(
+        f"update {done} of {total}: loss {loss:.4f} nats a token, {rate / 1e6:.3f} M tokens/s, "
+        f"{time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+
+
+def prepared(
+    shape: Shape, recipe: Recipe
+) -> tuple[State, Callable[[State, Int[Array, "tokens"], Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
+    """Return the state before the first update, and the compiled program of ``recipe.chunk`` updates.
+
+    The program takes a state, all tokens and the number of all updates, and returns the new state and the mean loss.
+    """
+    optimizer = _optimizer(recipe)
+    weights = initial(shape, jax.random.key(recipe.seed))
+    state = State(weights, optimizer.init(weights), jnp.int32(0))
+
+    def loss_of(weights: Weights, rows: Int[Array, "rows longer"]) -> Float[Array, ""]:
+        cast = jax.tree.map(lambda value: value.astype(recipe.dtype), weights)
+        return jnp.mean(losses(cast, rows, shape, recipe.attention))
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state: State, tokens: Int[Array, "tokens"], total: Float[Array, ""]) -> tuple[State, Float[Array, ""]]:
+        def update(state: State, _: None) -> tuple[State, Float[Array, ""]]:
+            key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
+            starts = jax.random.randint(key, (recipe.rows, 1), 0, len(tokens) - shape.context)
+            rows = tokens[starts + jnp.arange(shape.context + 1)].astype(jnp.int32)
+            loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows)
+            changes, moments = optimizer.update(gradient, state.moments, state.weights)
+            rate = learning_rate(recipe, state.step, total)
+            changed = jax.tree.map(lambda value, change: value + rate * change, state.weights, changes)
+            return State(changed, moments, state.step + 1), loss
+
+        state, seen = jax.lax.scan(update, state, length=recipe.chunk)
+        return state, jnp.mean(seen)
+
+    return state, run
+
+
+def learning_rate(recipe: Recipe, step: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the learning rate of an update: a linear rise, then a linear fall to 0."""
+    rise = (step + 1) / recipe.warmup
+    fall = (total - step) / jnp.maximum(total - recipe.warmup, 1)
+    return recipe.rate * jnp.minimum(1.0, jnp.minimum(rise, fall))
+
+
+def held_out(data: Path, context: int) -> dict[str, Windows]:
+    """Return the held-out texts of a prepared folder by group, in rows of ``context`` predicted tokens."""
+    tokens = np.load(data / HELD).astype(np.int32)
+    found: dict[str, list[tuple[np.ndarray, int]]] = {}
+    for one in json.loads((data / INDEX).read_text()):
+        ids = tokens[one["start"] : one["start"] + one["tokens"]]
+        found.setdefault(one["group"], []).append((ids, one["bytes"]))
+    groups = {}
+    for group, texts in found.items():
+        cuts = [ids[i : i + context + 1] for ids, _ in texts for i in range(0, len(ids) - 1, context)]
+        rows = np.zeros((len(cuts), context + 1), np.int32)
+        is_text = np.zeros((len(cuts), context), bool)
+        for row, cut in enumerate(cuts):
+            rows[row, : len(cut)], is_text[row, : len(cut) - 1] = cut, True
+        groups[group] = Windows(rows, is_text, sum(size for _, size in texts))
+    return groups
+
+
+def bits_per_byte(weights: Weights, windows: Windows, shape: Shape, recipe: Recipe) -> float:
+    """Return the mean code length of held-out texts in bits a byte; weights are rounded as they are written."""
+    rounded = jax.tree.map(lambda value: value.astype(jnp.bfloat16).astype(recipe.dtype), weights)
+    run = jax.jit(lambda weights, rows: losses(weights, rows, shape, recipe.attention))
+    nats, size = 0.0, recipe.rows
+    for start in range(0, len(windows.tokens), size):
+        rows, is_text = windows.tokens[start : start + size], windows.is_text[start : start + size]
+        padded = np.pad(rows, ((0, size - len(rows)), (0, 0)))
+        nats += float(np.sum(np.asarray(run(rounded, padded))[: len(rows)], where=is_text, dtype=np.float64))
+    return nats / math.log(2) / windows.bytes
+
+
+def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Return the optimizer with a learning rate of 1, by which the caller multiplies the changes."""
+    muon = optax.contrib.muon(
+        1.0,
+        weight_decay=recipe.decay,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        consistent_rms=0.2,  # changes of AdamW's size
+        muon_weight_dimension_numbers=_axes,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def _axes(weights: Weights) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
+    """Return the axes of the linear weights [layers, out, in]; None for embedding and norms, which AdamW changes."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    return {name: axes if name in LINEAR else None for name in weights}

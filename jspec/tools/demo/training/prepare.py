@@ -1,0 +1,86 @@
+"""Makes the tokenizer of the embedded target, and the tokens that it is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jspec.tools.demo.training.text import Document, documents, sizes, split
+
+END = "<|endoftext|>"  # stands before each document and after the last; id 0
+VOCABULARY = 2048
+REPEATS = {"modules": 2}  # how often the training text has the documents of a group, which is measured; others once
+TRAIN, HELD, INDEX = "train.npy", "held_out.npy", "held_out.json"
+
+
+def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) -> None:
+    """Write the tokenizer and the tokens of the text of some folders, and print the sizes.
+
+    Args:
+        folders: folders of Python sources and documentation.
+        out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on and the held-out ones (uint16),
+            and for each held-out document its name, group, first token, number of tokens and of bytes.
+        vocabulary: tokens of the tokenizer.
+    """
+    kept, held = split(documents(folders))
+    if not kept or not held:
+        raise ValueError(f"--text: expected folders with Python sources, got {', '.join(map(str, folders))}")
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = trained([document.text for document in kept], vocabulary)
+    write_tokenizer(tokenizer, out)
+    repeated = [document for document in kept for _ in range(REPEATS.get(document.group, 1))]
+    (tokens, _), (held_tokens, index) = (encoded(tokenizer, some) for some in (repeated, held))
+    np.save(out / TRAIN, tokens)
+    np.save(out / HELD, held_tokens)
+    (out / INDEX).write_text(json.dumps(index))
+    for name, some, ids in (("train", repeated, tokens), ("held out", held, held_tokens)):
+        count = sum(sizes(some).values())
+        print(f"{name}: {len(some)} files, bytes {sizes(some)}, {len(ids)} tokens of {count / len(ids):.2f} bytes")
+
+
+def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
+    """Train a byte-level BPE (arXiv:1508.07909) of so many tokens, which encodes every text without loss."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer as Hugging Face's folders have them."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def encoded(tokenizer: Tokenizer, found: Sequence[Document]) -> tuple[np.ndarray, list[dict[str, str | int]]]:
+    """Return the tokens of all documents, each behind an end token, and where each document lies among them."""
+    parts: list[np.ndarray] = []
+    index: list[dict[str, str | int]] = []
+    start = 0
+    end = tokenizer.token_to_id(END)
+    for document, encoding in zip(found, tokenizer.encode_batch([one.text for one in found]), strict=True):
+        ids = np.array([end, *encoding.ids], np.uint16)
+        size = len(document.text.encode())
+        index.append(
+            {"name": document.name, "group": document.group, "start": start, "tokens": len(ids), "bytes": size}
+        )
+        parts.append(ids)
+        start += len(ids)
+    return np.concatenate([*parts, np.array([end], np.uint16)]), index
