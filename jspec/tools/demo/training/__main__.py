@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     data = options.prepare or options.data
     try:
+        if data is None:
+            raise ValueError("--data: expected a folder that --prepare wrote, got none")
         if options.prepare is not None:
             prepare.prepare(options.text, options.prepare, options.vocab)
         if options.out is not None:
@@ -67,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=1000, help="updates to train for, without --minutes")
     for kind in (model.Shape, fit.Recipe):
         for field in fields(kind):
-            option = {"type": type(field.default), "default": field.default, "help": f"default: {field.default}"}
-            parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
+            name, value = field.name.replace("_", "-"), field.default
+            parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
     return parser
 
 

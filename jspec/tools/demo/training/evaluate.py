@@ -18,7 +18,6 @@ from jspec.tools.demo.training.prepare import HELD, INDEX
 
 HEADS = 100  # `def` and `class` lines that are completed
 TOKENS = 200  # tokens of a completion
-UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT
 
 
 def evaluate(folder: Path, data: Path) -> None:
@@ -33,7 +32,9 @@ def evaluate(folder: Path, data: Path) -> None:
     index = [one for one in json.loads((data / INDEX).read_text()) if one["group"] == "modules"]
     modules = [tokens[one["start"] : one["start"] + one["tokens"]] for one in index]
     with Engine.from_pretrained(folder, slots=8, max_len=context) as engine:
-        texts = [engine.tokenizer.decode(module[1:].tolist()) for module in modules]
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None, "the folder has a tokenizer"
+        texts = [tokenizer.decode(module[1:].tolist()) for module in modules]
         verdicts = [verdict(text) for text in completions(engine, heads(texts))]
         whole, unfinished = (verdicts.count(kind) / len(verdicts) for kind in ("whole", "unfinished"))
         print(f"{len(verdicts)} greedy completions of {TOKENS} tokens behind def and class lines, cut to whole lines:")
@@ -70,11 +71,15 @@ def verdict(text: str) -> str:
         try:
             ast.parse(lines)
         except SyntaxError:
-            try:
-                compile(lines, "text", "exec", UNFINISHED)
-            except SyntaxError as error:
-                return "unfinished" if "incomplete input" in str(error) else "wrong"
+            return _unfinished(lines)
     return "whole"
+
+
+def _unfinished(lines: str) -> str:
+    try:
+        return "unfinished" if codeop.compile_command(lines, symbol="exec") is None else "wrong"
+    except (SyntaxError, ValueError, OverflowError):
+        return "wrong"
 
 
 def code_length(engine: Engine, tokens: np.ndarray, width: int) -> float:

@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from jspec.tools.demo.training.model import LINEAR, Shape, Weights, initial, losses
+from jspec.tools.demo.training.model import LINEAR, Attention, Shape, Weights, initial, losses
 from jspec.tools.demo.training.prepare import HELD, INDEX, TRAIN
 
 
@@ -32,7 +32,7 @@ class Recipe:
         decay: weight decay of linear weights.
         warmup: updates until the highest learning rate; it falls linearly to 0 from there on.
         chunk: updates of one call of the compiled program.
-        attention: implementation of `jax.nn.dot_product_attention`: "xla" or "cudnn".
+        attention: implementation of the attention.
         dtype: dtype of products; weights are float32.
         seed: seed of the weights and of the order of the texts.
     """
@@ -42,7 +42,7 @@ class Recipe:
     decay: float = 0.1
     warmup: int = 200
     chunk: int = 100
-    attention: str = "xla"
+    attention: Attention = "xla"
     dtype: str = "bfloat16"
     seed: int = 0
 
@@ -73,15 +73,18 @@ def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = Non
         minutes: time to train for; the first two calls, which are measured, tell the number of updates.
         updates: updates to train for, if ``minutes`` is None.
     """
-    tokens = jnp.asarray(np.load(data / TRAIN))
+    stored = np.load(data / TRAIN)
+    if stored.max() >= shape.vocab:
+        raise ValueError(f"vocab: expected at least {stored.max() + 1}, the tokens of {data}, got {shape.vocab}")
+    tokens = jnp.asarray(stored)
     began = time.perf_counter()
     state, run = prepared(shape, recipe)
     # With a time limit the first two calls, which belong to the warm-up, do not know the number of updates yet.
     total, done = (updates if minutes is None else 2**30), 0
     while done < total:
         start = time.perf_counter()
-        state, loss = run(state, tokens, jnp.float32(total))
-        loss = float(loss)
+        state, mean = run(state, tokens, jnp.float32(total))
+        loss = float(mean)
         seconds = time.perf_counter() - start
         done += recipe.chunk
         rate = recipe.chunk * recipe.rows * shape.context / seconds

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from safetensors.flax import save_file
 EPS = 1e-5
 THETA = 10000.0
 Weights = dict[str, Array]
+Attention = Literal["xla", "cudnn"]  # implementations of `jax.nn.dot_product_attention`
 
 # The linear weights of a layer by name, as in files of transformers; here all layers are one array [layers, out, in].
 LINEAR = (
@@ -86,7 +88,7 @@ def initial(shape: Shape, key: Array) -> Weights:
 
 
 def logits(
-    weights: Weights, tokens: Int[Array, "rows size"], shape: Shape, attention: str = "xla"
+    weights: Weights, tokens: Int[Array, "rows size"], shape: Shape, attention: Attention = "xla"
 ) -> Float[Array, "rows size vocab"]:
     """Return the logits behind each token in float32; the dtype of the weights is that of the products.
 
@@ -94,7 +96,7 @@ def logits(
         weights: the weights, as `initial` returns them.
         tokens: token ids.
         shape: sizes of the model.
-        attention: implementation of `jax.nn.dot_product_attention`: "xla" or "cudnn".
+        attention: implementation of the attention.
     """
     angles = jnp.arange(tokens.shape[1])[:, None] * THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
 
@@ -118,7 +120,7 @@ def logits(
 
 
 def losses(
-    weights: Weights, tokens: Int[Array, "rows longer"], shape: Shape, attention: str = "xla"
+    weights: Weights, tokens: Int[Array, "rows longer"], shape: Shape, attention: Attention = "xla"
 ) -> Float[Array, "rows size"]:
     """Return minus the log-probability of each token but the first, in nats."""
     scores = logits(weights, tokens[:, :-1], shape, attention)
@@ -129,7 +131,7 @@ def losses(
 def write(weights: Weights, shape: Shape, folder: Path) -> None:
     """Write weights in bfloat16 and config.json as transformers reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {}
+    stored: Weights = {}
     for name, value in weights.items():
         rounded = jnp.asarray(value, jnp.bfloat16)
         if name in (*LINEAR, *NORMS):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jspec.tools.demo.training.text import Document, documents, sizes, split
+from jspec.tools.demo.training.text import Document, bytes_of, documents, split
 
 END = "<|endoftext|>"  # stands before each document and after the last; id 0
 VOCABULARY = 2048
@@ -22,7 +22,7 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) ->
 
     Args:
         folders: folders of Python sources and documentation.
-        out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on and the held-out ones (uint16),
+        out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on and those held out (uint16),
             and for each held-out document its name, group, first token, number of tokens and of bytes.
         vocabulary: tokens of the tokenizer.
     """
@@ -38,8 +38,8 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) ->
     np.save(out / HELD, held_tokens)
     (out / INDEX).write_text(json.dumps(index))
     for name, some, ids in (("train", repeated, tokens), ("held out", held, held_tokens)):
-        count = sum(sizes(some).values())
-        print(f"{name}: {len(some)} files, bytes {sizes(some)}, {len(ids)} tokens of {count / len(ids):.2f} bytes")
+        count = sum(bytes_of(some).values())
+        print(f"{name}: {len(some)} files, bytes {bytes_of(some)}, {len(ids)} tokens of {count / len(ids):.2f} bytes")
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
@@ -77,10 +77,8 @@ def encoded(tokenizer: Tokenizer, found: Sequence[Document]) -> tuple[np.ndarray
     end = tokenizer.token_to_id(END)
     for document, encoding in zip(found, tokenizer.encode_batch([one.text for one in found]), strict=True):
         ids = np.array([end, *encoding.ids], np.uint16)
-        size = len(document.text.encode())
-        index.append(
-            {"name": document.name, "group": document.group, "start": start, "tokens": len(ids), "bytes": size}
-        )
+        sizes = {"tokens": len(ids), "bytes": len(document.text.encode())}
+        index.append({"name": document.name, "group": document.group, "start": start, **sizes})
         parts.append(ids)
         start += len(ids)
     return np.concatenate([*parts, np.array([end], np.uint16)]), index

@@ -84,7 +84,7 @@ def split(found: Iterable[Document]) -> tuple[list[Document], list[Document]]:
     return kept, held
 
 
-def sizes(found: Sequence[Document]) -> dict[str, int]:
+def bytes_of(found: Sequence[Document]) -> dict[str, int]:
     """Return the bytes of the documents by group."""
     groups = sorted({document.group for document in found})
     return {group: sum(len(one.text.encode()) for one in found if one.group == group) for group in groups}
