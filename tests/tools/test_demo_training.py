@@ -1,0 +1,224 @@
+"""Test the training of the embedded target: its text, its tokenizer, its forward pass, its updates, its measures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from jspec import Engine, Model
+from jspec.engine.tokenizer import load_tokenizer
+from jspec.tools.demo.training import evaluate, fit, model, prepare, text
+from jspec.tools.demo.training.__main__ import main
+from jspec.tools.replay import run_texts
+
+pytestmark = pytest.mark.once
+
+SHAPE = model.Shape(vocab=300, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, context=32)
+RECIPE = fit.Recipe(rows=4, rate=2e-2, warmup=4, chunk=4, dtype="float32")
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (2, 33))
+
+
+def sharp_weights() -> model.Weights:
+    """Return weights whose layers matter, in the precision of the file."""
+    weights = model.initial(SHAPE, jax.random.key(1))
+    gains = {name: 8.0 if name in model.LINEAR else 1.0 for name in weights} | {"embed_tokens": 20.0}
+    return {name: (gains[name] * value).astype(jnp.bfloat16).astype(jnp.float32) for name, value in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target with `sharp_weights`."""
+    made = tmp_path_factory.mktemp("target")
+    model.write(sharp_weights(), SHAPE, made)
+    return made
+
+
+def own_logits() -> np.ndarray:
+    return np.asarray(model.logits(sharp_weights(), jnp.asarray(TOKENS), SHAPE))
+
+
+def test_trained_function_equals_the_decoder_on_the_written_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Model.from_pretrained(folder, dtype="float32")
+    expected = run_texts(target, jnp.asarray(TOKENS)).logits
+    np.testing.assert_allclose(own_logits(), expected, atol=1e-4)
+    monkeypatch.setattr(model, "THETA", 2 * model.THETA)
+    assert np.abs(own_logits() - expected).max() > 1e-2, "another rotation differs"
+
+
+def test_trained_function_equals_transformers_on_the_written_folder(folder: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: the extra test installs it on Python 3.11")
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(TOKENS)).logits
+    np.testing.assert_allclose(own_logits(), expected.numpy(), atol=1e-4)
+
+
+def test_losses_are_minus_the_log_probabilities_of_the_next_tokens() -> None:
+    scores = own_logits().astype(np.float64)[:, :-1]
+    wanted = np.log(np.exp(scores).sum(-1)) - np.take_along_axis(scores, TOKENS[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(model.losses(sharp_weights(), jnp.asarray(TOKENS), SHAPE), wanted, atol=1e-4)
+
+
+def write_text(folder: Path) -> Path:
+    """Write 40 small modules, of which some are held out, and return their folder."""
+    folder.mkdir()
+    for index in range(40):
+        lines = [f"    number_of_item_{index}_{line} = {line * index}\n" for line in range(20)]
+        (folder / f"module{index}.py").write_text(f"def compute_{index}():\n{''.join(lines)}")
+    return folder
+
+
+def test_held_out_files_and_their_copies_are_not_trained_on(tmp_path: Path) -> None:
+    source = write_text(tmp_path / "source")
+    kept, held = text.split(text.documents([source]))
+    assert len(kept) + len(held) == 40 and 1 <= len(held) <= 10
+    assert held == [document for document in text.documents([source]) if document.is_held_out]
+    for index, document in enumerate((held[0], kept[0])):  # a copy of a held-out file, and of another one
+        name = next(f"{index}{n}.py" for n in range(99) if not text.Document(f"{index}{n}.py", "").is_held_out)
+        (source / name).write_text(document.text + "# one more line than the other one\n")
+    assert text.split(text.documents([source]))[1] == held
+    assert len(text.split(text.documents([source]))[0]) == len(kept)
+    (source / name).write_text("different_from_all_other_files = True\n")
+    assert len(text.split(text.documents([source]))[0]) == len(kept) + 1
+
+
+def test_text_is_of_files_that_parse_outside_folders_of_packages(tmp_path: Path) -> None:
+    for name, content in {
+        "a.py": "x = 1\n",
+        "wrong.py": "x = = 1\n",
+        "latin.py": "x = '\xe9'\n",
+        "site-packages/b.py": "y = 1\n",
+        "test/test_a.py": "z = 1\n",
+        "library.rst": "Title\n=====\n",
+        "c.txt": "no source",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="latin-1")
+    found = [(document.name, document.group) for document in text.documents([tmp_path])]
+    assert found == [("a.py", "modules"), ("library.rst", "documentation"), ("test/test_a.py", "tests")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared folder of small modules."""
+    made = tmp_path_factory.mktemp("data")
+    prepare.prepare([write_text(made / "source")], made / "data", SHAPE.vocab)
+    return made / "data"
+
+
+def test_prepared_tokens_are_the_documents_each_behind_an_end(data: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    kept, held = text.split(text.documents([data.parent / "source"]))
+    end = "<|endoftext|>"
+    trained = "".join(end + document.text for document in kept for _ in range(prepare.REPEATS["modules"]))
+    assert tokenizer.decode(np.load(data / prepare.TRAIN).tolist(), skip_special_tokens=False) == trained + end
+    tokens = np.load(data / prepare.HELD)
+    for document, one in zip(held, json.loads((data / prepare.INDEX).read_text()), strict=True):
+        own = tokens[one["start"] : one["start"] + one["tokens"]]
+        assert tokenizer.decode(own.tolist(), skip_special_tokens=False) == end + document.text
+        assert (one["name"], one["bytes"]) == (document.name, len(document.text.encode()))
+
+
+def test_tokenizer_returns_every_text_unchanged(data: Path) -> None:
+    tokenizer = load_tokenizer(data)
+    for sample in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):
+        assert tokenizer.decode(tokenizer.encode(sample)) == sample
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    recipe = replace(RECIPE, warmup=10, rate=1.0)
+    rates = [float(fit.learning_rate(recipe, jnp.int32(step), jnp.float32(110))) for step in (0, 4, 9, 10, 60, 109)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 0.01])
+
+
+def test_training_learns_the_text_and_a_second_run_gives_equal_weights(data: Path) -> None:
+    shape = replace(SHAPE, hidden=48)
+    first, second = (fit.fit(data, shape, RECIPE, updates=40) for _ in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    windows = fit.held_out(data, shape.context)["modules"]
+    before = fit.bits_per_byte(model.initial(shape, jax.random.key(0)), windows, shape, RECIPE)
+    assert fit.bits_per_byte(first, windows, shape, RECIPE) < before / 2
+
+
+def test_bits_a_byte_count_every_token_but_the_first_of_a_document_once(data: Path) -> None:
+    windows = fit.held_out(data, SHAPE.context)["modules"]
+    index = json.loads((data / prepare.INDEX).read_text())
+    assert windows.is_text.sum() == sum(one["tokens"] - 1 for one in index)
+    assert windows.bytes == sum(one["bytes"] for one in index)
+    zero = {name: jnp.zeros_like(value) for name, value in sharp_weights().items()}  # all tokens are equally likely
+    expected = windows.is_text.sum() * math.log2(SHAPE.vocab) / windows.bytes
+    assert fit.bits_per_byte(zero, windows, SHAPE, RECIPE) == pytest.approx(expected, rel=1e-6)
+
+
+def test_code_length_by_the_engine_is_that_of_the_function_with_half_a_context(folder: Path) -> None:
+    width = 16
+    nats = 0.0
+    tokens = TOKENS.ravel()
+    for start in range(0, len(tokens) - width // 2, width // 2):
+        losses = model.losses(sharp_weights(), jnp.asarray(tokens[None, start : start + width]), SHAPE)[0]
+        nats += float(losses[0 if start == 0 else width // 2 - 1 :].sum())
+    with Engine.from_pretrained(folder, slots=2, max_len=32, dtype="float32") as engine:
+        assert evaluate.code_length(engine, tokens, width) == pytest.approx(nats / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ("def f():\n    return 1\ncut off (", "whole"),
+        ("def f():\n    if x:\n", "unfinished"),
+        ("def f():\n    call(1,\n         2\n", "unfinished"),
+        ('def f():\n    """A text\n    goes on\n', "unfinished"),
+        ("def f():\n    return return\n    x = 1\n", "wrong"),
+        ("def f():\n  x = 1\n    y = 2\n", "wrong"),
+        ("def f(:\n    x = (\n", "wrong"),
+    ],
+)
+def test_verdict_says_whether_the_whole_lines_are_python(sample: str, expected: str) -> None:
+    assert evaluate.verdict(sample) == expected
+
+
+def test_heads_are_different_lines_that_begin_a_function_or_a_class() -> None:
+    texts = ["def a():\n    def inner():\nclass B:\n", "def a():\nclass C(\nclass D(B):\n"]
+    assert evaluate.heads(texts) == ["def a():", "class B:", "class D(B):"]
+    assert evaluate.heads(texts, 1) == ["def a():"]
+
+
+def test_command_line_trains_a_folder_that_loads(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    sizes = [f"--{name.replace('_', '-')}={getattr(SHAPE, name)}" for name in ("vocab", "layers", "hidden", "context")]
+    words = ["--data", str(data), "--out", str(tmp_path / "out"), *sizes, "--warmup=4", "--chunk=2", "--rows=2"]
+    assert main([*words, "--minutes=0.001", "--dtype=float32"]) == 0
+    assert "held-out modules: " in capsys.readouterr().out
+    assert Model.from_pretrained(tmp_path / "out").config.vocab_size == SHAPE.vocab
+    assert load_tokenizer(tmp_path / "out").encode("def ") == load_tokenizer(data).encode("def ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data: expected a folder"),
+        (["--data", "DATA", "--out", "x", "--vocab", "200"], "vocab: expected at least 300"),
+        (["--prepare", "x", "--text", "nowhere"], "--text: expected folders with Python sources"),
+    ],
+)
+def test_command_line_with_wrong_options_says_what_is_expected(
+    words: list[str],
+    message: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(data) if word == "DATA" else word for word in words]) == 2
+    assert message in capsys.readouterr().err
