@@ -17,21 +17,21 @@ from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_layers
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.layer_config import Rope
-from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import Sizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import reduce_partials
+from tests.support import byte_pair
 from tests.support.inflating import (
-    DEMO_SIZES,
+    BYTE_SIZES,
     DRAFTED,
     LAYERS,
     SIZES,
     TOLERANCE,
     VOCAB,
+    byte_models,
     compare,
-    demo_pair,
     head_of,
     inflate_pair,
     large_pair,
@@ -75,15 +75,15 @@ def sizes_of(wanted: Sizes) -> dict[str, int]:
 def test_inflated_embedded_target_has_the_logits_of_the_small_target() -> None:
     large, head = large_pair()
     assert head.config.feature_layers == (2, 4, 6)
-    match = compare(demo_pair()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
+    match = compare(byte_models()[0], large, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 
 
 def test_inflated_target_in_bfloat16_has_about_the_logit_error_of_the_small_target() -> None:
     """Small and inflated bfloat16 targets round differently, so each is compared with the float32 target."""
-    small, _ = demo_pair()
+    small, _ = byte_models()
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small)
-    large, _ = inflate_pair(small, replace(DEMO_SIZES, hidden_size=128), dtype="bfloat16")
+    large, _ = inflate_pair(small, replace(BYTE_SIZES, hidden_size=128), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(large)} == {jnp.dtype("bfloat16")}
     exact, own, logits = (np.asarray(run_texts(model, text_tokens()).logits) for model in (small, rounded, large))
     assert logits[..., 256:].max() < exact.min() - 100
@@ -194,16 +194,16 @@ def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None) -> No
 def test_inflated_head_padded_draft_tokens_map_to_padded_target_tokens() -> None:
     _, head = large_pair()
     ids = np.asarray(head.draft_to_target)
-    old = np.asarray(demo_pair()[1].draft_to_target)
+    old = np.asarray(byte_models()[1].draft_to_target)
     assert ids.tolist() == [*old.tolist(), *range(256, 256 + 100 - len(old))]
 
 
 @cache
 def short_pairs() -> list[tuple[Model, EagleHead]]:
     """Small and inflated embedded pair without the target's last three layers, which compile faster."""
-    whole, head = demo_pair()
+    whole, head = byte_models()
     model = whole.replace(layers=whole.layers[:5], config=whole.config.resized(num_layers=5))
-    large, large_head = inflate_pair(model, replace(DEMO_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
+    large, large_head = inflate_pair(model, replace(BYTE_SIZES, num_layers=6), head=head, feature_layers=(2, 5, 6))
     assert large_head is not None
     return [(model, head), (large, large_head)]
 
@@ -211,12 +211,12 @@ def short_pairs() -> list[tuple[Model, EagleHead]]:
 @pytest.mark.long
 @pytest.mark.parametrize("tree", [pytest.param(Tree.chain(2), marks=pytest.mark.matrix), Tree.topk(6, 2, 3)], ids=str)
 def test_inflated_pair_emits_the_tokens_of_the_small_pair_in_as_many_steps(tree: Tree) -> None:
-    size, seen = len(demo.PROMPT), []
+    size, seen = len(byte_pair.PROMPT), []
     # For greedy rows all rules are equal; this one compiles fastest.
     options = dict(slots=1, max_len=size + 64, prefill_buckets=(size,), tokenizer="bytes", accept="multi_candidate")
     for model, head in short_pairs():
         with Engine(model, drafter=Eagle3(head, tree), **options) as engine:
-            (done,) = engine.generate(demo.PROMPT, SamplingParams(max_tokens=48, temperature=0))
+            (done,) = engine.generate(byte_pair.PROMPT, SamplingParams(max_tokens=48, temperature=0))
         seen.append((done.token_ids, done.metrics.num_drafts, done.metrics.mean_acceptance_length))
     assert seen[0] == seen[1]
     assert seen[0][2] > 1.3
@@ -261,7 +261,7 @@ def test_inflated_head_with_other_feature_layers_keeps_or_moves_them_as_requeste
 
 
 def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> None:
-    model, head = demo_pair()
+    model, head = byte_models()
     made = grow.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
     assert made.target.new == random_models.TARGETS["llama3-8b"].resized(

@@ -15,16 +15,15 @@ from convert import hub
 from jspec import Eagle3, Model, Tree
 from jspec.__main__ import main
 from jspec.models.quantize import quantize_weights
-from jspec.tools import demo
 from jspec.tools.bench.inflate.grow import UNPADDED
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 from tests.support.inflating import (
-    DEMO_SIZES,
+    BYTE_SIZES,
     LAYERS,
     SIZES,
     VOCAB,
+    byte_models,
     compare,
-    demo_pair,
     head_of,
     inflate_pair,
     large_pair,
@@ -109,15 +108,20 @@ def test_inflation_to_impossible_sizes_or_heads_raises(what: str) -> None:
         attempt()
 
 
-FLAGS = [f"--{name.removesuffix('_size').replace('_', '-')}={size}" for name, size in asdict(DEMO_SIZES).items()]
+FLAGS = [f"--{name.removesuffix('_size').replace('_', '-')}={size}" for name, size in asdict(BYTE_SIZES).items()]
 LARGER_TINY = ("--shape", "tiny", "--hidden", "96", "--num-heads", "8")
+
+
+def inflate(out: Path, *words: str | Path) -> list[str]:
+    """Return the words of a command that inflates the byte pair's target."""
+    return [str(word) for word in ("bench", "inflate", byte_pair.TARGET, out, *words)]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("inflated")
     out, head = folder / "target", folder / "head"
-    command = ["bench", "inflate", "demo", str(out), "--head", "demo", "--head-out", str(head), "--dtype", "float32"]
+    command = inflate(out, "--head", byte_pair.HEAD, "--head-out", head, "--dtype", "float32")
     assert main([*command, *FLAGS]) == 0
     return out, head
 
@@ -130,8 +134,8 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
     assert all(jax.tree.leaves(same))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))  # the padding is zeros, which compress well
     assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * size
-    assert hub.eos_ids(written[0]) == hub.eos_ids(demo.TARGET) != ()
-    match = compare(demo_pair()[0], model, (2, 4, 5), (2, 4, 6), text_tokens())
+    assert hub.eos_ids(written[0]) == hub.eos_ids(byte_pair.TARGET) != ()
+    match = compare(byte_models()[0], model, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 
 
@@ -151,7 +155,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
 def test_inflate_command_with_a_wrong_option_prints_one_line_and_writes_nothing(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["bench", "inflate", "demo", str(tmp_path / "out"), *words]) == 2
+    assert main(inflate(tmp_path / "out", *words)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -160,7 +164,7 @@ def test_inflate_command_with_a_wrong_option_prints_one_line_and_writes_nothing(
 def test_inflate_command_onto_an_existing_head_folder_is_refused_before_writing(
     written: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    command = ["bench", "inflate", "demo", str(tmp_path / "out"), *FLAGS, "--head", "demo"]
+    command = inflate(tmp_path / "out", *FLAGS, "--head", byte_pair.HEAD)
     assert main([*command, "--head-out", str(written[1])]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main([*command, "--head-out", str(tmp_path / "out")]) == 2
@@ -171,7 +175,7 @@ def test_inflate_command_onto_an_existing_head_folder_is_refused_before_writing(
 def test_inflate_command_overwrite_option_replaces_folder(
     written: tuple[Path, Path], capsys: pytest.CaptureFixture
 ) -> None:
-    command = ["bench", "inflate", "demo", str(written[0]), *LARGER_TINY]
+    command = inflate(written[0], *LARGER_TINY)
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0

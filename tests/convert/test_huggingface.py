@@ -10,8 +10,7 @@ import pytest
 
 from convert import huggingface, sources
 from jspec.draft import auto
-from jspec.tools import demo
-from tests.support import folders
+from tests.support import byte_pair, folders
 from tests.support.folders import BFLOAT16, EAGLE, HEAD, TARGET, assert_same, expected_target, loaded, stored, without
 
 pytestmark = pytest.mark.once
@@ -22,10 +21,10 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def test_conversion_batches_of_the_demo_sharded_target_equal_the_stored_tensors():
-    tensors = stored(demo.TARGET)
+    tensors = stored(byte_pair.TARGET)
     expected = expected_target(tensors, layers=8)
     expected |= {"embed": tensors["model.embed_tokens.weight"], "head": tensors["lm_head.weight"]}
-    assert_same(loaded(demo.TARGET), expected)
+    assert_same(loaded(byte_pair.TARGET), expected)
 
 
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])

@@ -18,10 +18,9 @@ from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
 from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
-from jspec.tools import demo
 from jspec.tools.convert import main
 from jspec.tools.info import describe
-from tests.support import folders, tokenizer_folders
+from tests.support import byte_pair, folders, tokenizer_folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
 pytestmark = pytest.mark.once
@@ -119,7 +118,7 @@ def test_load_checkpoint_of_a_converted_folder_equals_that_of_the_source_folder(
 
 
 def test_load_checkpoint_of_converted_demo_models_equals_that_of_the_source_folders(tmp_path):
-    for source in (demo.TARGET, demo.HEAD):
+    for source in (byte_pair.TARGET, byte_pair.HEAD):
         out = tmp_path / source.name
         assert main([str(source), str(out)]) == 0
         direct, converted = auto.load_checkpoint(source), auto.load_checkpoint(out)

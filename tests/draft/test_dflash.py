@@ -19,7 +19,7 @@ from jspec.tools import info
 from jspec.tools.replay import observe
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.reference import dflash as reference
-from tests.support import folders, recordings, tiny
+from tests.support import byte_pair, folders, recordings, tiny
 from tests.support.recordings import TOLERANCE, recording
 from tests.support.views import prefilled
 
@@ -134,7 +134,7 @@ def test_rounds_of_a_dflash_head_are_those_of_its_authors_code(golden: Path) -> 
 def test_block_logits_after_recorded_texts_are_those_of_the_authors_code(golden: Path) -> None:
     """The negative control lacks the newest token's features."""
     recorded, drafter = recording(golden / "dflash/block8.npz"), recorded_drafter(golden)
-    model, size = tiny.load_target(recordings.demo.TARGET), int(recorded["prefix_len"][0])
+    model, size = tiny.load_target(byte_pair.TARGET), int(recorded["prefix_len"][0])
     root, features = int(recorded["tree_tokens"][0, 0]), recorded["features"][:size]
     found = computed(drafter, model, features, root)
     np.testing.assert_allclose(found, recorded["block_logits"][0], atol=TOLERANCE)
@@ -145,7 +145,7 @@ def test_block_logits_after_recorded_texts_are_those_of_the_authors_code(golden:
 def test_target_states_that_a_dflash_head_reads_are_those_of_its_authors_code(golden: Path) -> None:
     """The negative control reads the states one layer earlier."""
     recorded, drafter = recording(golden / "dflash/block8.npz"), recorded_drafter(golden)
-    model, size = tiny.load_target(recordings.demo.TARGET), int(recorded["prefix_len"][0])
+    model, size = tiny.load_target(byte_pair.TARGET), int(recorded["prefix_len"][0])
     layers = drafter.feature_layers(model)
     assert layers == (2, 4, 6)
     prompt = np.array(tiny.recorded_prompts(golden)[0])[None]
@@ -242,12 +242,12 @@ def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
 
 
 def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
-    text, fits = info.inspect_pair(golden / "dflash/draft", recordings.demo.TARGET)
+    text, fits = info.inspect_pair(golden / "dflash/draft", byte_pair.TARGET)
     assert fits
     for part in ("DFlash head (official format)", "block: 8 tokens with the root, of which 7 draft", "states 2, 4, 6"):
         assert part in text
     other = folders.write(tmp_path, CONFIG, tensors_of())
-    text, fits = info.inspect_pair(other, recordings.demo.TARGET)
+    text, fits = info.inspect_pair(other, byte_pair.TARGET)
     assert not fits and "mismatch: vocabulary: the target needs 256, the head has 40" in text
 
 

@@ -21,7 +21,7 @@ from tests.draft.test_expand_block import paths_of
 from tests.reference import dflash as block_reference
 from tests.reference import dspark as reference
 from tests.reference.head import norm
-from tests.support import folders, recordings, tiny
+from tests.support import byte_pair, folders, recordings, tiny
 from tests.support.folders import without
 from tests.support.recordings import TOLERANCE, recording
 from tests.support.views import prefilled, view_of_rows
@@ -288,7 +288,7 @@ def test_logits_before_and_after_the_correction_are_those_of_the_authors_code(
 ) -> None:
     """The negative control lacks the newest token's features."""
     recorded, drafter = recording(golden / f"dspark/{kind}.npz"), recorded_drafter(golden, tmp_path, kind)
-    model, at = tiny.load_target(recordings.demo.TARGET), recorded["iter_offset"][DETAILED]
+    model, at = tiny.load_target(byte_pair.TARGET), recorded["iter_offset"][DETAILED]
     size, tokens = int(recorded["prefix_len"][at]), recorded["tree_tokens"][at].tolist()
     features = recorded["features"][:size]
     params, kept, _ = prefilled(drafter, model, features)

@@ -32,7 +32,7 @@ from tests.draft.test_dspark import (
 )
 from tests.reference import dflash as block_reference
 from tests.reference.head import norm
-from tests.support import folders, recordings, tiny
+from tests.support import byte_pair, folders, tiny
 from tests.support.folders import without
 from tests.support.recordings import TOLERANCE
 
@@ -212,7 +212,7 @@ def test_quantised_dspark_head_keeps_its_markov_head_unquantised(tmp_path: Path)
 
 
 def test_info_of_a_dspark_head_names_its_heads(golden: Path) -> None:
-    text, fits = info.inspect_pair(golden / "dspark/draft", recordings.demo.TARGET)
+    text, fits = info.inspect_pair(golden / "dspark/draft", byte_pair.TARGET)
     assert fits
     for part in (
         "DSpark head (official format)",

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jspec.draft import auto
-from jspec.tools import demo
 from tests.draft.test_head_options import SIZES, tensors_of
-from tests.support import folders
+from tests.support import byte_pair, folders
 from tests.support.folders import (
     DRAFT_IDS,
     EAGLE,
@@ -66,7 +65,7 @@ LAYOUTS = ["specforge", "modelopt", "speculators", "speculators, names as ModelO
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_eagle3_head_in_the_layout_of_every_exporter_loads_equal_tensors(tmp_path, layout):
-    folder = demo.HEAD
+    folder = byte_pair.HEAD
     tensors, original = stored(folder), json.loads((folder / "config.json").read_text())
     config, written = layouts(original, tensors)[layout]
     folders.write(tmp_path, config, written)
@@ -94,12 +93,12 @@ def test_deep_eagle3_head_with_the_names_of_modelopt_loads_equal_tensors(tmp_pat
 
 def test_eagle3_recorded_head_in_specforge_layout_equals_the_official_head(golden):
     pytest.importorskip("torch", reason="the official head is a .bin")
-    official, other = auto.plan(golden / "draft"), auto.plan(demo.HEAD)
+    official, other = auto.plan(golden / "draft"), auto.plan(byte_pair.HEAD)
     arrays = loaded(other.folder)
     embedding = arrays.pop("embed")
     assert_same(arrays, loaded(official.folder))
     assert_same(arrays, expected_head(stored(official.folder)))
-    assert embedding.tobytes() == stored(demo.TARGET)["model.embed_tokens.weight"].tobytes()
+    assert embedding.tobytes() == stored(byte_pair.TARGET)["model.embed_tokens.weight"].tobytes()
     assert official.config.feature_layers is None
     assert other.config.feature_layers == (2, 8 // 2, 8 - 3)
     assert other.config.rope == official.config.rope
@@ -107,7 +106,7 @@ def test_eagle3_recorded_head_in_specforge_layout_equals_the_official_head(golde
 
 def test_eagle3_head_with_swapped_norm_tensors_loads_other_tensors(tmp_path):
     """Negative control: the first layer's two norms have the same shape and differ only in name."""
-    folder = demo.HEAD
+    folder = byte_pair.HEAD
     tensors = stored(folder)
     first, second = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
     swapped = tensors | {first: tensors[second], second: tensors[first]}
@@ -121,7 +120,7 @@ def rows_by_target_id(arrays: dict[str, Any]) -> dict[int, bytes]:
 
 
 def test_modelopt_head_with_permuted_vocabulary_loads_equal_rows_per_target_id(tmp_path):
-    folder = demo.HEAD
+    folder = byte_pair.HEAD
     tensors, config = stored(folder), json.loads((folder / "config.json").read_text())
     ids = np.arange(72) + tensors["d2t"]
     order = np.random.default_rng(5).permutation(72)

@@ -41,8 +41,7 @@ from jspec.engine.draft_length import (
 from jspec.engine.prometheus import Gauges, Latencies, exposition
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey
-from jspec.tools import demo
-from tests.support import cover, small, tiny
+from tests.support import byte_pair, cover, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -267,8 +266,8 @@ class Recording(Policy):
 @cache
 def pair() -> Engine:
     return Engine(
-        Model.from_pretrained(demo.TARGET, dtype="float32"),
-        drafter=Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3), dtype="float32"),
+        Model.from_pretrained(byte_pair.TARGET, dtype="float32"),
+        drafter=Eagle3.from_pretrained(byte_pair.HEAD, tree=Tree.chain(3), dtype="float32"),
         tokenizer="bytes",
         slots=1,
         max_len=384,
@@ -292,7 +291,7 @@ def always_drafting() -> tuple[list[int], list[int]]:
 
 def decode(policy: Forced) -> tuple[list[int], list[int]]:
     pair().policy = policy
-    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=300, temperature=0))
+    (done,) = pair().generate(byte_pair.PROMPT, SamplingParams(max_tokens=300, temperature=0))
     return done.raise_for_error().token_ids, policy.accepted(0)
 
 
@@ -349,7 +348,7 @@ def test_adaptive_engine_with_given_costs_mostly_chooses_the_cheaper_depth(price
     """The unit of ``price``, the cost of drafting one token, is the time of a plain round."""
     policy = Priced(Adaptive((0, 3)), lambda depth: 1 + price * depth)
     pair().policy = policy
-    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=200, temperature=0))
+    (done,) = pair().generate(byte_pair.PROMPT, SamplingParams(max_tokens=200, temperature=0))
     assert done.token_ids == always_drafting()[0][:200]
     assert Counter(policy.chosen[2 * (MIN_SAMPLES + 1) :]).most_common(1)[0][0] == depth
     assert done.metrics.num_rounds_per_depth[depth] > 0.8 * done.metrics.num_drafts
@@ -359,7 +358,7 @@ def test_adaptive_engine_with_given_costs_mostly_chooses_the_cheaper_depth(price
 def test_adaptive_engine_with_the_draft_cap_of_a_request_drafts_no_deeper(draft: bool | int, depth: int) -> None:
     policy = Priced(Adaptive((0, 3)), lambda depth: 1.0)
     pair().policy = policy
-    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
+    (done,) = pair().generate(byte_pair.PROMPT, SamplingParams(max_tokens=40, temperature=0, draft=draft))
     assert done.token_ids == always_drafting()[0][:40]
     assert policy.chosen[-1] == depth == max(policy.chosen)
     cap = 3 if draft is True else int(draft)
@@ -369,7 +368,7 @@ def test_adaptive_engine_with_the_draft_cap_of_a_request_drafts_no_deeper(draft:
 
 def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> None:
     pair().policy = Forced([0, 0, 3, 0], 3)
-    (done,) = pair().generate(demo.PROMPT, SamplingParams(max_tokens=20, temperature=0))
+    (done,) = pair().generate(byte_pair.PROMPT, SamplingParams(max_tokens=20, temperature=0))
     assert done.metrics.num_rounds_per_depth == {0: 3, 3: done.metrics.num_drafts - 3}
     text = exposition(done.metrics, Latencies(), Gauges(0, 0, 0.0), "m")
     assert 'jspec:spec_decode_num_drafts_per_depth_total{model_name="m",engine="0",depth="0"} 3.0' in text

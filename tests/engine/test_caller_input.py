@@ -22,8 +22,7 @@ from jspec.draft.named import make_drafter
 from jspec.engine import caller_input
 from jspec.engine.request import Completion
 from jspec.engine.sampling_fields import SamplingFields
-from jspec.tools import demo
-from tests.support import small, tiny
+from tests.support import byte_pair, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -225,7 +224,9 @@ def test_every_drafter_without_a_tree_drafts_the_default_chain() -> None:
     assert {drafter.tree for drafter in drafters} == {DEFAULT_TREE}
     assert Medusa(tiny.medusa_heads(target, 3)).tree == Tree.chain(3)
     assert Medusa(tiny.medusa_heads(target, 7)).tree == DEFAULT_TREE
-    assert Eagle3.from_pretrained(demo.HEAD).tree == DraftModel.from_pretrained(demo.TARGET).tree == DEFAULT_TREE
+    assert (
+        Eagle3.from_pretrained(byte_pair.HEAD).tree == DraftModel.from_pretrained(byte_pair.TARGET).tree == DEFAULT_TREE
+    )
 
 
 def test_every_drafter_accepts_its_tree_as_text() -> None:
@@ -235,8 +236,8 @@ def test_every_drafter_accepts_its_tree_as_text() -> None:
         *(NGram, Suffix),
         *(lambda tree: DraftModel(target, tree), lambda tree: Eagle3(head, tree)),
         *(lambda tree: Eagle(tiny.eagle1_head(target), tree), lambda tree: Medusa(tiny.medusa_heads(target, 3), tree)),
-        lambda tree: Eagle3.from_pretrained(demo.HEAD, tree=tree),
-        lambda tree: DraftModel.from_pretrained(demo.TARGET, tree=tree),
+        lambda tree: Eagle3.from_pretrained(byte_pair.HEAD, tree=tree),
+        lambda tree: DraftModel.from_pretrained(byte_pair.TARGET, tree=tree),
     ]
     assert {make("static:0,1,0.0").tree for make in makes} == {Tree.static([(0,), (1,), (0, 0)])}
 
@@ -248,8 +249,8 @@ def test_every_drafter_accepts_its_tree_as_text() -> None:
         ("none", "None"),
         ("ngram", "NGram('chain:5')"),
         ("suffix", "Suffix('chain:5')"),
-        (demo.HEAD, "Eagle3('chain:5')"),
-        (str(demo.TARGET), "DraftModel('chain:5')"),
+        (byte_pair.HEAD, "Eagle3('chain:5')"),
+        (str(byte_pair.TARGET), "DraftModel('chain:5')"),
     ],
 )
 def test_make_drafter_of_a_name_or_path_returns_the_named_drafter(source: str | Path | None, shown: str) -> None:
@@ -258,7 +259,7 @@ def test_make_drafter_of_a_name_or_path_returns_the_named_drafter(source: str | 
 
 def test_engine_given_the_path_of_a_head_drafts_with_that_head() -> None:
     options: dict[str, Any] = dict(slots=1, max_len=64, tokenizer="bytes", dtype="float32")
-    with Engine.from_pretrained(demo.TARGET, drafter=demo.HEAD, **options) as engine:
+    with Engine.from_pretrained(byte_pair.TARGET, drafter=byte_pair.HEAD, **options) as engine:
         (done,) = engine.generate("def main(", max_tokens=16, temperature=0)
         assert done.metrics.mean_acceptance_length > 1.5
         assert repr(engine) == (

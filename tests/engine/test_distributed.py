@@ -12,8 +12,8 @@ import pytest
 from jspec import Engine
 from jspec.distributed.job import END_SECONDS
 from jspec.distributed.link import SILENT_SECONDS
-from jspec.tools import convert, demo
-from tests.support import processes, small
+from jspec.tools import convert
+from tests.support import byte_pair, processes, small
 from tests.support.grammar_cases import PROMPTS, masked
 from tests.support.process_scripts import ASKED, OPTIONS, PARAMS, PLAIN
 from tests.support.processes import Ended, run_script
@@ -103,12 +103,12 @@ def test_two_processes_whose_rounds_verify_a_part_of_the_nodes_emit_the_tokens_o
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["Hugging Face", "converted"])
 def test_two_processes_that_load_a_folder_emit_the_tokens_of_one(form: str, tmp_path: Path) -> None:
-    folder = demo.TARGET if form == "Hugging Face" else tmp_path / "converted"
+    folder = byte_pair.TARGET if form == "Hugging Face" else tmp_path / "converted"
     if form == "converted":
-        assert convert.main([str(demo.TARGET), str(folder)]) == 0
+        assert convert.main([str(byte_pair.TARGET), str(folder)]) == 0
     first, second = run_script("loaded", str(folder), devices=1)
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
-    with Engine.from_pretrained(demo.TARGET, tokenizer="bytes", slots=2, compile_cache=False) as engine:
+    with Engine.from_pretrained(byte_pair.TARGET, tokenizer="bytes", slots=2, compile_cache=False) as engine:
         assert first.said == [engine.generate("def main(", PLAIN)[0].token_ids]
 
 

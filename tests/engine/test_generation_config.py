@@ -11,7 +11,7 @@ import pytest
 
 from convert.fields import CheckpointError
 from jspec import SamplingParams
-from jspec.tools import demo
+from tests.support import byte_pair
 
 pytestmark = pytest.mark.once
 
@@ -62,7 +62,7 @@ def test_generation_config_without_do_sample_is_greedy(tmp_path: Path) -> None:
 
 
 def test_generation_config_of_the_demo_target_is_greedy() -> None:
-    assert SamplingParams.from_generation_config(demo.TARGET) == SamplingParams(temperature=0)
+    assert SamplingParams.from_generation_config(byte_pair.TARGET) == SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,8 @@ from jspec import (
     Tree,
 )
 from jspec.draft.eagle_head import EagleHead
-from jspec.tools import demo
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
-from tests.support import cover, tiny
+from tests.support import byte_pair, cover, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # together these are slow
 LONGEST_PROMPT = 250
@@ -43,7 +42,7 @@ DRAFTERS = (
 )
 FAKES = ("right", "wrong", "random")
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "pair": ("demo", "random"),
+    "pair": ("trained", "random"),
     "drafter": DRAFTERS,
     "tree": TREES,
     "page": (1, 64),  # other tests run with 16, the default
@@ -64,11 +63,11 @@ class Pair:
 
 @cache
 def pair(name: str) -> Pair:
-    """The pair of `jspec demo`, which is trained, or one with random weights; the prompts are bytes of English text."""
+    """The trained byte pair, or one with random weights; the prompts are bytes of English text."""
     prompts = [list(cut.encode())[:LONGEST_PROMPT] for cut in tiny.text_cuts(100, longest=LONGEST_PROMPT)]
-    if name == "demo":
-        target = tiny.load_target(demo.TARGET)
-        return Pair(target, tiny.load_head(demo.HEAD), tiny.one_layer(target), prompts)
+    if name == "trained":
+        target = tiny.load_target(byte_pair.TARGET)
+        return Pair(target, tiny.load_head(byte_pair.HEAD), tiny.one_layer(target), prompts)
     target = tiny.model(512, layers=5, hidden=64, sharpness=4)
     head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4))
     return Pair(target, head, tiny.model(512, layers=1, seed=3), prompts)
@@ -76,7 +75,7 @@ def pair(name: str) -> Pair:
 
 def is_long(case: dict[str, Any]) -> bool:
     """Return whether a drafter runs on the embedded pair, whose trained head drafts many long texts."""
-    return case["pair"] == "demo" and case["drafter"] not in FAKES
+    return case["pair"] == "trained" and case["drafter"] not in FAKES
 
 
 def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
@@ -231,7 +230,7 @@ def same_tokens(
 # tests/engine/test_adaptive_engine.py too, those of n-gram and suffix in tests/draft/test_lookup.py.
 COVER = (
     ("random", "eagle3", DYNAMIC, 64, (20,)),
-    ("demo", "small", "chain:2", 1, (20,)),
+    ("trained", "small", "chain:2", 1, (20,)),
 )
 MORE = (  # -m long; the whole product: -m matrix
     ("random", "eagle", DYNAMIC, 1, (20,)),
@@ -239,16 +238,16 @@ MORE = (  # -m long; the whole product: -m matrix
     ("random", "medusa", STATIC, 64, (20,)),
     ("random", "dflash", DYNAMIC, 64, (20,)),
     ("random", "dflash", STATIC, 1, (20,)),
-    ("demo", "dflash", "chain:5", 64, (1, 20)),
+    ("trained", "dflash", "chain:5", 64, (1, 20)),
     ("random", "peagle", STATIC, 1, (1, 20)),
-    ("demo", "peagle", "chain:5", 64, (20,)),
+    ("trained", "peagle", "chain:5", 64, (20,)),
     ("random", "dspark", DYNAMIC, 64, (20,)),
     ("random", "dspark", STATIC, 1, (1, 20)),
-    ("demo", "dspark", "chain:5", 1, (20,)),
+    ("trained", "dspark", "chain:5", 1, (20,)),
     ("random", "ngram", STATIC, 64, (20,)),
-    ("demo", "eagle3", "chain:2", 64, (20,)),
-    ("demo", "suffix", "chain:2", 64, (20,)),
-    ("demo", "right", "chain:5", 1, (1, 20)),
+    ("trained", "eagle3", "chain:2", 64, (20,)),
+    ("trained", "suffix", "chain:2", 64, (20,)),
+    ("trained", "right", "chain:5", 1, (1, 20)),
     ("random", "eagle3", "chain:5", 1, (20,)),
     ("random", "small", STATIC, 1, (1, 20)),
     ("random", "suffix", DYNAMIC, 64, (20,)),
@@ -273,7 +272,7 @@ def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, 
 @pytest.mark.once
 def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
     """In 200 rounds acceptance stays complete only if each round writes the bonus token's draft cache row."""
-    one = pair("demo")
+    one = pair("trained")
     drafter = DraftModel(one.target, Tree.chain(2))
     engine = Engine(one.target, drafter=drafter, slots=1, max_len=700, prefill_buckets=(64,), page_size=64)
     (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=601, temperature=0))
@@ -284,10 +283,10 @@ def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
 @pytest.mark.once
 def test_lossless_comparison_with_a_changed_target_fails() -> None:
     """Negative control: the target differs in one weight."""
-    one = pair("demo")
+    one = pair("trained")
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
     engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
-    expected = baseline("demo", SHORT, 0.0)
+    expected = baseline("trained", SHORT, 0.0)
     done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):
         same_tokens(one.target, expected, done, parameters(20, 64, 0.0))

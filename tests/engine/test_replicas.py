@@ -24,8 +24,7 @@ from jspec.engine import replica_threads
 from jspec.engine.metrics import Metrics
 from jspec.engine.replica_threads import BUSIER, ReplicaThreads, choose
 from jspec.engine.request import Request
-from jspec.tools import demo
-from tests.support import small
+from tests.support import byte_pair, small
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
 
@@ -388,14 +387,14 @@ def test_chat_warmup_and_requests_of_other_engines_are_those_of_an_engine(two: R
 
 
 @pytest.mark.timing
-def test_two_replicas_of_the_demo_pair_emit_more_tokens_a_second_than_one_engine() -> None:
+def test_two_replicas_of_the_byte_pair_emit_more_tokens_a_second_than_one_engine() -> None:
     """On two cores, which one engine's matrix products use too, an engine with the slots of both is about as fast."""
     options: dict[str, Any] = dict(tokenizer="bytes", prefill_buckets=(128,), max_len=256)
 
     def make(mesh: Any, slots: int = SLOTS) -> Engine:
-        drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(4))
+        drafter = Eagle3.from_pretrained(byte_pair.HEAD, tree=Tree.chain(4))
         own = dict(slots=slots, buckets=(slots,))
-        return Engine.from_pretrained(demo.TARGET, drafter=drafter, mesh=mesh, **options, **own)
+        return Engine.from_pretrained(byte_pair.TARGET, drafter=drafter, mesh=mesh, **options, **own)
 
     prompts, params = [f"def f{i}(" for i in range(32)], SamplingParams(max_tokens=128, temperature=0.0)
 

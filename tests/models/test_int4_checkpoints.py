@@ -13,13 +13,12 @@ import pytest
 
 from jspec import DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.models.quantize import check_device, quantized_as
-from jspec.tools import demo
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import Quantized
 from tests.reference import int4 as reference
-from tests.support import folders, recordings, tiny
+from tests.support import byte_pair, folders, recordings, tiny
 from tests.support import int4_folders as made
 from tests.support.int4_folders import CONFIG, FORMATS
 
@@ -187,7 +186,7 @@ def test_kinds_over_a_4_bit_checkpoint_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="deterministic: expected a target whose weights are not quantised, got int4"):
         Engine(model, deterministic=True, slots=1, max_len=32)
     with pytest.raises(ValueError, match=r"expected a target or a draft model for 'none', got a head \(eagle3\)"):
-        Eagle3.from_pretrained(demo.HEAD, quantize="none")
+        Eagle3.from_pretrained(byte_pair.HEAD, quantize="none")
     with pytest.raises(ValueError, match="expected unquantised weights for 'none', got int4; load the folder with it"):
         Engine(model, quantize="none", slots=1, max_len=32)
 

@@ -14,10 +14,9 @@ from jspec import Engine, Model, SamplingParams
 from jspec.core.records import TokenBatch
 from jspec.models import decoder
 from jspec.models.kv_cache import PoolShape, create
-from jspec.tools import demo
 from jspec.tools.testing import last_logits
 from pallas_kernels import ancestor_bits
-from tests.support import recordings, tiny
+from tests.support import byte_pair, recordings, tiny
 
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LLAMA3 = {
@@ -60,8 +59,8 @@ def test_forward_logits_of_the_demo_target_equal_transformers() -> None:
 
     ids = list(b"def __init__(self, name):\n        self.")
     with torch.no_grad():
-        wanted = AutoModelForCausalLM.from_pretrained(demo.TARGET)(torch.tensor([ids])).logits[0, -1].numpy()
-    np.testing.assert_allclose(last_logits(tiny.load_target(demo.TARGET), ids), wanted, atol=TOLERANCE)
+        wanted = AutoModelForCausalLM.from_pretrained(byte_pair.TARGET)(torch.tensor([ids])).logits[0, -1].numpy()
+    np.testing.assert_allclose(last_logits(tiny.load_target(byte_pair.TARGET), ids), wanted, atol=TOLERANCE)
 
 
 @pytest.fixture

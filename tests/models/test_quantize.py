@@ -22,7 +22,7 @@ from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.engine.tokenizer import load_tokenizer
 from jspec.models.decoder import Model
 from jspec.models.quantize import NAMES, check_device, quantize_weights, quantized_as
-from jspec.tools import check_head, demo
+from jspec.tools import check_head
 from jspec.tools.bench import eval as accuracy
 from jspec.tools.bench import random_models as shapes
 from jspec.tools.bench import report
@@ -33,7 +33,7 @@ from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
 from pallas_kernels.layers.quantized import KINDS, Quantized, matmul, quantize, reduce_partials
 from tests.reference import int4
-from tests.support import folders, tiny
+from tests.support import byte_pair, folders, tiny
 from tests.support.h200 import compile_for_h200
 
 # An input halfway between two float8 numbers may be rounded to either, which changes one product by 1/16.
@@ -222,7 +222,7 @@ def test_quantisation_of_unsupported_kind_or_model_raises(tmp_path: Path, capsys
     ):
         Engine(model, quantize="int3", slots=1, max_len=32)
     with pytest.raises(ValueError, match="got 'int3'"):
-        Model.from_pretrained(demo.TARGET, quantize="int3")
+        Model.from_pretrained(byte_pair.TARGET, quantize="int3")
     with pytest.raises(ValueError, match="expected unquantised weights, got int8"):
         quantize_weights(quantize_weights(model, "int8"), "fp8")
     with pytest.raises(ValueError, match=r"expected weights named qkv, .*got none"):
@@ -280,7 +280,7 @@ def test_random_target_and_head_with_quantize_have_quantised_weights(kind: str) 
 def test_quantised_embedded_target_has_nearly_unchanged_probabilities(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    target = Model.from_pretrained(demo.TARGET)
+    target = Model.from_pretrained(byte_pair.TARGET)
     cuts = check_head.windows(check_head.TEXT, load_tokenizer("bytes"), 64)
     own, int8, fp8, dynamic = accuracy.measure_divergence(target, cuts, KINDS)
     assert (own.divergence, own.agreement) == (0.0, 1.0)
@@ -299,9 +299,12 @@ def test_quantised_embedded_target_has_nearly_unchanged_probabilities(
     ("kind", "make", "accepted"),
     [
         pytest.param(  # the draft model has the target's weights
-            "int8", partial(DraftModel.from_pretrained, demo.TARGET, tree=Tree.chain(3)), 3.7, marks=pytest.mark.long
+            "int8",
+            partial(DraftModel.from_pretrained, byte_pair.TARGET, tree=Tree.chain(3)),
+            3.7,
+            marks=pytest.mark.long,
         ),
-        ("fp8", partial(Eagle3.from_pretrained, demo.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
+        ("fp8", partial(Eagle3.from_pretrained, byte_pair.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
     ],
 )
 def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding(
@@ -313,7 +316,7 @@ def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
     runs = []
     for drafter in (None, make(quantize=kind)):
-        with Engine.from_pretrained(demo.TARGET, drafter=drafter, quantize=kind, **options) as engine:
+        with Engine.from_pretrained(byte_pair.TARGET, drafter=drafter, quantize=kind, **options) as engine:
             assert quantized_as(engine.core.runner.params.target) == kind
             assert drafter is None or quantized_as(engine.core.runner.params.draft) == kind
             runs.append(engine.generate([PROMPT, PROMPT], params))
@@ -327,9 +330,9 @@ def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> Non
     """The pools of target and drafter are float8; tests/kernels check their values."""
     options = dict(slots=1, max_len=160, prefill_buckets=(64,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
-    head = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(3))
+    head = Eagle3.from_pretrained(byte_pair.HEAD, tree=Tree.chain(3))
     dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
-    with Engine.from_pretrained(demo.TARGET, drafter=head, **options, **dtypes) as engine:
+    with Engine.from_pretrained(byte_pair.TARGET, drafter=head, **options, **dtypes) as engine:
         pools = [*engine.core.runner.state.target.k, *engine.core.runner.state.draft.cache.v]
         assert {str(pool.dtype) for pool in pools} == {"float8_e4m3fn"}
         (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))

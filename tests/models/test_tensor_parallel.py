@@ -20,12 +20,11 @@ from jspec.models import load
 from jspec.models.params import ParamSpec, model_params
 from jspec.models.quantize import quantize_weights
 from jspec.models.tensor_parallel import device_rows, layout, local_shapes, mesh_of, place, spec_of
-from jspec.tools import demo
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.shard import AXIS, Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 
 
 def test_rows_of_fused_parameters_are_ordered_by_device() -> None:
@@ -129,7 +128,7 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
 
 
 def test_head_read_for_a_mesh_is_divided_before_an_engine_has_it() -> None:
-    drafter = load_drafter(demo.HEAD, dtype="float32", mesh=mesh_of(2))
+    drafter = load_drafter(byte_pair.HEAD, dtype="float32", mesh=mesh_of(2))
     assert isinstance(drafter, Eagle3) and drafter.head.mesh == mesh_of(2)
     specs = layout(drafter.head)
     assert specs.layers[0].o == P(None, AXIS) and specs.head == P(AXIS, None) and specs.fc == P(AXIS, None)

@@ -17,9 +17,8 @@ from jspec.core.records import Draft
 from jspec.draft.base import NoDraft
 from jspec.engine.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
-from jspec.tools import demo
 from tests.reference.masking import decoded
-from tests.support import lettered, small
+from tests.support import byte_pair, lettered, small
 from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
@@ -236,4 +235,4 @@ def test_request_with_inconsistent_logits_processor_options_raises() -> None:
 def test_engine_from_pretrained_with_invalid_logits_processor_raises() -> None:
     processor, message = BAD[0]
     with pytest.raises(ValueError, match=message):
-        Engine.from_pretrained(demo.TARGET, logits_processor=processor)
+        Engine.from_pretrained(byte_pair.TARGET, logits_processor=processor)

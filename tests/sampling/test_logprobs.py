@@ -13,9 +13,8 @@ import pytest
 from jspec import Completion, Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Suffix, TokenLogprob, Tree
 from jspec.core.config import EngineConfig
 from jspec.engine.tokenizer import ByteTokenizer
-from jspec.tools import demo
 from tests.reference import decoder, processors
-from tests.support import small, tiny
+from tests.support import byte_pair, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -242,7 +241,7 @@ def test_logprobs_of_a_trained_model_equal_those_of_a_dense_forward_pass(drafter
         "ngram": NGram(Tree.chain(4)),
         "suffix": Suffix(Tree.topk(12, 4, 3)),
     }
-    target = tiny.load_target(demo.TARGET)
+    target = tiny.load_target(byte_pair.TARGET)
     prompts = [list(text.encode())[:LONGEST_PROMPT] for text in tiny.text_cuts(count, longest=LONGEST_PROMPT)]
     params = [SamplingParams(max_tokens=tokens, temperature=i % 2, seed=i, logprobs=5) for i in range(count)]
     engine = Engine(

@@ -11,9 +11,8 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.__main__ import main
-from jspec.tools import demo
 from jspec.tools.bench.eval import Problem, prompts_of
-from tests.support import clients, serving
+from tests.support import byte_pair, clients, serving
 
 pytestmark = pytest.mark.clients
 TASK = """task: {name}
@@ -119,7 +118,7 @@ def test_score_of_answers_is_that_of_bench_eval(tmp_path: Path) -> None:
     plain, drafted = json.loads(out.read_text())["results"]
     prompts = prompts_of(problems, 2)
     write_task(tmp_path / "tasks", "numbers", NUMBERS, [{"prompt": prompt, "answer": "1"} for prompt in prompts])
-    engine = demo.engine(drafted=True)
+    engine = byte_pair.engine(drafted=True)
     texts = [done.text for done in engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0))]
     with serving.running(engine) as server:
         url = f"{server.url}/v1/completions"

@@ -17,7 +17,7 @@ import pytest
 
 from jspec.server.events import EVENT_HEADERS
 from jspec.server.settings import Settings
-from jspec.tools import demo
+from tests.support import byte_pair
 
 ray_app = pytest.importorskip("jspec.server.ray_app", reason="needs the extra ray")
 prefix_router = pytest.importorskip("jspec.server.prefix_router", reason="needs the extra ray")
@@ -216,7 +216,7 @@ def test_lost_replica_is_an_error_in_the_form_of_the_route(path: str, has_begun:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The address of two replicas of the demo pair."""
+    """The address of two replicas of the byte pair."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
         yield from _served()
@@ -230,8 +230,8 @@ def _served() -> Iterator[str]:
             port = free.getsockname()[1]
         ray.serve.start(http_options={"port": port})
         options = dict(slots=4, max_len=1024, prefill_buckets=(256, 1024))
-        models = dict(target=str(demo.TARGET), drafter=str(demo.HEAD), tokenizer="bytes", dtype="float32")
-        ray.serve.run(ray_app.app(dict(**models, engine=options, server={"names": ["demo"]}, gpus=0, no_auth=True)))
+        models = dict(target=str(byte_pair.TARGET), drafter=str(byte_pair.HEAD), tokenizer="bytes", dtype="float32")
+        ray.serve.run(ray_app.app(dict(**models, engine=options, server={"names": ["bytes"]}, gpus=0, no_auth=True)))
         yield f"http://127.0.0.1:{port}"
     finally:
         ray.serve.shutdown()
@@ -253,13 +253,13 @@ def replicas() -> list[str]:
 
 @pytest.mark.long
 def test_text_of_two_replicas_is_the_engines_own(address: str) -> None:
-    with demo.engine(drafted=False) as engine:
+    with byte_pair.engine(drafted=False) as engine:
         (own,) = engine.generate(PROMPT, max_tokens=40, temperature=0)
     answer = ask(address, PROMPT, max_tokens=40)
     assert answer["choices"][0]["text"] == own.text
     refused = httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT, "temperature": -1}, timeout=PATIENCE)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
-    assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "demo"
+    assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "bytes"
     assert httpx.get(f"{address}/nothing").status_code == 404
 
 

@@ -1,4 +1,4 @@
-"""Test how much longer 64 streams take over HTTP: with an 8B model on a GPU, and with the demo pair on a CPU."""
+"""Test how much longer 64 streams take over HTTP: with an 8B model on a GPU, and with the byte pair on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jspec import Eagle3, Engine, Tree
-from jspec.tools import demo
 from jspec.tools.bench import random_models
+from tests.support import byte_pair
 from tests.support.serving import address, running
 
 STREAMS, TOKENS, REPEATS = 64, 256, 5
@@ -72,7 +72,7 @@ def test_64_http_streams_of_an_8b_model_take_at_most_1_percent_longer_than_witho
 @pytest.mark.timing
 def test_64_http_streams_of_the_demo_pair_take_at_most_a_quarter_longer_than_without_http() -> None:
     """The client runs on the same cores."""
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=Tree.chain(4))
+    drafter = Eagle3.from_pretrained(byte_pair.HEAD, tree=Tree.chain(4))
     options = dict(slots=STREAMS, max_len=512, buckets=(STREAMS,), prefix_cache=False)
-    with Engine.from_pretrained(demo.TARGET, drafter=drafter, tokenizer="bytes", **options) as engine:
+    with Engine.from_pretrained(byte_pair.TARGET, drafter=drafter, tokenizer="bytes", **options) as engine:
         assert ratio(engine) <= 1.25

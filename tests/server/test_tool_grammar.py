@@ -1,4 +1,4 @@
-"""Test that an answer that must call tools does: the demo engine's text is always calls whose arguments are valid."""
+"""Test that an answer that must call tools does: text of the byte pair is always calls whose arguments are valid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jspec.server.text_reader import Part
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import read_choice
-from jspec.tools import demo
+from tests.support import byte_pair
 from tests.support.answers import TOOLS, Joined, joined, tool
 
 pytest.importorskip("llguidance")
@@ -64,9 +64,9 @@ VALID = {"get_weather": is_weather, "grow": is_tree}
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Return an engine of the demo target."""
-    options: dict[str, Any] = {**demo.OPTIONS, "slots": len(SEEDS), "buckets": (len(SEEDS),), "controls": True}
-    return Engine.from_pretrained(demo.TARGET, **options)
+    """Return an engine of the byte target."""
+    options: dict[str, Any] = {**byte_pair.OPTIONS, "slots": len(SEEDS), "buckets": (len(SEEDS),), "controls": True}
+    return Engine.from_pretrained(byte_pair.TARGET, **options)
 
 
 def answers(engine: Engine, tools: Any, choice: Any, parallel: bool | None) -> list[tuple[str, Joined]]:

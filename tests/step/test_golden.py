@@ -19,9 +19,8 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.layer_config import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
-from jspec.tools import demo
 from pallas_kernels.layers.quantized import reduce_partials
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
@@ -34,7 +33,7 @@ def chain(golden: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def drafter() -> Eagle3:
-    return Eagle3(tiny.load_head(demo.HEAD), Tree.chain(5))
+    return Eagle3(tiny.load_head(byte_pair.HEAD), Tree.chain(5))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_eagle3_chain_on_recorded_prompts_has_the_recorded_first_draft_logits(
         return out, product, cache_
 
     monkeypatch.setattr(eagle, "write_pending_rows", spy)
-    target = tiny.load_target(demo.TARGET)
+    target = tiny.load_target(byte_pair.TARGET)
     spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
     for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
         seen.clear()
@@ -122,7 +121,7 @@ def test_eagle3_chain_with_a_gap_in_positions_has_other_scores_than_recorded(
 
 def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> float:
     """Return the largest deviation from the recorded scores in the first round after the second prompt, without jit."""
-    target, prompt = tiny.load_target(demo.TARGET), 1
+    target, prompt = tiny.load_target(byte_pair.TARGET), 1
     program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
     params = Params(target=target, draft=drafter.bind(target))
     ids = tiny.recorded_prompts(golden)[prompt]
@@ -137,7 +136,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
 
 def test_plain_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
-    target = tiny.load_target(demo.TARGET)
+    target = tiny.load_target(byte_pair.TARGET)
     engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
     done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
     for completion, expected in zip(done, recorded, strict=True):

@@ -23,9 +23,8 @@ from jspec.draft.expand_tree import Level
 from jspec.models.kv_cache import PoolShape
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
-from jspec.tools import demo
 from jspec.tools.replay import observe
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
@@ -71,7 +70,7 @@ class Detail:
         self.candidates: list[tuple[Array, Array]] = []
         children = growing._children
         monkeypatch.setattr(growing, "_children", lambda *args: self._kept(children(*args)))
-        target = tiny.load_target(demo.TARGET)
+        target = tiny.load_target(byte_pair.TARGET)
         self.program = Program(drafter, drafter.feature_layers(target), "coupled", "reference")
         self.params = Params(target=target, draft=drafter.bind(target))
         ids = tiny.recorded_prompts(golden)[0]
@@ -141,7 +140,7 @@ def test_eagle_tree_in_the_first_round_has_the_recorded_intermediate_values(
 def test_medusa_heads_after_recorded_texts_have_the_recorded_logits(golden: Path) -> None:
     """The texts are those of the first recorded rounds."""
     recorded, heads = recording(golden / STATIC20), tiny.load_medusa(golden / "medusa/heads").heads
-    target, prompts = tiny.load_target(demo.TARGET), tiny.recorded_prompts(golden)
+    target, prompts = tiny.load_target(byte_pair.TARGET), tiny.recorded_prompts(golden)
     texts = []
     for index in recorded["logits_iter"][:8]:
         prompt = int(np.searchsorted(recorded["iter_offset"], index, side="right") - 1)

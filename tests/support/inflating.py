@@ -13,12 +13,11 @@ from convert import orbax
 from jspec import Model
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.layer_config import Rope
-from jspec.tools import demo
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import Sizes
 from jspec.tools.replay import run_texts
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 
 VOCAB, DRAFTED, LAYERS = 40, 12, 7
 SIZES = Sizes(
@@ -36,8 +35,8 @@ LLAMA3 = Rope(
     theta=500.0, kind="llama3", factor=8.0, original_max_position=64
 )  # the scaling changes some of the few channels
 # Few layers, to compile quickly; larger in every size.
-DEMO_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
-TEXT = (demo.PROMPT * 3).encode()[:96]
+BYTE_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
+TEXT = (byte_pair.PROMPT * 3).encode()[:96]
 
 
 def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Model:
@@ -108,14 +107,14 @@ def inflate_pair(
 
 
 @cache
-def demo_pair() -> tuple[Model, EagleHead]:
-    return tiny.load_target(demo.TARGET), tiny.load_head(demo.HEAD)
+def byte_models() -> tuple[Model, EagleHead]:
+    return tiny.load_target(byte_pair.TARGET), tiny.load_head(byte_pair.HEAD)
 
 
 @cache
 def large_pair() -> tuple[Model, EagleHead]:
-    small, head = demo_pair()
-    large, large_head = inflate_pair(small, DEMO_SIZES, head=head)
+    small, head = byte_models()
+    large, large_head = inflate_pair(small, BYTE_SIZES, head=head)
     assert large_head is not None
     return large, large_head
 

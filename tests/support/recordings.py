@@ -9,8 +9,7 @@ import numpy as np
 
 from jspec import Completion, Drafter, Engine, SamplingParams
 from jspec.engine.round_record import Round
-from jspec.tools import demo
-from tests.support import tiny
+from tests.support import byte_pair, tiny
 
 TOLERANCE = 1e-4  # float32 sums in another order; a second implementation of the recordings' authors differs by 8e-6
 NEAR_TIE = 1e-5  # below this margin another correct implementation may choose differently
@@ -24,7 +23,7 @@ def recording(file: Path) -> dict[str, np.ndarray]:
 
 def engine_of(drafter: Drafter) -> Engine:
     """Return an engine with the recordings' target and a drafter."""
-    target = tiny.load_target(demo.TARGET)
+    target = tiny.load_target(byte_pair.TARGET)
     options = dict(slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), prefix_cache=False, controls=False)
     return Engine(target, drafter=drafter, **options)
 

@@ -18,10 +18,10 @@ from jspec.draft.base import NoDraft
 from jspec.engine.metrics import LowAcceptanceWarning
 from jspec.engine.stats_logger import MIN_ROUNDS, LowAcceptanceWarner
 from jspec.engine.tokenizer import ByteTokenizer
-from jspec.tools import check_head, demo, testing
+from jspec.tools import check_head, testing
 from jspec.tools.check_head import OWN, Measurement, Setting
 from jspec.tools.replay import Replay, Rounds, Texts, continue_greedily, observe
-from tests.support import folders, recordings, tiny
+from tests.support import byte_pair, folders, recordings, tiny
 
 pytestmark = pytest.mark.once
 
@@ -47,7 +47,7 @@ class Recorded:
     """
 
     def __init__(self, golden: Path) -> None:
-        self.target = tiny.load_target(demo.TARGET)
+        self.target = tiny.load_target(byte_pair.TARGET)
         self.golden = golden
         greedy = recordings.recording(golden / "greedy_ar.npz")["greedy"]
         prompts = tiny.recorded_prompts(golden)
@@ -58,7 +58,7 @@ class Recorded:
         tokens[len(prompts) :, :CUT] = check_head.windows(check_head.TEXT, ByteTokenizer(), CUT)
         texts = observe(self.target, tokens, range(1, 7))
         self.texts, self.cuts = (jax.tree.map(lambda x, own=own: x[own], texts) for own in (slice(16), slice(16, 32)))
-        self.settings = {setting.name: setting for setting in self.settings_of(demo.HEAD)}
+        self.settings = {setting.name: setting for setting in self.settings_of(byte_pair.HEAD)}
         self._replays: dict[object, Replay] = {}
         self._seen: dict[object, Rounds] = {}
 
@@ -165,7 +165,7 @@ def test_check_head_report_of_two_settings_prefers_agreement_over_length(recorde
 def test_check_head_report_of_a_wrong_config_value_names_the_right_setting(
     recorded: Recorded, tmp_path: Path, change: dict, name: str, is_clear: bool
 ) -> None:
-    source = demo.HEAD
+    source = byte_pair.HEAD
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -20,7 +20,7 @@ from jspec.__main__ import main
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
-from tests.support import lettered
+from tests.support import byte_pair, lettered
 
 pytestmark = pytest.mark.once
 
@@ -162,7 +162,7 @@ def test_command_without_tokenizer_names_the_option_before_anything_is_compiled(
 ) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(Executables, "__init__", lambda *arguments: compiled.append(arguments))
-    words = [command, "--target", str(demo.TARGET.parent / "head")] + (["hi"] if command == "generate" else [])
+    words = [command, "--target", str(demo.HEAD)] + (["hi"] if command == "generate" else [])
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "--tokenizer bytes" in error and error.count("\n") == 1
@@ -260,7 +260,7 @@ def test_tokenizer_import_without_torch_prints_nothing() -> None:
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are compiled between the first chunk and the second one."""
-    engine, clock = demo.engine(drafted=False), [0.0]
+    engine, clock = byte_pair.engine(drafted=False), [0.0]
     compiled = engine.core.runner.compile
 
     def slow(*arguments: Any) -> None:
