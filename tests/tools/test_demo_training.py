@@ -130,6 +130,15 @@ def test_prepared_tokens_are_the_documents_each_behind_an_end(data: Path) -> Non
         assert (one["name"], one["bytes"]) == (document.name, len(document.text.encode()))
 
 
+def test_parts_of_the_training_text_are_prompts_with_what_follows_them(data: Path) -> None:
+    tokenizer, tokens = Tokenizer.from_file(str(data / "tokenizer.json")), np.load(data / prepare.TRAIN)
+    whole = tokenizer.decode(tokens.tolist())
+    parts = list(prepare.parts_of(tokens, tokenizer, 5))
+    assert len({part["prompt"] for part in parts}) == 5
+    assert all(part["prompt"] + part["completion"] in whole for part in parts)
+    assert list(prepare.parts_of(tokens, tokenizer, 5)) == parts
+
+
 def test_tokenizer_returns_every_text_unchanged(data: Path) -> None:
     tokenizer = load_tokenizer(data)
     for sample in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):

@@ -35,7 +35,7 @@ TEMPERATURES = (0.0, 0.5, 1.0)
 TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 SLOTS = 16
-PROMPTS, PROMPT_SIZE = 16, 96  # number, and bytes, which are the pair's tokens
+PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters, which are more than the tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
 PLACES = 8  # places of the text that are continued, by context length
@@ -98,8 +98,7 @@ def measure(
     sizes: Any = dict(slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
-        target = Model.from_pretrained(demo.TARGET, dtype="float32")
-        engine = Engine(target, drafter=drafter, tokenizer="bytes", accept=case.accept, **sizes)
+        engine = Engine.from_pretrained(demo.TARGET, drafter=drafter, dtype="float32", accept=case.accept, **sizes)
     with engine:
         for temperature in temperatures:
             yield _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)

@@ -68,7 +68,7 @@ class Pair:
             model, head = random_models.random_target(shape, dtype), random_models.random_head(shape, dtype)
             return cls(model, None, (), draft, dtype, head)
         if target is None:
-            target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
+            target, draft = str(demo.TARGET), draft or str(demo.HEAD)
         model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
         return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if data is None:
             raise ValueError("--data: expected a folder that --prepare wrote, got none")
         if options.prepare is not None:
-            prepare.prepare(options.text, options.prepare, options.vocab)
+            prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
         if options.out is not None:
             _train(options, data)
         if options.evaluate is not None:
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="folders of Python sources and documentation; default: the standard library of this interpreter",
     )
     parser.add_argument("--prepare", type=Path, help="folder to write the tokenizer and the tokens of --text to")
+    parser.add_argument("--prompts", type=int, default=0, help="lines of prompts.jsonl to write, to train a head with")
     parser.add_argument("--data", type=Path, help="folder that --prepare wrote")
     parser.add_argument("--out", type=Path, help="folder to write a trained target to")
     parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")

@@ -70,8 +70,6 @@ class Shape:
             "tie_word_embeddings": True,
             "attention_bias": False,
             "mlp_bias": False,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
             "torch_dtype": "bfloat16",
         }
 
@@ -129,7 +127,7 @@ def losses(
 
 
 def write(weights: Weights, shape: Shape, folder: Path) -> None:
-    """Write weights in bfloat16 and config.json as transformers reads them."""
+    """Write weights in bfloat16, config.json and generation_config.json as transformers reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     stored: Weights = {}
     for name, value in weights.items():
@@ -139,7 +137,9 @@ def write(weights: Weights, shape: Shape, folder: Path) -> None:
         else:
             stored[f"model.{name}.weight"] = rounded
     save_file(stored, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    for name, fields in (("config.json", shape.config() | ends), ("generation_config.json", ends)):
+        (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:

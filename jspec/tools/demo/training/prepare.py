@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,11 @@ END = "<|endoftext|>"  # stands before each document and after the last; id 0
 VOCABULARY = 2048
 REPEATS = {"modules": 2}  # how often the training text has the documents of a group, which is measured; others once
 TRAIN, HELD, INDEX = "train.npy", "held_out.npy", "held_out.json"
+PROMPTS = "prompts.jsonl"
+PROMPT, COMPLETION = (16, 96), 128  # least and most tokens of a prompt, and tokens of a completion
 
 
-def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) -> None:
+def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY, prompts: int = 0) -> None:
     """Write the tokenizer and the tokens of the text of some folders, and print the sizes.
 
     Args:
@@ -25,6 +27,7 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) ->
         out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on and those held out (uint16),
             and for each held-out document its name, group, first token, number of tokens and of bytes.
         vocabulary: tokens of the tokenizer.
+        prompts: parts of the training text to write as lines of prompt and completion, to train a head with.
     """
     kept, held = split(documents(folders))
     if not kept or not held:
@@ -37,9 +40,22 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY) ->
     np.save(out / TRAIN, tokens)
     np.save(out / HELD, held_tokens)
     (out / INDEX).write_text(json.dumps(index))
+    with (out / PROMPTS).open("w") as lines:
+        lines.writelines(f"{json.dumps(one)}\n" for one in parts_of(tokens, tokenizer, prompts))
     for name, some, ids in (("train", repeated, tokens), ("held out", held, held_tokens)):
         count = sum(bytes_of(some).values())
         print(f"{name}: {len(some)} files, bytes {bytes_of(some)}, {len(ids)} tokens of {count / len(ids):.2f} bytes")
+
+
+def parts_of(tokens: np.ndarray, tokenizer: Tokenizer, count: int) -> Iterator[dict[str, str]]:
+    """Yield parts of a text at random places: a prompt, and what follows it."""
+    random = np.random.default_rng(0)
+    for _ in range(count):
+        size = int(random.integers(*PROMPT))
+        start = int(random.integers(0, len(tokens) - size - COMPLETION))
+        cut = (slice(start, start + size), slice(start + size, start + size + COMPLETION))
+        prompt, completion = (tokenizer.decode(tokens[part].tolist()) for part in cut)
+        yield {"prompt": prompt, "completion": completion}
 
 
 def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
