@@ -54,8 +54,8 @@ def heads(texts: Sequence[str], count: int = HEADS) -> list[str]:
 def completions(engine: Engine, prompts: Sequence[str]) -> list[str]:
     """Return each prompt with its greedy completion."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
-    done = engine.generate([f"{prompt}\n" for prompt in prompts], params)
-    return [f"{prompt}\n{one.raise_for_error().text}" for prompt, one in zip(prompts, done, strict=True)]
+    done = engine.generate(list(prompts), params)
+    return [f"{prompt}{one.raise_for_error().text}" for prompt, one in zip(prompts, done, strict=True)]
 
 
 def verdict(text: str) -> str:

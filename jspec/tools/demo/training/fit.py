@@ -19,7 +19,7 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jspec.tools.demo.training.model import LINEAR, Attention, Shape, Weights, initial, losses
-from jspec.tools.demo.training.prepare import HELD, INDEX, TRAIN
+from jspec.tools.demo.training.prepare import HELD, INDEX, STARTS, TRAIN
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Recipe:
     """
 
     rows: int = 64
-    rate: float = 5e-3
+    rate: float = 8e-3
     decay: float = 0.1
     warmup: int = 200
     chunk: int = 100
@@ -76,14 +76,14 @@ def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = Non
     stored = np.load(data / TRAIN)
     if stored.max() >= shape.vocab:
         raise ValueError(f"vocab: expected at least {stored.max() + 1}, the tokens of {data}, got {shape.vocab}")
-    tokens = jnp.asarray(stored)
+    tokens, blocks = jnp.asarray(stored), jnp.asarray(np.load(data / STARTS))
     began = time.perf_counter()
     state, run = prepared(shape, recipe)
     # With a time limit the first two calls, which belong to the warm-up, do not know the number of updates yet.
     total, done = (updates if minutes is None else 2**30), 0
     while done < total:
         start = time.perf_counter()
-        state, mean = run(state, tokens, jnp.float32(total))
+        state, mean = run(state, tokens, blocks, jnp.float32(total))
         loss = float(mean)
         seconds = time.perf_counter() - start
         done += recipe.chunk
@@ -111,10 +111,11 @@ def report(done: int, total: int, loss: float, rate: float, began: float) -> Non
 
 def prepared(
     shape: Shape, recipe: Recipe
-) -> tuple[State, Callable[[State, Int[Array, "tokens"], Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
+) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
     """Return the state before the first update, and the compiled program of ``recipe.chunk`` updates.
 
-    The program takes a state, all tokens and the number of all updates, and returns the new state and the mean loss.
+    The program takes a state, all tokens, the starts of blocks and the number of all updates, and returns the new state
+    and the mean loss.
     """
     optimizer = _optimizer(recipe)
     weights = initial(shape, jax.random.key(recipe.seed))
@@ -125,11 +126,12 @@ def prepared(
         return jnp.mean(losses(cast, rows, shape, recipe.attention))
 
     @partial(jax.jit, donate_argnums=0)
-    def run(state: State, tokens: Int[Array, "tokens"], total: Float[Array, ""]) -> tuple[State, Float[Array, ""]]:
+    def run(
+        state: State, tokens: Int[Array, "tokens"], blocks: Int[Array, "blocks"], total: Float[Array, ""]
+    ) -> tuple[State, Float[Array, ""]]:
         def update(state: State, _: None) -> tuple[State, Float[Array, ""]]:
             key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
-            starts = jax.random.randint(key, (recipe.rows, 1), 0, len(tokens) - shape.context)
-            rows = tokens[starts + jnp.arange(shape.context + 1)].astype(jnp.int32)
+            rows = drawn(key, tokens, blocks, recipe.rows, shape.context + 1)
             loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows)
             changes, moments = optimizer.update(gradient, state.moments, state.weights)
             rate = learning_rate(recipe, state.step, total)
@@ -140,6 +142,17 @@ def prepared(
         return state, jnp.mean(seen)
 
     return state, run
+
+
+def drawn(
+    key: Array, tokens: Int[Array, "tokens"], blocks: Int[Array, "blocks"], count: int, size: int
+) -> Int[Array, "count size"]:
+    """Draw ``count`` rows of a text: half begin anywhere, half with an end token and then a block, as prompts do."""
+    anywhere, chosen = jax.random.split(key)
+    starts = jax.random.randint(anywhere, (count,), 0, len(tokens) - size + 1)
+    begun = jnp.minimum(blocks[jax.random.randint(chosen, (count // 2,), 0, len(blocks))], len(tokens) - size + 1) - 1
+    rows = tokens[starts.at[: count // 2].set(begun)[:, None] + jnp.arange(size)].astype(jnp.int32)
+    return rows.at[: count // 2, 0].set(0)
 
 
 def learning_rate(recipe: Recipe, step: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jspec.tools.demo.training.text import Document, bytes_of, documents, split
 
-END = "<|endoftext|>"  # stands before each document and after the last; id 0
+END = "<|endoftext|>"  # id 0; stands before each document and after the last, and begins every prompt
+# Newlines and indentation are tokens of their own, so that a prompt may end with them; words have the space in front.
+PIECES = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 VOCABULARY = 2048
 REPEATS = {"modules": 2}  # how often the training text has the documents of a group, which is measured; others once
-TRAIN, HELD, INDEX = "train.npy", "held_out.npy", "held_out.json"
+TRAIN, STARTS, HELD, INDEX = "train.npy", "starts.npy", "held_out.npy", "held_out.json"
 PROMPTS = "prompts.jsonl"
 PROMPT, COMPLETION = (16, 96), 128  # least and most tokens of a prompt, and tokens of a completion
 
@@ -24,8 +26,9 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY, pr
 
     Args:
         folders: folders of Python sources and documentation.
-        out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on and those held out (uint16),
-            and for each held-out document its name, group, first token, number of tokens and of bytes.
+        out: folder to write: tokenizer.json, tokenizer_config.json, the tokens to train on (uint16), the places in them
+            where `block_starts` are (uint32), the tokens that are held out, and for each held-out document its name,
+            group, first token, number of tokens and of bytes.
         vocabulary: tokens of the tokenizer.
         prompts: parts of the training text to write as lines of prompt and completion, to train a head with.
     """
@@ -38,21 +41,22 @@ def prepare(folders: Sequence[Path], out: Path, vocabulary: int = VOCABULARY, pr
     repeated = [document for document in kept for _ in range(REPEATS.get(document.group, 1))]
     (tokens, _), (held_tokens, index) = (encoded(tokenizer, some) for some in (repeated, held))
     np.save(out / TRAIN, tokens)
+    starts = block_starts(tokenizer, tokens)
+    np.save(out / STARTS, starts)
     np.save(out / HELD, held_tokens)
     (out / INDEX).write_text(json.dumps(index))
     with (out / PROMPTS).open("w") as lines:
-        lines.writelines(f"{json.dumps(one)}\n" for one in parts_of(tokens, tokenizer, prompts))
+        lines.writelines(f"{json.dumps(one)}\n" for one in parts_of(tokens, starts, tokenizer, prompts))
     for name, some, ids in (("train", repeated, tokens), ("held out", held, held_tokens)):
         count = sum(bytes_of(some).values())
         print(f"{name}: {len(some)} files, bytes {bytes_of(some)}, {len(ids)} tokens of {count / len(ids):.2f} bytes")
 
 
-def parts_of(tokens: np.ndarray, tokenizer: Tokenizer, count: int) -> Iterator[dict[str, str]]:
-    """Yield parts of a text at random places: a prompt, and what follows it."""
+def parts_of(tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer, count: int) -> Iterator[dict[str, str]]:
+    """Yield parts of a text that begin at random ones of the given places: a prompt, and what follows it."""
     random = np.random.default_rng(0)
-    for _ in range(count):
+    for start in random.choice(starts, count).tolist():
         size = int(random.integers(*PROMPT))
-        start = int(random.integers(0, len(tokens) - size - COMPLETION))
         cut = (slice(start, start + size), slice(start + size, start + size + COMPLETION))
         prompt, completion = (tokenizer.decode(tokens[part].tolist()) for part in cut)
         yield {"prompt": prompt, "completion": completion}
@@ -61,7 +65,12 @@ def parts_of(tokens: np.ndarray, tokenizer: Tokenizer, count: int) -> Iterator[d
 def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE (arXiv:1508.07909) of so many tokens, which encodes every text without loss."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -70,6 +79,8 @@ def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    end = (END, tokenizer.token_to_id(END))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[end])
     return tokenizer
 
 
@@ -78,6 +89,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
@@ -90,11 +102,19 @@ def encoded(tokenizer: Tokenizer, found: Sequence[Document]) -> tuple[np.ndarray
     parts: list[np.ndarray] = []
     index: list[dict[str, str | int]] = []
     start = 0
-    end = tokenizer.token_to_id(END)
     for document, encoding in zip(found, tokenizer.encode_batch([one.text for one in found]), strict=True):
-        ids = np.array([end, *encoding.ids], np.uint16)
+        ids = np.array(encoding.ids, np.uint16)
         sizes = {"tokens": len(ids), "bytes": len(document.text.encode())}
         index.append({"name": document.name, "group": document.group, "start": start, **sizes})
         parts.append(ids)
         start += len(ids)
-    return np.concatenate([*parts, np.array([end], np.uint16)]), index
+    return np.concatenate([*parts, parts[0][:1]]), index
+
+
+def block_starts(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Return the places of tokens that begin a line without indentation behind an empty line."""
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
+    spaces = [token for text, token in tokenizer.get_vocab().items() if text.startswith(("Ġ", "Ċ", "ĉ"))]
+    is_newline = tokens == newline
+    is_start = is_newline[:-2] & is_newline[1:-1] & ~np.isin(tokens[2:], [*spaces, tokenizer.token_to_id(END)])
+    return (np.flatnonzero(is_start) + 2).astype(np.uint32)
