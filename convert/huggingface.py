@@ -75,6 +75,35 @@ def is_stacked(row: Row) -> bool:
     return row.fill is _stack
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """A `fill` that keeps some rows of what another one fills, along axis 0."""
+
+    fill: Callable[[Source, Row, str], np.ndarray]
+    index: np.ndarray
+    stored: Shape  # shape of what the other one fills
+
+    def __call__(self, source: Source, row: Row, dtype: str) -> np.ndarray:
+        return self.fill(source, replace(row, shape=self.stored), dtype)[self.index]
+
+
+def selected(row: Row, index: np.ndarray) -> Row:
+    """Return a row whose parameter has some rows of the given row's parameter, in any order.
+
+    Args:
+        row: the given row.
+        index: indices of the rows along axis 0.
+    """
+    return replace(row, shape=(len(index), *row.shape[1:]), fill=_Selection(row.fill, index, row.shape))
+
+
+def unselected(row: Row) -> tuple[Row, np.ndarray | None]:
+    """Return the row that `selected` was called with, and the index; None: the row is not of `selected`."""
+    if not isinstance(row.fill, _Selection):
+        return row, None
+    return replace(row, shape=row.fill.stored, fill=row.fill.fill), row.fill.index
+
+
 def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -> Row:
     """Make a row for a parameter that is several tensors of one shape, stacked along a new axis 0.
 
@@ -178,7 +207,8 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
 def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors of a folder match a weight map.
 
-    Every tensor must occur in a row, every tensor of a row must exist, and shapes and dtypes must be as expected.
+    Every tensor must occur in a row, or in several rows that `selected` made. Every tensor of a row must exist, and
+    shapes and dtypes must be as expected.
 
     Args:
         rows: rows of the weight map.
@@ -186,8 +216,8 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
     """
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
-    twice = [name for name, n in Counter(name for row in rows for name in row.sources).items() if n > 1]
-    twice += [name for name, n in Counter(row.parameter for row in rows).items() if n > 1]
+    taken = (name for row in rows if not isinstance(row.fill, _Selection) for name in row.sources)
+    twice = [name for found in (taken, (row.parameter for row in rows)) for name, n in Counter(found).items() if n > 1]
     assert not twice, f"the weight map names these more than once: {twice}"
     unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
     missing = sorted(name for name in wanted if name not in tensors)

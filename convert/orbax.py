@@ -1,7 +1,7 @@
 """Reads and writes converted checkpoints: folders of `jspec.json` (the manifest), `weights/` and tokenizer files.
 
-This is the only file that uses orbax, which writes and reads `weights/`. The tree of weights is stored as arrays with
-names such as "layers.3.qkv".
+Orbax writes and reads `weights/`; besides this file, only `jspec/train/checkpoints.py` uses it. The tree of weights is
+stored as arrays with names such as "layers.3.qkv".
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import hashlib
 import io
 import json
 import logging
@@ -51,6 +52,7 @@ COMPANIONS = (
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = {"values", "scale", "zeros"}  # names of the arrays of a quantised weight; not all have zero points
+SAMPLED = 256  # number of values at either end of a weight that are compared instead of all
 READ_AHEAD = 2**30  # bytes that orbax may hold on the host in addition to the largest array, while it reads
 
 
@@ -90,12 +92,14 @@ class Header:
             config record.
         parameters: shape and dtype of each parameter, by name.
         folder: folder of the checkpoint.
+        samples: digest of `sample` of all parameters; "" if the files have none.
     """
 
     kind: str
     config: Any
     parameters: dict[str, jax.ShapeDtypeStruct]
     folder: Path
+    samples: str = ""
 
 
 def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, Any]:
@@ -177,12 +181,12 @@ def save(
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write_weights(work / WEIGHTS, batches, compress)
+        samples = _write_weights(work / WEIGHTS, batches, compress)
         for name, file in (files or {}).items():
             (work / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, work / name)
         about = {"version": VERSION, "kind": kind, "config": config.to_json()}
-        manifest = about | {"file_sizes": _file_sizes(work / WEIGHTS)}
+        manifest = about | {"samples": samples, "file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         work.chmod(0o755)  # mkdtemp has made the folder readable for its owner only
         _move(work, folder)
@@ -228,18 +232,28 @@ def check_vacant(folder: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{folder}: expected a converted checkpoint to replace, got something else; delete it")
 
 
-def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compress: bool) -> None:
+def sample(array: Any) -> bytes:
+    """Return the bytes of the first and the last values of an array."""
+    flat = array.reshape(-1)
+    return b"".join(np.asarray(part).tobytes() for part in (flat[:SAMPLED], flat[-SAMPLED:]))
+
+
+def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compress: bool) -> str:
+    """Write parameters, and return a digest of samples of their values, which does not depend on the batches."""
+    digests: dict[str, str] = {}
     context = ocp.Context()
     # Compression and a defensive copy of the host arrays would each hold a second copy of a batch.
     context.array.saving.use_compression = compress
     context.memory.deepcopy_host_arrays = False
     with context:
         for batch in batches:
+            digests |= {name: hashlib.sha256(sample(array)).hexdigest() for name, array in batch.items()}
             with _named_failure(folder):
                 ocp.partial.save(folder, batch)
             del batch  # free this batch before the next one is read
         with _named_failure(folder):
             ocp.partial.finalize(folder)
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -304,7 +318,7 @@ def read_header(folder: Path) -> Header:
             raise ValueError(f"absent or incomplete files in {WEIGHTS}: {listed(broken)}")
         stored = ocp.metadata((folder / WEIGHTS).absolute()).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-        return Header(kind, config, parameters, folder)
+        return Header(kind, config, parameters, folder, manifest.text("samples", ""))
 
 
 def read_arrays(

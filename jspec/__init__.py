@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec import distributed, plot, testing
+    from jspec import distributed, plot, testing, train
     from jspec.core.config import EngineConfig
     from jspec.core.tree import Tree
     from jspec.draft.base import Drafter
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jspec.draft.dspark import DSpark
     from jspec.draft.eagle import Eagle, Eagle3
     from jspec.draft.medusa import Medusa
+    from jspec.draft.mtp import MTP
     from jspec.draft.ngram import NGram
     from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
@@ -44,6 +45,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
     "Engine": "jspec.engine.api",
     "EngineConfig": "jspec.core.config",
     "LogitsContext": "jspec.sampling.logits_processor",
+    "MTP": "jspec.draft.mtp",
     "Medusa": "jspec.draft.medusa",
     "Metrics": "jspec.engine.metrics",
     "Model": "jspec.models.decoder",
@@ -59,6 +61,7 @@ MODULES = {  # the module that defines each public name, except the names of mod
 }
 
 __all__ = [
+    "MTP",
     "Chunk",
     "Completion",
     "DFlash",
@@ -86,6 +89,7 @@ __all__ = [
     "frequent_tokens",
     "plot",
     "testing",
+    "train",
 ]
 
 

@@ -1,5 +1,5 @@
-"""`jspec.tools.plot` under its public name: pictures of rounds, trees, acceptance and drafters."""
+"""`jspec.tools.plot` under its public name: pictures of rounds, trees, acceptance, drafters and training."""
 
-from jspec.tools.plot import acceptance, calibration, methods, rounds, tree
+from jspec.tools.plot import acceptance, calibration, methods, rounds, training, tree
 
-__all__ = ["acceptance", "calibration", "methods", "rounds", "tree"]
+__all__ = ["acceptance", "calibration", "methods", "rounds", "training", "tree"]

@@ -18,7 +18,7 @@ FLOORS = (  # from the lowest floor up; rooms on one floor do not import each ot
     ("jspec.draft", "jspec.verify"),
     ("jspec.step",),
     ("jspec.engine",),
-    ("jspec.server",),
+    ("jspec.server", "jspec.train"),
     ("jspec.tools",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

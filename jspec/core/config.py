@@ -63,7 +63,8 @@ class EngineConfig:
         typical_threshold, typical_alpha: options of accept="typical" (`jspec.verify.Typical`).
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
         adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
-            accept="coupled", because under this rule the emitted tokens do not depend on the draft depth.
+            accept="coupled", or another rule under which the emitted tokens do not depend on the draft
+            (`jspec.core.accept_rule.AcceptRule.is_draft_independent`).
         draft_depths: draft depths that ``adaptive`` chooses from, ascending, from 0 to the tree's depth. One program is
             compiled for each depth and bucket. None: 0, the tree's depth, and its repeated halves down to 1.
         draft_nodes: numbers of draft nodes per batch row that ``adaptive`` chooses from besides all nodes, ascending.
@@ -174,10 +175,11 @@ class EngineConfig:
                 )
 
     def _check_adaptive(self) -> None:
-        accept = self.accept.name if isinstance(self.accept, AcceptRule) else self.accept
-        if self.adaptive and accept != "coupled":
+        rule = self.accept
+        is_independent = rule.is_draft_independent if isinstance(rule, AcceptRule) else rule == "coupled"
+        if self.adaptive and not is_independent:
             raise ValueError(
-                f'adaptive: expected accept="coupled", got {accept!r}, under which the tokens of a seed depend on '
+                f'adaptive: expected accept="coupled", got {rule!r}, under which the tokens of a seed depend on '
                 "the draft's depth; set adaptive=False"
             )
         for name, least in {"draft_depths": 0, "draft_nodes": 1}.items():

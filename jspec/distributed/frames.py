@@ -92,7 +92,10 @@ def _split(data: bytes, sizes: Sequence[tuple[np.dtype, tuple[Any, ...]]]) -> li
         count = math.prod(shape)
         if first + count * dtype.itemsize > len(data):
             raise BadFrame(f"expected the bytes of an array {dtype}{list(shape)}, got too few")
-        arrays.append(np.frombuffer(data, dtype, count, first).reshape(shape))
+        try:
+            arrays.append(np.frombuffer(data, dtype, count, first).reshape(shape))
+        except (ValueError, OverflowError) as error:  # more dimensions or elements than numpy can express
+            raise BadFrame(f"expected the sizes of an array, got {shape!r:.100} ({error})") from None
         first += count * dtype.itemsize
     if first != len(data):
         raise BadFrame(f"expected {first} bytes of arrays, got {len(data)}")

@@ -186,6 +186,7 @@ class Job:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+            del function, future  # while this thread waits: the function may hold an engine's weights
 
     # -- the end
 
@@ -254,7 +255,7 @@ class Job:
         if isinstance(error, Exception):
             self.fail_by(error)
         if self.is_whole:
-            for function in self.at_end:
+            for function in list(self.at_end):  # some remove themselves
                 function()
             self._tell(Message("bye"))
         try:

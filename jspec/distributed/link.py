@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from jspec.distributed.frames import MAX_DATA, BadFrame, Message, decode, encode
 
 BEAT_SECONDS = 2.0  # time between two signs of life
 SILENT_SECONDS = 12.0  # after this time without a byte the other side is lost
+SOON = 0.001  # timeout of a call whose time is over, in seconds; 0 would mean that the socket never waits
 BEAT = Message("beat")
 
 
@@ -18,15 +20,17 @@ def send_message(connection: socket.socket, message: Message) -> None:
     connection.sendall(encode(message))
 
 
-def read_message(connection: socket.socket, most: int = MAX_DATA) -> Message:
+def read_message(connection: socket.socket, most: int = MAX_DATA, *, seconds: float | None = None) -> Message:
     """Read the next message.
 
     Args:
         most: largest size of the message in bytes.
+        seconds: time for the whole message; None: the timeout of the connection, for each part that arrives.
 
     Raises:
         OSError, BadFrame: the other side is lost, or sends something else.
     """
+    until = None if seconds is None else time.monotonic() + seconds
 
     def read(count: int) -> bytes:
         if count > most:
@@ -34,6 +38,8 @@ def read_message(connection: socket.socket, most: int = MAX_DATA) -> Message:
         data = bytearray(count)
         view = memoryview(data)
         while len(view):
+            if until is not None:
+                connection.settimeout(max(until - time.monotonic(), SOON))
             found = connection.recv_into(view)
             if found == 0:
                 raise ConnectionResetError("the connection ended")
@@ -88,6 +94,8 @@ class Link:
             self._fail(f"is lost: it sent something else than a message ({error})")
         except OSError:
             self._fail("is lost: its connection ended")
+        except Exception as error:  # a message without a field that its kind has, for instance
+            self._fail(f"is lost: a message of it could not be read ({type(error).__name__}: {error!s:.200})")
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):

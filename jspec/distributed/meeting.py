@@ -5,15 +5,13 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax._src import distributed as jax_distributed
@@ -23,7 +21,8 @@ from jax._src.lib import _jax
 from jspec.distributed import service
 from jspec.distributed.frames import BadFrame, Message
 from jspec.distributed.job import Job
-from jspec.distributed.link import read_message, send_message
+from jspec.distributed.link import SOON, read_message, send_message
+from jspec.distributed.signals import end_at_sigterm
 
 HELLO_BYTES = 2**16  # largest message of a process that has not proved yet that it belongs to the job
 HELLO_SECONDS = 5.0  # time for the first message of a connection
@@ -54,7 +53,7 @@ class Meeting:
 
     @property
     def seconds_left(self) -> float:
-        return max(self._until - time.monotonic(), 0.001)
+        return max(self._until - time.monotonic(), SOON)
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -84,26 +83,29 @@ class Meeting:
         names = {0: self.names[0]}
         with socket.create_server(_bind(host, port), family=_family(host)) as listener:
             while len(names) < self._count:
-                try:
-                    listener.settimeout(self.seconds_left)
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    missing = ", ".join(f"process {i}" for i in range(self._count) if i not in names)
-                    raise TimeoutError(
-                        f"num_processes: expected {self._count} processes within {self._seconds:g} s, {missing} did "
-                        f"not come to {host}:{port}; start it, or look for its error"
-                    ) from None
-                self._admit(connection, names)
+                self._admit(self._accept(listener, names), names)
         self.names = [names[other] for other in range(self._count)]
         self.jax_address = _join(host, free_port(host))
         for connection in self.connections.values():
             send_message(connection, Message("welcome", {"names": self.names, "jax": self.jax_address}))
 
+    def _accept(self, listener: socket.socket, names: dict[int, str]) -> socket.socket:
+        """Return the next connection; raise TimeoutError if there is none in time."""
+        listener.settimeout(self.seconds_left)
+        with suppress(TimeoutError):
+            if time.monotonic() < self._until:  # else strangers that still wait in line would be taken
+                return listener.accept()[0]
+        missing = ", ".join(f"process {i}" for i in range(self._count) if i not in names)
+        host, port = self.address
+        raise TimeoutError(
+            f"num_processes: expected {self._count} processes within {self._seconds:g} s, {missing} did not come to "
+            f"{host}:{port}; start it, or look for its error"
+        )
+
     def _admit(self, connection: socket.socket, names: dict[int, str]) -> None:
         """Take a connection if it is of a process of this job; connections that say something else are closed."""
-        connection.settimeout(HELLO_SECONDS)
         try:
-            hello = read_message(connection, HELLO_BYTES)
+            hello = read_message(connection, HELLO_BYTES, seconds=min(HELLO_SECONDS, self.seconds_left))
             other, host, about = hello.fields["process"], hello.fields["host"], hello.fields["about"]
             is_right = hello.kind == "hello" and type(other) is int and isinstance(host, str)
         except (OSError, BadFrame, KeyError):
@@ -115,7 +117,8 @@ class Meeting:
         try:
             self._check(other, str(host), about, names)
         except ValueError as error:
-            send_message(connection, Message("refused", {"error": str(error)}))
+            with suppress(OSError):  # that process has ended
+                send_message(connection, Message("refused", {"error": str(error)}))
             connection.close()
             raise
         names[other], self.connections[other] = name_of(other, host), connection
@@ -152,8 +155,7 @@ class Meeting:
         fields = {"process": self._own, "host": socket.gethostname(), "about": self._about()}
         try:
             send_message(connection, Message("hello", fields))
-            connection.settimeout(self.seconds_left)
-            answer = read_message(connection, HELLO_BYTES)
+            answer = read_message(connection, HELLO_BYTES, seconds=self.seconds_left)
         except TimeoutError:
             raise TimeoutError(
                 f"num_processes: expected {self._count} processes within {self._seconds:g} s, not all came; start them"
@@ -197,9 +199,9 @@ class Meeting:
             connection.settimeout(self.seconds_left)
             nonce = secrets.token_hex(32)
             send_message(connection, Message("nonce", {"nonce": nonce}))
-            theirs = str(read_message(connection, HELLO_BYTES).fields.get("nonce"))
+            theirs = str(read_message(connection, HELLO_BYTES, seconds=self.seconds_left).fields.get("nonce"))
             send_message(connection, Message("proof", {"proof": _proof(token, self._own, theirs)}))
-            found = str(read_message(connection, HELLO_BYTES).fields.get("proof"))
+            found = str(read_message(connection, HELLO_BYTES, seconds=self.seconds_left).fields.get("proof"))
             if not hmac.compare_digest(found.encode(), _proof(token, other, nonce).encode()):
                 raise ConnectionError(f"{self.names[other]} does not know the job's token; is it another job's?")
 
@@ -291,17 +293,6 @@ def start(coordinator: str, num_processes: int, process_id: int, seconds: float)
     if served is not None:
         job.at_end.append(partial(service.allow_end, served))
     job.start()
-    _end_at_sigterm()
+    end_at_sigterm()
     logger.info("%s has joined %d processes", meeting.names[process_id], num_processes)
     return job
-
-
-def _end_at_sigterm() -> None:
-    """End the script at SIGTERM as at `sys.exit`, unless it has a handler, so that the others are told."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
-
-
-def _exit(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)

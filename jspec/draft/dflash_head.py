@@ -99,10 +99,15 @@ class Context:
     # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
+        return self.hidden_norm.dtype
+
     def declared(self) -> Params:
         """Return the declarations of the weights, by name."""
         config = self.config
-        sizes = tuple(layer.attention.kv_size for layer in config.layers for _ in ("keys", "values"))
+        sizes = tuple(layer.gqa.kv_size for layer in config.layers for _ in ("keys", "values"))
         shape, unit = (sum(sizes), config.hidden_size), config.layers[0].attention.head_dim
         kv = ParamSpec(shape, ("heads", "hidden"), parts=sizes, unit=unit)
         return {"fc": _fc(config), "hidden_norm": norm(config.hidden_size), "kv": kv}
@@ -160,7 +165,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
     """Return the rows of all layers' QKV projections that give keys and values, as one weight that is not quantised."""
     parts = []
     for layer, config in zip(head.layers, head.config.layers, strict=True):
-        qkv, first = layer.qkv, config.attention.q_size
+        qkv, first = layer.qkv, config.gqa.q_size
         assert not isinstance(qkv, Shard), "weights are divided after `bind`"
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
@@ -180,30 +185,46 @@ def write_context(
         batch: positions and cache rows of the tokens; its ids are not read.
         features: the target's hidden states at the tokens, concatenated.
     """
-    own, eps, model = head.context, head.model.config.norm_eps, head.model
     with jax.named_scope("context"):
-        fused = rms_norm(matmul(features.astype(own.hidden_norm.dtype), own.fc), own.hidden_norm, eps)
-        projected = matmul(fused, own.kv)
-        k_pools, v_pools, first = [], [], 0
-        for layer, config, *pools in zip(model.layers, model.config.layers, cache.k, cache.v, strict=True):
-            attention = config.attention
-            columns = projected[..., first : first + 2 * attention.kv_size]
-            first += 2 * attention.kv_size
-            k, v = _keys_and_values(layer, attention, columns, batch, eps)
-            rows = batch.page_table, batch.first_row, batch.valid
+        k_pools, v_pools, rows = [], [], (batch.page_table, batch.first_row, batch.valid)
+        for (k, v), *pools in zip(context_keys(head, batch.positions, features), cache.k, cache.v, strict=True):
             k_pool, v_pool = append(*pools, k, v, *rows, implementation=batch.implementation)
             k_pools.append(k_pool)
             v_pools.append(v_pool)
     return KVCache(k=k_pools, v=v_pools)
 
 
+def context_keys(
+    head: BoundDFlash, positions: Int[Array, "batch tokens"], features: Float[Array, "batch tokens features"]
+) -> list[tuple[Float[Array, "batch tokens kv_heads head_dim"], Float[Array, "batch tokens kv_heads head_dim"]]]:
+    """Return each layer's rotated keys and values of committed tokens.
+
+    Args:
+        head: weights of the head.
+        positions: position of each token.
+        features: the target's hidden states at the tokens, concatenated.
+    """
+    own, eps, model = head.context, head.model.config.norm_eps, head.model
+    fused = rms_norm(matmul(features.astype(own.hidden_norm.dtype), own.fc), own.hidden_norm, eps)
+    projected, first, found = matmul(fused, own.kv), 0, []
+    for layer, config in zip(model.layers, model.config.layers, strict=True):
+        columns = projected[..., first : first + 2 * config.gqa.kv_size]
+        first += 2 * config.gqa.kv_size
+        found.append(_keys_and_values(layer, config.gqa, columns, positions, eps))
+    return found
+
+
 def _keys_and_values(
-    layer: Layer, config: GQA, projected: Float[Array, "batch tokens kv"], batch: TokenBatch, eps: float
+    layer: Layer,
+    config: GQA,
+    projected: Float[Array, "batch tokens kv"],
+    positions: Int[Array, "batch tokens"],
+    eps: float,
 ) -> tuple[Float[Array, "batch tokens kv_heads head_dim"], Float[Array, "batch tokens kv_heads head_dim"]]:
     """Return the rotated keys and the values of a layer from their projections."""
     if layer.qkv_bias is not None:
         projected = (projected.astype(jnp.float32) + layer.qkv_bias[config.q_size :]).astype(projected.dtype)
-    k, v = jnp.split(projected.reshape(*batch.positions.shape, 2 * config.kv_heads, config.head_dim), 2, axis=2)
+    k, v = jnp.split(projected.reshape(*positions.shape, 2 * config.kv_heads, config.head_dim), 2, axis=2)
     if layer.k_norm is not None:
         k = rms_norm(k, layer.k_norm, eps)
-    return rotate(k, tables(config.rope, config.head_dim, batch.positions)[KEYS]), v
+    return rotate(k, tables(config.rope, config.head_dim, positions)[KEYS]), v

@@ -121,7 +121,9 @@ def reduced_head(
     return weight.rows(index) if isinstance(weight, Quantized) else weight[index], index
 
 
-def frequent_tokens(texts: Iterable[str | Sequence[int]], size: int, *, tokenizer: Any = None) -> np.ndarray:
+def frequent_tokens(
+    texts: Iterable[str | Sequence[int]], size: int, *, tokenizer: Any = None, always: Sequence[int] = ()
+) -> np.ndarray:
     """Return the ids of the most frequent tokens of texts in ascending order, for ``draft_vocab``.
 
     Texts that the target wrote are best, because it is the target's tokens that a drafter must guess.
@@ -132,6 +134,7 @@ def frequent_tokens(texts: Iterable[str | Sequence[int]], size: int, *, tokenize
             equally frequent tokens, the smaller id is chosen.
         tokenizer: the target's tokenizer, with a method ``encode`` that returns ids, such as `Engine.tokenizer`; needed
             for texts that are no ids.
+        always: ids that are chosen however rare they are, such as those that end texts.
 
     Raises:
         ValueError: the size is below 1, there are no tokens, or a text needs a tokenizer and none is given.
@@ -148,4 +151,6 @@ def frequent_tokens(texts: Iterable[str | Sequence[int]], size: int, *, tokenize
         counts = own
     if not counts.any():
         raise ValueError("frequent_tokens: texts: expected at least one token, got none")
+    counts = np.pad(counts, (0, max(0, max(always, default=0) + 1 - len(counts))))
+    counts[list(always)] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, final
+from typing import ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +46,18 @@ from jspec.draft.eagle_head import (
     project_draft_tokens,
     project_inputs,
     reduce_vocabulary,
-    run_layers,
+    run_on_cache,
 )
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.models import load
-from jspec.models.attention import attend
+from jspec.models.block import attend_part
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
 from jspec.models.tensor_parallel import place
-from pallas_kernels.layers.quantized import PartialSums, has_dynamic_activations
+from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 
@@ -161,7 +161,8 @@ class EagleDrafter(Drafter):
         shifted = shifted.at[:, 0].set(first)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(batch, batch.tokens, batch.first_row, valid, self.draft_window)
-        *_, cache = run_layers(params, state.cache, pairs, *project_inputs(params, pairs, shifted), attends=False)
+        inputs = project_inputs(params, pairs.tokens, shifted, pairs.implementation)
+        *_, cache = run_on_cache(params, state.cache, pairs, *inputs, attends=False)
         return replace(
             state,
             cache=cache,
@@ -324,8 +325,8 @@ def write_pending_rows(
     residual = jnp.take_along_axis(residual, block[..., None], axis=1)
     rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
-    options: dict[str, Any] = {"start": FIRST_ROW, "quantize_output": has_dynamic_activations(params.layers[-1].o)}
-    attended = attend(q, cache.k[-1], cache.v[-1], pairs, params.config.layers[-1].attention, **options)
+    pools = cache.k[-1], cache.v[-1]
+    attended = attend_part(params.layers[-1], params.config.layers[-1], q, pools, pairs, start=FIRST_ROW)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 
@@ -350,7 +351,8 @@ def _write_pending(
     tokens = jnp.where(steps == last, view.root[:, None], pending)
     valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    return last, *run_layers(params, state.cache, pairs, *project_inputs(params, pairs, features), attends=False)
+    inputs = project_inputs(params, pairs.tokens, features, pairs.implementation)
+    return last, *run_on_cache(params, state.cache, pairs, *inputs, attends=False)
 
 
 def _feature_before(
@@ -403,7 +405,7 @@ def draft_step(
     """
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
-    attended, residual, cache = run_layers(params, cache, pairs, *projected, attends=True)
+    attended, residual, cache = run_on_cache(params, cache, pairs, *projected, attends=True)
     return *output_logits(params, attended, residual, view.implementation), cache
 
 

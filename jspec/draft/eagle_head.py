@@ -8,13 +8,16 @@ reads the normed embedding and the normed feature, concatenated in this order.
 EAGLE-1 and 2 (arXiv:2401.15077, 2406.16858): The feature is the target's hidden state after its final norm. ``fc`` maps
 the concatenated embedding and feature to the input of layer 0, which has no norm before its attention. The output of
 the last layer goes to the target's output head without a norm.
+MTP (arXiv:2412.19437, section 2.2): The feature is the target's state after its final norm, too, but embedding and
+feature are normed before ``fc``, and the layer is one of the target's kind. Its normed output goes to the target's
+output head, and is the next feature.
 P-EAGLE (arXiv:2602.01469): A head as in EAGLE-3 that is never fed its own output. The draft tokens of a block are mask
 pairs: the mask token beside a trained feature, which stands for the feature that is not known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.draft_vocab import reduced_head
-from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
+from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
@@ -45,6 +48,8 @@ from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
 
+# Function of a layer's index and the partial sums of its QKV projection that returns the layer's attended values.
+Attend = Callable[[int, PartialSums], Any]
 FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 
 
@@ -52,7 +57,7 @@ FIRST_ROW = 1  # first row of the draft cache; row 0 is never written
 class EagleLayer(LayerWeights):
     """The weights of one layer of a head; in layer 0 of EAGLE-3, ``qkv`` has 2 * hidden input channels."""
 
-    # Norm of the embedding in layer 0 of EAGLE-3, or of the input in later layers; None in layer 0 of EAGLE-1.
+    # Norm of the embedding in layer 0 of EAGLE-3, or of the input of other layers; None in layer 0 of EAGLE-1.
     input_norm: Float[Array, "hidden"] | None = None
     hidden_norm: Float[Array, "hidden"] | None = None  # norm of the feature in layer 0 of EAGLE-3; None elsewhere
 
@@ -79,6 +84,8 @@ class EagleHead:
     fc_bias: Float[Array, "hidden"] | None = None  # bias of fc; None: no bias
     fc_norm: Float[Array, "states target_hidden"] | None = None  # norm of each target state before fc
     input_norm: Float[Array, "features"] | None = None  # norm of the concatenated target states before fc
+    embed_norm: Float[Array, "hidden"] | None = None  # norm of the embedding before fc; MTP only
+    feature_norm: Float[Array, "hidden"] | None = None  # norm of the feature before fc; MTP only
     norm: Float[Array, "hidden"] | None = None  # norm before the output head; None in EAGLE-1
     head: Weight | None = None  # output head [draft_vocab, hidden]; None: the target's, until `EagleDrafter.bind`
     draft_to_target: Int[Array, "draft_vocab"] | None = None  # target id of each draft id; None: ids are equal
@@ -111,6 +118,7 @@ class EagleHead:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
         norm = self.layers[0].mlp_norm
         assert norm is not None
         return norm.dtype
@@ -123,7 +131,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         config: config of the head.
         has_embed: whether the head has an embedding of its own; if not, it uses the target's.
         has_head: whether an EAGLE-3 head has an output head of its own; if not, it uses the target's. EAGLE-1 heads
-            always use the target's.
+            and MTP layers always use the target's.
     """
     hidden, states, width = config.hidden_size, config.num_features, config.target_hidden_size
     params: dict[str, ParamSpec] = {}
@@ -135,7 +143,9 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
         params["mask_hidden"] = ParamSpec((states * width,), ("features",))
     if isinstance(config, Eagle3Config) and config.fc_norm:
         params["fc_norm"] = ParamSpec((states, width), ("states", "hidden"), init="ones")
-    if config.fuses_states or isinstance(config, EagleConfig):
+    if isinstance(config, MTPConfig):
+        params |= {"embed_norm": norm(hidden), "feature_norm": norm(hidden)}
+    if config.fuses_states or isinstance(config, EagleConfig | MTPConfig):
         inputs = states * width if config.fuses_states else 2 * hidden
         params["fc"] = ParamSpec((hidden, inputs), ("fused", "features"))
         if config.fc_bias:
@@ -143,7 +153,7 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     for index, layer in enumerate(config.layers):
         is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding beside feature
         own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
-        if is_joined or index > 0:
+        if is_joined or index > 0 or isinstance(config, MTPConfig):
             own["input_norm"] = norm(hidden)
         if is_joined:
             own["hidden_norm"] = norm(hidden)
@@ -151,6 +161,8 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
     if isinstance(config, EagleConfig):
         return params
     params["norm"] = norm(hidden)
+    if isinstance(config, MTPConfig):
+        return params
     if has_head:
         params["head"] = ParamSpec((config.draft_vocab_size, hidden), ("draft_vocab", "hidden"))
     return params | {"draft_to_target": draft_ids(config)}
@@ -246,31 +258,41 @@ def _columns(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def project_inputs(
-    head: EagleHead, pairs: TokenBatch, features: Float[Array, "batch tokens hidden"]
+    head: EagleHead,
+    tokens: Int[Array, "batch tokens"],
+    features: Float[Array, "batch tokens hidden"],
+    implementation: str,
 ) -> tuple[Array, PartialSums]:
     """Compute the residual stream and the QKV projection of layer 0 for (feature, token) pairs.
 
     Args:
         head: weights of the head.
-        pairs: tokens of the pairs.
+        tokens: tokens of the pairs.
         features: features of the pairs, after `fuse`.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
 
     Returns:
         The residual stream [batch, tokens, hidden], and the partial sums of the projection.
     """
     assert head.embed is not None
     layer, eps = head.layers[0], head.config.norm_eps
-    embedded = look_up(head.embed, pairs.tokens).astype(features.dtype)
+    embedded = look_up(head.embed, tokens).astype(features.dtype)
     if isinstance(head.config, EagleConfig):
         assert head.fc is not None
         joined = matmul(jnp.concatenate([embedded, features], axis=-1), head.fc)
         residual = x = joined if head.fc_bias is None else joined + head.fc_bias
+    elif isinstance(head.config, MTPConfig):
+        assert head.fc is not None and layer.input_norm is not None
+        assert head.embed_norm is not None and head.feature_norm is not None
+        both = rms_norm(embedded, head.embed_norm, eps), rms_norm(features, head.feature_norm, eps)
+        residual = matmul(jnp.concatenate(both, axis=-1), head.fc)
+        x = rms_norm(residual, layer.input_norm, eps)
     else:
         assert layer.input_norm is not None
         normed = _norm_features(head, features)
         residual = normed if _is_residual_normed(head.config) else features
         x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
-    return residual, split_matmul(x, layer.qkv, implementation=pairs.implementation)
+    return residual, split_matmul(x, layer.qkv, implementation=implementation)
 
 
 def project_draft_tokens(
@@ -285,7 +307,7 @@ def project_draft_tokens(
         parents: the head's output for each token's parent, which contains the token's feature.
     """
     if head.precomputed is None or parents.projected is None:
-        return project_inputs(head, pairs, parents.hidden)
+        return project_inputs(head, pairs.tokens, parents.hidden, pairs.implementation)
     residual = _norm_features(head, parents.hidden) if _is_residual_normed(head.config) else parents.hidden
     return residual, (parents.projected + head.precomputed.projected[ids])[None]
 
@@ -295,7 +317,7 @@ def _is_residual_normed(config: HeadConfig) -> bool:
 
 
 def _is_output_normed(config: HeadConfig) -> bool:
-    return isinstance(config, Eagle3Config) and config.norm_output
+    return isinstance(config, Eagle3Config | MTPConfig) and config.norm_output
 
 
 def _norm_features(head: EagleHead, features: Array) -> Array:
@@ -306,38 +328,77 @@ def _norm_features(head: EagleHead, features: Array) -> Array:
 
 
 def run_layers(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
-) -> tuple[Any, Array, KVCache]:
+    head: EagleHead, residual: Array, qkv: PartialSums, attend: Attend, implementation: str
+) -> tuple[Any, Array]:
     """Run the layers on (feature, token) pairs, from layer 0's QKV projection to the last layer's attention.
-
-    Every layer writes its keys and values to the cache.
 
     Args:
         head: weights of the head.
-        cache: draft cache.
-        pairs: tokens of the pairs, with positions and cache rows.
         residual: residual stream at the input of layer 0.
         qkv: partial sums of the QKV projection of layer 0.
+        attend: function of a layer's index and QKV projection that returns the attended values.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+
+    Returns:
+        What ``attend`` returned for the last layer, and the residual stream before this layer's attention.
+    """
+    out = attend(0, qkv)
+    for index, (layer, config) in enumerate(zip(head.layers[:-1], head.config.layers[:-1], strict=True)):
+        after = head.layers[index + 1]
+        norms: list[Norm] = [] if after.input_norm is None else [(after.input_norm, after.qkv)]
+        options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+        residual, x = mlp_part(layer, config, out, residual, norms, **options)
+        out = attend(index + 1, split_matmul(x, after.qkv, implementation=implementation))
+    return out, residual
+
+
+def run_on_cache(
+    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
+) -> tuple[Any, Array, KVCache]:
+    """Run the layers on (feature, token) pairs that attend to the draft cache, to which each layer writes its rows.
+
+    Args:
+        head, residual, qkv: arguments of `run_layers`.
+        cache: draft cache.
+        pairs: tokens of the pairs, with positions and cache rows.
         attends: whether to run the last layer's attention; False: stop after its keys and values are written.
 
     Returns:
         The last layer's attended values (its queries if ``attends`` is False), the residual stream and the cache.
     """
-    k_pools, v_pools, eps = [], [], head.config.norm_eps
-    out: Any = None
-    for index, (layer, config) in enumerate(zip(head.layers, head.config.layers, strict=True)):
-        is_last = index + 1 == len(head.layers)
-        pools = cache.k[index], cache.v[index]
-        options: dict[str, Any] = {"eps": eps, "start": FIRST_ROW, "attends": attends or not is_last}
-        out, k_pool, v_pool = attention_part(layer, config, qkv, pools, pairs, head.dtype, **options)
-        k_pools.append(k_pool)
-        v_pools.append(v_pool)
-        if not is_last:
-            next_layer = head.layers[index + 1]
-            norms: list[Norm] = [] if next_layer.input_norm is None else [(next_layer.input_norm, next_layer.qkv)]
-            residual, x = mlp_part(layer, config, out, residual, norms, eps=eps, implementation=pairs.implementation)
-            qkv = split_matmul(x, next_layer.qkv, implementation=pairs.implementation)
+    pools: list[tuple[Array, Array]] = []
+
+    def attend(index: int, qkv: PartialSums) -> Any:
+        layer, config, own = head.layers[index], head.config.layers[index], (cache.k[index], cache.v[index])
+        is_needed = attends or index + 1 < len(head.layers)
+        options: dict[str, Any] = {"eps": head.config.norm_eps, "start": FIRST_ROW, "attends": is_needed}
+        out, *new = attention_part(layer, config, qkv, own, pairs, head.dtype, **options)
+        pools.append((new[0], new[1]))
+        return out
+
+    out, residual = run_layers(head, residual, qkv, attend, pairs.implementation)
+    k_pools, v_pools = map(list, zip(*pools, strict=True))
     return out, residual, KVCache(k=k_pools, v=v_pools)
+
+
+def finish_layers(
+    head: EagleHead, attended: Inputs, residual: Array, norms: Sequence[Norm], implementation: str
+) -> tuple[Array, list[Array]]:
+    """Run the last layer after its attention, and the norms that read its output.
+
+    Args:
+        head: weights of the head.
+        attended: the last layer's attended values.
+        residual: residual stream before the last layer's attention.
+        norms: the norm before the output head, if the head has one, then others.
+        implementation: kernel implementation (`pallas_kernels.dispatch`).
+
+    Returns:
+        The feature for the tokens that follow, and the normed output for each norm (without norms, the output itself).
+    """
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+    hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
+    return normed[0] if _is_output_normed(head.config) else hidden, normed
 
 
 def output_logits(
@@ -362,9 +423,8 @@ def output_logits(
     norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
-    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
-    hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
-    hidden, projected = normed[0] if is_fed_back else hidden, None
+    hidden, normed = finish_layers(head, attended, residual, norms, implementation)
+    projected = None
     with jax.named_scope("head"):
         product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)
     if head.precomputed is not None:

@@ -223,6 +223,23 @@ class EagleConfig(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPConfig(HeadConfig):
+    """The config of a model's own layer that predicts further tokens (arXiv:2412.19437, section 2.2).
+
+    Attributes:
+        norm_output: whether the layer's normed output is the next feature; False: its output before the norm.
+    """
+
+    method: ClassVar[str] = "mtp"
+
+    norm_output: bool = True
+
+    @property
+    def fuses_states(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlashConfig(HeadConfig):
     """The config of a DFlash head (arXiv:2602.06036).
 
@@ -296,10 +313,11 @@ class DSparkConfig(DFlashConfig):
         return self.confidence_head and self.confidence_head_with_markov
 
 
-METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[DFlashConfig]] = {
+METHODS: dict[str, type[Eagle3Config] | type[EagleConfig] | type[MTPConfig] | type[DFlashConfig]] = {
     "eagle3": Eagle3Config,
     "peagle": PEagleConfig,
     "eagle": EagleConfig,
+    "mtp": MTPConfig,
     "dflash": DFlashConfig,
     "dspark": DSparkConfig,
 }

@@ -46,6 +46,11 @@ FUSED = {  # names of fused tensors, by parameter
     "qkv_bias": "self_attn.qkv_proj.bias",
     "gate_up": "mlp.gate_up_proj.weight",
 }
+LAYER_TENSORS: Names = {  # names of the tensors of a head's layer, by parameter
+    **LAYER,
+    "input_norm": ("input_layernorm.weight",),
+    "hidden_norm": ("hidden_norm.weight",),
+}
 MIDLAYER = re.compile(r"midlayer\.([0-9]{1,6})\.(.*)")
 LATER = re.compile(r"layers\.([0-9]{1,6})\..*")
 
@@ -122,8 +127,7 @@ def check_tensors(names: Collection[str]) -> None:
 
 def tensor_names(names: Collection[str]) -> Names:
     """Return the tensor names of a head's layers, whose q, k, v and whose gate and up projections may be fused."""
-    own = {"input_norm": ("input_layernorm.weight",), "hidden_norm": ("hidden_norm.weight",)}
-    return {**LAYER, **own} | {name: (tensor,) for name, tensor in FUSED.items() if _has(names, tensor)}
+    return {**LAYER_TENSORS} | {name: (tensor,) for name, tensor in FUSED.items() if _has(names, tensor)}
 
 
 def _has(names: Collection[str], *tensors: str) -> bool:

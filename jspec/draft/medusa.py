@@ -203,9 +203,14 @@ class Medusa(Drafter):
 
 def head_logits(head: MedusaHead, hidden: Float[Array, "batch rows hidden"]) -> Float[Array, "batch rows vocab"]:
     """Compute a head's logits over the vocabulary (float32) from the target's hidden states."""
+    return logits_of(head_state(head, hidden), head.output)
+
+
+def head_state(head: MedusaHead, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+    """Run a head's residual blocks on the target's hidden states; the output matrix multiplies their result."""
     for block in head.blocks:
         hidden = hidden + jax.nn.silu(matmul(hidden, block.weight) + block.bias)
-    return logits_of(hidden, head.output)
+    return hidden
 
 
 def _store(state: MedusaState, view: SlotView, newest: Float[Array, "batch hidden"]) -> MedusaState:

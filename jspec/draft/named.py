@@ -57,7 +57,7 @@ def _remedy(source: Any) -> str:
         return f"; pass an object: {name}.from_pretrained(path)" if loads else f"; pass an object: {name}()"
     calls = {
         "Model": "jspec.DraftModel(model)",
-        "EagleHead": "jspec.Eagle3(head), jspec.PEagle(head) or jspec.Eagle(head)",
+        "EagleHead": "jspec.Eagle3(head), jspec.PEagle(head), jspec.Eagle(head) or jspec.MTP(head)",
         "MedusaHeads": "jspec.Medusa(heads)",
         "DFlashHead": "jspec.DFlash(head)",
         "DSparkHead": "jspec.DSpark(head)",

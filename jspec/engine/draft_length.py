@@ -91,13 +91,13 @@ class Policy(abc.ABC):
 
 @final
 class Fixed(Policy):
-    """A policy that always chooses the same draft depth, and the same number of nodes where rows share a budget."""
+    """A policy that always chooses the same draft depth, and verifies all nodes."""
 
-    def __init__(self, depth: int, nodes: int | None = None) -> None:
-        self._sizes = [RoundSize(depth)] + [RoundSize(depth, nodes)] * (nodes is not None)
+    def __init__(self, depth: int) -> None:
+        self._size = RoundSize(depth)
 
     def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
-        return sizes_of(bucket, self._sizes)[-1]
+        return self._size
 
     def learn(self, result: DispatchResult) -> None:
         pass

@@ -135,6 +135,9 @@ class EngineLoop:
     def follow(self) -> None:
         """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
 
+        In the main thread, the first Ctrl-C and the first SIGTERM are only logged, because process 0 may still have
+        requests.
+
         Raises:
             RuntimeError: the engine has no devices of other processes, or this is process 0.
             jspec.distributed.ProcessLost: a process was lost.

@@ -68,6 +68,13 @@ class ModelRunner:
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
         self.pool = min(fitting, key=lambda own: own.pages)
+        self._calls.make(partial(self._start, sizes))
+        self._tables = TablePool(config.slots)
+        self._calls.open()
+
+    def _start(self, sizes: Sequence[RoundSize]) -> dict[str, str]:
+        """Allocate the state and, with ``compile_ahead``, compile all programs; return the digests of these."""
+        program, config = self.program, self._config
         for side in self._sides:
             with memory.explain_oom(side.planner, self.pool):
                 side.start(self.pool, self.draft_side)
@@ -83,8 +90,7 @@ class ModelRunner:
             for side in self._sides:
                 with memory.explain_oom(side.planner, self.pool):
                     side.compile(self.choice.all_keys())
-        self._tables = TablePool(config.slots)
-        self._calls.open()
+        return self.programs.digests
 
     @property
     def state(self) -> SlotState:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.records import PromptBatch, TokenBatch
-from jspec.models.layer_config import GQA
+from jspec.models.layer_config import GQA, MLA
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
@@ -83,7 +83,7 @@ def project_and_attend(
     return _concat_heads(out), *pools
 
 
-def _scores(batch: TokenBatch, config: GQA) -> dict[str, Any]:
+def _scores(batch: TokenBatch, config: GQA | MLA) -> dict[str, Any]:
     """Return how scores are computed: the smaller window of batch and layer, the factor and the limit."""
     windows = [window for window in (batch.window, config.window) if window is not None]
     return {"window": min(windows, default=None), "scale": config.scale, "softcap": config.softcap}
@@ -98,7 +98,7 @@ def attend(
     k_pool: Array,
     v_pool: Array,
     batch: TokenBatch,
-    config: GQA,
+    config: GQA | MLA,
     *,
     sinks: Float[Array, "heads"] | None = None,
     start: int = 0,
@@ -116,7 +116,8 @@ def attend(
         quantize_output: return a `QuantizedActivation`, for an output projection that quantises its inputs.
 
     Returns:
-        The attended values with their heads concatenated, [batch, tokens, heads * head_dim].
+        The attended values with their heads concatenated, [batch, tokens, heads * head_dim]; of latent attention the
+        attended latent vectors [batch, tokens, heads * latent].
     """
     if isinstance(batch, PromptBatch) and not batch.deterministic and not start:
         own = batch.page_table, batch.first_row, batch.piece, batch.of_piece(batch.ends)

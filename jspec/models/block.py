@@ -20,9 +20,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import TokenBatch
-from jspec.models.attention import project, project_and_attend
+from jspec.models.attention import attend, project, project_and_attend
 from jspec.models.experts import mix_experts
-from jspec.models.layer_config import LayerConfig
+from jspec.models.latent_attention import expand_values, write_latents
+from jspec.models.layer_config import MLA, LayerConfig
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.rope import tables
@@ -62,6 +63,10 @@ class LayerWeights:
     q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
+    # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors (`jspec.models.params`).
+    q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
+    k_up: Float[Array, "plain latent"] | None = optional()  # keys from the latent vector [heads * plain, latent]
+    v_up: Float[Array, "values latent"] | None = optional()  # values from the latent vector [heads * value_dim, latent]
     # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one.
     router: Float[Array, "experts hidden"] | None = optional()
     router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
@@ -70,15 +75,6 @@ class LayerWeights:
     experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
     experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
     experts_down_bias: Float[Array, "experts hidden"] | None = optional()
-
-
-def product(batch: TokenBatch) -> Any:
-    """Return the function (activations, weight) -> partial sums of their product.
-
-    If ``batch.deterministic`` is True, the bits of a row's product do not depend on the number of rows.
-    """
-    multiply = deterministic_matmul if batch.deterministic else split_matmul
-    return partial(multiply, implementation=batch.implementation)
 
 
 def attention_part(
@@ -110,7 +106,12 @@ def attention_part(
     Returns:
         The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
     """
-    attention, qkv = config.attention, batch.unpack(qkv)
+    attention = config.attention
+    if isinstance(attention, MLA):
+        q, *new_pools = write_latents(layer, attention, qkv, *pools, batch, dtype)
+        pools = new_pools[0], new_pools[1]
+        return batch.pack(attend_part(layer, config, q, pools, batch, start=start)) if attends else q, *pools
+    qkv = batch.unpack(qkv)
     fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
     cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
     if attention.qk_norm == "all":
@@ -125,6 +126,31 @@ def attention_part(
         qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options
     )
     return batch.pack(attended), *new_pools
+
+
+def attend_part(
+    layer: LayerWeights,
+    config: LayerConfig,
+    q: Float[Array, "batch tokens heads head_dim"],
+    pools: tuple[Array, Array],
+    batch: TokenBatch,
+    *,
+    start: int = 0,
+) -> Inputs:
+    """Attend to the visible cache rows with the queries that `attention_part` returned with ``attends=False``.
+
+    Args:
+        layer, config, pools, batch, start: as for `attention_part`; the pools have the batch's rows.
+        q: the queries.
+
+    Returns:
+        The attended values [batch, tokens, heads * head_dim]; those of latent attention [.., heads * value_dim].
+    """
+    attention = config.attention
+    if isinstance(attention, MLA):
+        return expand_values(layer, attention, attend(q, *pools, batch, attention, start=start), batch)
+    quantize_output = has_dynamic_activations(layer.o)
+    return attend(q, *pools, batch, attention, sinks=layer.sinks, start=start, quantize_output=quantize_output)
 
 
 def norm_all_heads(
@@ -143,7 +169,7 @@ def norm_all_heads(
         return norm(qkv, layer.q_norm, layer.k_norm, bias=layer.qkv_bias)
     total = reduce_partials(qkv, jnp.float32)
     total = total if layer.qkv_bias is None else total + layer.qkv_bias
-    sizes = config.attention.q_size, config.attention.kv_size
+    sizes = config.gqa.q_size, config.gqa.kv_size
     q, k, v = jnp.split(total, (sizes[0], sum(sizes)), axis=-1)
     copies = jax.lax.axis_size(AXIS) * k.shape[-1] // layer.k_norm.shape[0]  # devices with the same keys
     queries, keys = gather_columns(q), gather_columns(k, copies)

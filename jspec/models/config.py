@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 from convert.fields import CheckpointError, Fields, listed, require
-from jspec.models.layer_config import GQA, LayerConfig, Rope, positive, unsupported
+from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope, positive, unsupported
 from jspec.models.mlp_config import Dense, Experts, Router
 
 MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: r
     "Activation": Fields.text,
     "str | None": lambda fields, name: None if fields[name] is None else fields.text(name),
     "Rope": lambda fields, name: from_json(Rope, fields.object(name)),
-    "GQA": lambda fields, name: from_json(GQA, fields.object(name)),
+    "GQA | MLA": lambda fields, name: from_json(MLA if "latent" in fields.object(name) else GQA, fields.object(name)),
     "Dense | Experts": lambda fields, name: from_json(
         Experts if "router" in fields.object(name) else Dense, fields.object(name)
     ),

@@ -6,7 +6,7 @@ checkpoints. The query, key and value projections are fused into one weight, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
-from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional, product
+from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional
 from jspec.models.config import ModelConfig
-from jspec.models.layers import head_product, limited
+from jspec.models.layers import head_product, limited, product
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
@@ -47,6 +47,11 @@ class Model:
     config: ModelConfig = struct.field(pytree_node=False)
     # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the activations."""
+        return self.embed.dtype
 
     def declared(self) -> Params:
         """Return the declarations of the weights, by name."""
@@ -161,21 +166,16 @@ def forward(
         x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **fixed)
     elif first_norm is not None:
         normed = rms_norm(x, first_norm, eps)
-    states, k_pools, v_pools = [x], [], []
-    norms: list[list[Norm]] = [
-        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv)] for layer in model.layers[1:]
-    ]
-    norms.append([(model.norm, None)])
-    layers = zip(model.layers, model.config.layers, norms, cache.k, cache.v, strict=True)
-    for index, (layer, config, next_norms, *pools) in enumerate(layers):
-        with jax.named_scope(f"layer{index}"):
-            qkv = product(batch)(normed, layer.qkv)
-            attended, k_pool, v_pool = attention_part(layer, config, qkv, (pools[0], pools[1]), batch, x.dtype, eps=eps)
-            x, normed = mlp_part(layer, config, attended, x, next_norms, eps=eps, used=used, **fixed)
-        states.append(x)
-        k_pools.append(k_pool)
-        v_pools.append(v_pool)
-    states.append(normed)
+    pools: list[tuple[Array, Array]] = []
+
+    def attend(index: int, qkv: PartialSums) -> Any:
+        layer, config, own = model.layers[index], model.config.layers[index], (cache.k[index], cache.v[index])
+        attended, *new = attention_part(layer, config, qkv, own, batch, x.dtype, eps=eps)
+        pools.append((new[0], new[1]))
+        return attended
+
+    states = run_layers(model, x, normed, product(batch), attend, used=used, **fixed)
+    normed = states[-1]
     features = None
     if feature_layers:
         features = batch.unpack(jnp.concatenate([states[i][:, :tokens] for i in feature_layers], axis=-1)[None])[0]
@@ -186,4 +186,39 @@ def forward(
             if logit_rows is not None:
                 normed = normed.reshape(-1, normed.shape[-1])[logit_rows]
             head_sums = batch.unpack(model.logit_sums(normed, **fixed))
+    k_pools, v_pools = map(list, zip(*pools, strict=True))
     return TargetOut(product=head_sums, features=features), KVCache(k=k_pools, v=v_pools)
+
+
+def run_layers(
+    model: Model,
+    x: Float[Array, "batch tokens hidden"],
+    normed: Float[Array, "batch tokens hidden"],
+    multiply: Callable[[Array, Weight], PartialSums],
+    attend: Callable[[int, PartialSums], Any],
+    **fixed: Any,
+) -> list[Array]:
+    """Run all layers and the final norm, with the caller's attention.
+
+    Args:
+        model: weights and config.
+        x: embedded tokens.
+        normed: input of the first layer's QKV projection: ``x`` after the layer's norm, if it has one.
+        multiply: function (activations, weight) -> partial sums of their product.
+        attend: function of a layer's index and QKV projection that returns the attended values.
+        fixed: `used`, `implementation` and `deterministic`, as for `jspec.models.block.mlp_part`.
+
+    Returns:
+        The states, counted as in `forward`.
+    """
+    states, eps = [x], model.config.norm_eps
+    norms: list[list[Norm]] = [
+        [] if layer.attn_norm is None else [(layer.attn_norm, layer.qkv)] for layer in model.layers[1:]
+    ]
+    norms.append([(model.norm, None)])
+    for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
+        with jax.named_scope(f"layer{index}"):
+            attended = attend(index, multiply(normed, layer.qkv))
+            x, normed = mlp_part(layer, config, attended, x, after, eps=eps, **fixed)
+        states.append(x)
+    return [*states, normed]

@@ -97,7 +97,7 @@ class Part:
         pieces = [piece if axis is None else self._unpacked(piece, axis) for piece in source.pieces(name)]
         found = np.concatenate(pieces)
         if axis is None:
-            check_scales(source, name, found)
+            check_scales(source, name, found, is_signed=True)  # AutoRound writes negative scales into these formats
         return (found.T if self.layout.is_transposed else found)[: self.out, :columns]
 
     def _unpacked(self, words: np.ndarray, axis: int) -> np.ndarray:
@@ -138,11 +138,12 @@ def _damage(source: Source, name: str, expected: str, got: object) -> Checkpoint
     return CheckpointError(file, f"{short(name)}: expected {expected}, got {got}; download it again")
 
 
-def check_scales(source: Source, name: str, scales: np.ndarray) -> None:
-    """Raise CheckpointError if a scale is negative, infinite or NaN."""
-    wrong = scales[~(np.isfinite(scales) & (scales >= 0))]
+def check_scales(source: Source, name: str, scales: np.ndarray, *, is_signed: bool = False) -> None:
+    """Raise CheckpointError if a scale is infinite or NaN, or if it is negative and must not be."""
+    wrong = scales[~(np.isfinite(scales) & (is_signed | (scales >= 0)))]
     if wrong.size:
-        raise _damage(source, name, "finite scales from 0", f"{wrong.flat[0]} (values of this kind: {wrong.size})")
+        expected = "finite scales" if is_signed else "finite scales from 0"
+        raise _damage(source, name, expected, f"{wrong.flat[0]} (values of this kind: {wrong.size})")
 
 
 def packed_name(weight: str, tensors: Mapping[str, object]) -> str | None:

@@ -68,8 +68,11 @@ def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCach
     Raises:
         ValueError: a pool would reach 2**31 elements; index arithmetic is verified only below that size.
     """
-    shapes = [(pool.pages, layer.attention.kv_heads, pool.page_size, layer.attention.head_dim) for layer in layers]
-    largest = max(shapes, key=math.prod, default=(0,))
+    attentions = [layer.attention for layer in layers]
+    k, v = (
+        [(pool.pages, own.kv_heads, pool.page_size, own.pool_dims[which]) for own in attentions] for which in (0, 1)
+    )
+    largest = max((*k, *v), key=math.prod, default=(0,))
     if math.prod(largest) >= MAX_POOL_ELEMENTS:
         most = MAX_POOL_ELEMENTS // math.prod(largest[1:]) - 1
         raise ValueError(
@@ -77,7 +80,7 @@ def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCach
             f"{pool.max_len}, page_size={pool.page_size}); lower slots, max_len or page_size, or set pages to at most "
             f"{most}"
         )
-    return KVCache(k=[jnp.zeros(shape, dtype) for shape in shapes], v=[jnp.zeros(shape, dtype) for shape in shapes])
+    return KVCache(k=[jnp.zeros(shape, dtype) for shape in k], v=[jnp.zeros(shape, dtype) for shape in v])
 
 
 def places(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from convert.fields import CheckpointError, short
 from jspec.models.checks import positive, positive_values, unsupported
@@ -146,6 +147,22 @@ class GQA:
         """Number of channels of all key heads in total; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def pool_dims(self) -> tuple[int, int]:
+        """Number of channels of a row in the key pool and in the value pool, for each key-value head."""
+        return self.head_dim, self.head_dim
+
+    def of_devices(self, devices: int) -> GQA:
+        """Return the config of one of several devices, which has some of the heads.
+
+        Raises:
+            ValueError: the heads cannot be divided by the number of devices.
+        """
+        check_divided("num_attention_heads", self.heads, devices)
+        if devices % self.kv_heads:
+            check_divided("num_key_value_heads", self.kv_heads, devices, "divisor or a multiple")
+        return replace(self, heads=self.heads // devices, kv_heads=max(self.kv_heads // devices, 1))
+
     def check(self) -> None:
         """Check the sizes and options of the attention.
 
@@ -169,6 +186,101 @@ class GQA:
 
 
 @dataclass(frozen=True)
+class MLA:
+    """The config of multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+    A token's keys and values of all heads are products of one latent vector. The cache holds the latent vector and one
+    rotated key, which all heads share. `jspec.models.latent_attention` never expands them to keys and values of heads.
+
+    Attributes:
+        heads: number of query heads.
+        latent: number of channels of the latent vector.
+        rotated: number of rotated channels of a query head, and of the shared key.
+        plain: number of channels of a query head that are not rotated.
+        value_dim: number of channels of a value head.
+        scale: factor of the scores.
+        query_latent: number of channels of the vector from which all queries are products; None: queries are products
+            of the layer's input.
+        rope: rotary position embedding of the rotated channels.
+        is_interleaved: whether a checkpoint of Hugging Face rotates channels 2i and 2i + 1 together; loading reorders
+            them, so that channel i is rotated with channel i + rotated / 2.
+        eps: epsilon of the norms of both latent vectors.
+    """
+
+    heads: int
+    latent: int
+    rotated: int
+    plain: int
+    value_dim: int
+    scale: float
+    query_latent: int | None = None
+    rope: Rope = Rope()
+    is_interleaved: bool = True
+    eps: float = 1e-6
+
+    kv_heads: ClassVar[int] = 1  # heads of the cache
+    window: ClassVar[None] = None
+    softcap: ClassVar[None] = None
+    qk_norm: ClassVar[None] = None
+    bias: ClassVar[bool] = False
+    output_bias: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
+
+    @property
+    def query_dim(self) -> int:
+        """Number of channels of a query head."""
+        return self.plain + self.rotated
+
+    @property
+    def head_dim(self) -> int:
+        """Number of channels of a row of the cache."""
+        return self.latent + self.rotated
+
+    @property
+    def pool_dims(self) -> tuple[int, int]:
+        """Number of channels of a row in the key pool, the rotated ones, and in the value pool, the latent ones."""
+        return self.rotated, self.latent
+
+    def of_devices(self, devices: int) -> MLA:
+        """Return the config of one of several devices, which has some of the query heads, and the whole cache.
+
+        Raises:
+            ValueError: the heads cannot be divided by the number of devices.
+        """
+        check_divided("num_attention_heads", self.heads, devices)
+        return replace(self, heads=self.heads // devices)
+
+    def check(self) -> None:
+        """Check the sizes and options of the attention.
+
+        Raises:
+            ValueError: a size is impossible.
+            NotImplementedError: an option is not supported.
+        """
+        sizes: dict[str, float] = {"num_heads": self.heads, "kv_lora_rank": self.latent, "qk_nope_head_dim": self.plain}
+        sizes |= {"qk_rope_head_dim": self.rotated, "v_head_dim": self.value_dim, "eps": self.eps}
+        inner = {} if self.query_latent is None else {"q_lora_rank": self.query_latent}
+        positive_values("config", sizes | {"attention scale": self.scale} | inner)
+        if self.rotated % 2:
+            raise CheckpointError(
+                "qk_rope_head_dim", f"expected an even number, got {self.rotated}; correct config.json"
+            )
+        if self.rope.fraction != 1.0:
+            raise unsupported("partial_rotary_factor", self.rope.fraction, "1.0 with latent attention")
+        self.rope.check(self.rotated)
+
+
+def check_divided(name: str, size: int, devices: int, expected: str = "divisor") -> None:
+    """Raise ValueError unless a number of heads or channels can be divided by the number of devices."""
+    if size % devices:
+        raise ValueError(
+            f"tensor_parallel: expected a {expected} of {size}, the model's {name}, got {devices}; take another number "
+            "of devices"
+        )
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """The config of a decoder layer.
 
@@ -181,7 +293,7 @@ class LayerConfig:
             stream.
     """
 
-    attention: GQA
+    attention: GQA | MLA
     mlp: Dense | Experts
     norms: str = "pre"
     residual_scale: float = 1.0
@@ -198,6 +310,12 @@ class LayerConfig:
         positive_values("config", {"residual_multiplier": self.residual_scale})
         if self.norms not in NORMS:
             raise unsupported("norms", self.norms, " or ".join(map(repr, NORMS)))
+
+    @property
+    def gqa(self) -> GQA:
+        """The attention of a layer that is known to have grouped-query attention."""
+        assert isinstance(self.attention, GQA)
+        return self.attention
 
     @property
     def has_pre_norms(self) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.core.records import TokenBatch
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
@@ -93,3 +96,12 @@ def head_product(x: Array, head: Weight, implementation: str, *, deterministic: 
     if deterministic:
         return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
     return matmul_unscaled(x, head, jnp.float32, implementation=implementation)
+
+
+def product(batch: TokenBatch) -> Any:
+    """Return the function (activations, weight) -> partial sums of their product.
+
+    If ``batch.deterministic`` is True, the bits of a row's product do not depend on the number of rows.
+    """
+    multiply = deterministic_matmul if batch.deterministic else split_matmul
+    return partial(multiply, implementation=batch.implementation)

@@ -134,7 +134,6 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
 
     def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
         fields, names = text_model(fields, source)
-        names |= {_unpacked(name): _unpacked(stored) for name, stored in names.items() if name.endswith(PACKED)}
         names = without_later_layers(fields, source, names)
         config = families.read_config(fields, rope_theta=rope_theta)
         check_count("num_hidden_layers", config.num_layers, names)
@@ -154,12 +153,13 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
     return Format(with_scheme(from_hf, dequantize=dequantize), from_json, params, override)
 
 
-def with_scheme(from_hf: FromHF, *, dequantize: bool = False) -> FromHF:
+def with_scheme(from_hf: FromHF, *, dequantize: bool = False, is_part: bool = False) -> FromHF:
     """Return a function as in `Format` that also reads quantised weights; ``from_hf`` is called as if there were none.
 
     Args:
         from_hf: function that reads unquantised weights.
         dequantize: whether quantised weights are widened.
+        is_part: whether ``from_hf`` reads a part of the checkpoint, of which nothing may be quantised.
     """
 
     def read(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
@@ -169,7 +169,7 @@ def with_scheme(from_hf: FromHF, *, dequantize: bool = False) -> FromHF:
         if scheme is None:
             return config, rows
         logger.info("%s: %s", source.folder, scheme)
-        return config, quantized_rows(rows, scheme, source.tensors, dequantize=dequantize)
+        return config, quantized_rows(rows, scheme, source.tensors, dequantize=dequantize, is_part=is_part)
 
     return read
 
@@ -181,16 +181,21 @@ def text_model(fields: Fields, source: Source) -> tuple[Fields, dict[str, str]]:
     tensors of the image encoder are removed from ``source``.
 
     Returns:
-        The config of the language model, and the stored name of each tensor by its name without prefix.
+        The config of the language model, and the stored name of each tensor by its name without prefix. A packed tensor
+        has the name of its weight, too.
     """
     if "text_config" not in fields:
-        return fields, {name: name for name in source.tensors}
+        return fields, _with_unpacked({name: name for name in source.tensors})
     tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
     text = Fields({**tied, **fields.object("text_config")}, f"{fields.place}: text_config")
     if images := [name for name in source.tensors if name.startswith(IMAGES)]:
         logger.warning("the model's %d tensors for images are left out: jspec reads text alone", len(images))
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith(IMAGES)}
-    return text, {_without_prefix(name): name for name in source.tensors}
+    return text, _with_unpacked({_without_prefix(name): name for name in source.tensors})
+
+
+def _with_unpacked(names: dict[str, str]) -> dict[str, str]:
+    return names | {_unpacked(name): _unpacked(stored) for name, stored in names.items() if name.endswith(PACKED)}
 
 
 def _unpacked(name: str) -> str:
@@ -281,6 +286,7 @@ def read_checkpoint(
             check(header.config, folder)
         params = _params_on(mesh, format_of(header.kind), header.config, header.parameters)
         if mesh is not None:
+            tensor_parallel.compare_folder(header, mesh)
             placement = tensor_parallel.placement(params, header.parameters, mesh)
         kept = [name for name, spec in params.items() if spec.dtype is not None]
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)

@@ -65,9 +65,9 @@ class Router:
         bias: whether the logits have a bias.
         correction: whether there is a correction of the scores (arXiv:2408.15664), which counts for the choice but not
             for the weights.
-        groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437). The
-            score of a group is the sum of its two largest scores.
+        groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437).
         chosen_groups: number of groups that a row chooses.
+        summed: number of a group's largest scores whose sum is the score of the group, 1 or 2.
     """
 
     count: int
@@ -79,6 +79,7 @@ class Router:
     correction: bool = False
     groups: int = 1
     chosen_groups: int = 1
+    summed: int = 2
 
     def check(self) -> None:
         """Check the numbers and the kind of scores.
@@ -91,6 +92,10 @@ class Router:
         positive_values("config", numbers | {"n_group": self.groups, "topk_group": self.chosen_groups})
         if self.scores not in SCORES:
             raise unsupported("scoring_func", self.scores, " or ".join(map(repr, SCORES)))
+        if self.groups > 1 and self.summed != (1 if self.scores == "softmax" else 2):
+            raise unsupported(
+                "topk_method", f"groups by the sum of {self.summed} {self.scores} scores", "1 or 2 of them"
+            )
         if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
             raise CheckpointError(
                 "n_group",

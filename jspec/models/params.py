@@ -8,7 +8,7 @@ names of their axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from convert.huggingface import Row, side_by_side, stacked
 from convert.orbax import unflatten
 from convert.sources import Shape
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import LayerConfig
+from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.quantize import quantize_parameters
 
@@ -36,7 +36,8 @@ class ParamSpec:
         dtype: dtype of the parameter; None: the dtype of the model.
         parts: for a parameter that is fused from several checkpoint tensors along axis 0, the sizes of these tensors
             along axis 0, in order; (): the parameter is one tensor.
-        unit: number of rows that must stay together if the parameter is divided over devices, such as those of a head.
+        unit: number of rows that must stay together if the parameter is divided over devices, such as those of a head;
+            or this number for each part. A part that is one unit is on every device.
     """
 
     shape: Shape
@@ -44,7 +45,7 @@ class ParamSpec:
     init: str = "normal"
     dtype: str | None = None
     parts: tuple[int, ...] = ()
-    unit: int = 1
+    unit: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.shape), self
@@ -73,16 +74,22 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         norm_dtype: dtype of the norms; None: that of the model.
     """
     attention = layer.attention
-    q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
-    params = {
-        "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
-        "o": ParamSpec((hidden, q), ("hidden", "heads")),
-        **_mlp_params(layer.mlp, hidden),
-    }
+    make = _latent_params if isinstance(attention, MLA) else _attention_params
+    own: dict[str, ParamSpec] = make(attention, hidden, inputs, norm_dtype)  # type: ignore[arg-type]
+    params = {name: own.pop(name) for name in ("qkv", "o")} | _mlp_params(layer.mlp, hidden)
     if layer.has_pre_norms:
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
+    return params | own
+
+
+def _attention_params(attention: GQA, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
+    q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
+    params = {
+        "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
+        "o": ParamSpec((hidden, q), ("hidden", "heads")),
+    }
     if attention.bias:
         params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv), unit=dim)
     if attention.output_bias:
@@ -94,6 +101,30 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
     if attention.sinks:
         params["sinks"] = ParamSpec((attention.heads,), ("heads",), dtype="float32")
     return params
+
+
+def _latent_params(attention: MLA, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
+    """Declare the parameters of latent attention.
+
+    `qkv` has the rows of the query's latent vector before those of the cache; without such a vector, the rows of the
+    cache before those of the query heads. So the columns of its product that are normed come first.
+    """
+    heads, cached, inner = attention.heads, attention.head_dim, attention.query_latent
+    query, latent = ParamSpec((heads * attention.query_dim, inputs), ("heads", "hidden")), ("heads", "latent")
+    params = {
+        "k_norm": norm(attention.latent, "latent", norm_dtype),
+        "k_up": ParamSpec((heads * attention.plain, attention.latent), latent),
+        "v_up": ParamSpec((heads * attention.value_dim, attention.latent), latent),
+        "o": ParamSpec((hidden, heads * attention.value_dim), ("hidden", "heads")),
+    }
+    if inner is None:
+        rows, units = (cached, query.shape[0]), (cached, attention.query_dim)
+        return params | {"qkv": ParamSpec((sum(rows), inputs), query.axes, parts=rows, unit=units)}
+    return params | {
+        "qkv": ParamSpec((inner + cached, inputs), ("latent", "hidden"), parts=(inner, cached)),
+        "q_norm": norm(inner, "latent", norm_dtype),
+        "q_up": ParamSpec((query.shape[0], inner), latent),
+    }
 
 
 def _mlp_params(mlp: Dense | Experts, hidden: int) -> dict[str, ParamSpec]:
@@ -173,7 +204,13 @@ def abstract_weights(params: Params, dtype: str) -> dict[str, Any]:
     return unflatten({name: _abstract(spec, dtype) for name, spec in params.items()})
 
 
-def random_weights(params: Params, dtype: str, seed: int, quantize: str | None = None) -> dict[str, Any]:
+def random_weights(
+    params: Params,
+    dtype: str,
+    seed: int,
+    quantize: str | None = None,
+    put: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
+) -> dict[str, Any]:
     """Draw a tree of random weights on the device.
 
     Args:
@@ -182,12 +219,13 @@ def random_weights(params: Params, dtype: str, seed: int, quantize: str | None =
         seed: seed of the random numbers.
         quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. To save memory,
             each parameter is quantised before the next parameter is drawn.
+        put: function that moves a named parameter to its devices before it is quantised.
     """
     make = jax.jit(_draw, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(seed), len(params))
     weights: dict[str, Any] = {}
     for key, (name, spec) in zip(keys, params.items(), strict=True):
-        own = {name: make(key, spec, dtype)}
+        own = {name: put(name, make(key, spec, dtype))}
         weights |= own if quantize is None else quantize_parameters(own, quantize)
     return unflatten(weights)
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import DEQUANTIZE
@@ -21,7 +20,17 @@ from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, 
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
 EXPERTS = ("experts_gate_up", "experts_down")
-NAMES = ("qkv", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of the names of weights to quantise
+NAMES = (
+    "qkv",
+    "q_up",
+    "o",
+    "gate_up",
+    "down",
+    *EXPERTS,
+    "fc",
+    "head",
+)  # last parts of the names of weights to quantise
+WIDENED = ("k_up", "v_up")  # those of small weights that a checkpoint may quantise, and that are widened when loaded
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
@@ -110,17 +119,23 @@ def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None
 
 
 def _check_packed(tree: Any) -> None:
-    """Raise ValueError if a GPU would have to widen a packed weight in memory to multiply it."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_quantized)
-    floats = (leaf.dtype for leaf in leaves if not _is_quantized(leaf) and leaf.ndim == 2)
-    dtype = next((dtype for dtype in floats if jnp.issubdtype(dtype, jnp.floating)), jnp.dtype("bfloat16"))
-    for weight in leaves:
-        if not _is_quantized(weight) or weight.kind != "int4":
-            continue
-        if reason := unsupported(weight.shape[1], weight.scale.shape[1], dtype):
-            raise ValueError(
-                f"int4: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they are loaded"
-            )
+    """Raise ValueError if a GPU would have to widen a packed weight in memory to multiply it.
+
+    The activations of a record of weights, such as a model, have its ``dtype``.
+    """
+    for record in filter(_is_record, jax.tree.leaves(tree, is_leaf=_is_record)):
+        for weight in jax.tree.leaves(record, is_leaf=_is_quantized):
+            if not _is_quantized(weight) or weight.kind != "int4":
+                continue
+            if reason := unsupported(weight.shape[1], weight.scale.shape[1], record.dtype):
+                raise ValueError(
+                    f"int4: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they are loaded"
+                )
+
+
+def _is_record(node: Any) -> bool:
+    """Return whether a node of a tree is a record of weights (`jspec.models.tensor_parallel.Weights`)."""
+    return hasattr(node, "declared")
 
 
 def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:

@@ -19,12 +19,12 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, listed, short
-from convert.huggingface import Row, cast, is_stacked
+from convert.huggingface import Row, cast, is_stacked, selected, unselected
 from convert.sources import FLOAT8, Shape, Source, Tensor
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
-from jspec.models.quantize import EXPERTS, NAMES
+from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme
 from pallas_kernels.layers.int4 import ZERO, unpack
 
@@ -36,7 +36,12 @@ UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 def quantized_rows(
-    rows: Iterable[Row], scheme: Scheme, tensors: Mapping[str, Tensor], *, dequantize: bool = False
+    rows: Iterable[Row],
+    scheme: Scheme,
+    tensors: Mapping[str, Tensor],
+    *,
+    dequantize: bool = False,
+    is_part: bool = False,
 ) -> list[Row]:
     """Replace each row of a weight map whose tensors are quantised by rows of values, of scales and of zero points.
 
@@ -47,6 +52,7 @@ def quantized_rows(
         scheme: how the checkpoint is quantised.
         tensors: headers of the tensors, by name.
         dequantize: read the values that quantised tensors stand for instead, in the dtype of other weights.
+        is_part: whether the rows are those of a part of the checkpoint, of which nothing may be quantised.
 
     Raises:
         CheckpointError: no weight is quantised, or one that the config excludes is.
@@ -64,14 +70,17 @@ def quantized_rows(
         if not quantized:
             found.append(row)
             continue
-        _check(row, quantized, scheme, tensors)
+        whole, index = unselected(row)
+        widens = dequantize or row.parameter.rpartition(".")[2] in WIDENED
+        _check(whole, quantized, scheme, tensors, widens=widens)
         if scheme.bits == 4:
-            own = split_int4(row, scheme, tensors, known, by_column=dequantize)
+            own = split_int4(whole, scheme, tensors, known, by_column=widens)
         else:
-            own = _split(row, scheme, tensors, unused if not count else {})  # one row names them all, so each is known
-        found += [_dequantized(row, own)] if dequantize else own
+            own = _split(whole, scheme, tensors, {} if count else unused)  # one row names them all, so each is known
+        own = [_dequantized(whole, own)] if widens else own
+        found += own if index is None else [selected(part, index) for part in own]
         count += 1
-    if not count:
+    if not count and not is_part:
         expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
         raise CheckpointError(CONFIG, f"expected {expected}, got none; delete {CONFIG}")
     return found
@@ -104,12 +113,12 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
     return [f"{weight.removesuffix(WEIGHT)}.{suffix}" for suffix in suffixes]
 
 
-def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
+def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor], *, widens: bool) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
-    if name not in NAMES or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
+    if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
-    if name in EXPERTS and (scheme.block is not None or scheme.bits == 4):
+    if name in EXPERTS and (scheme.bits == 4 or (scheme.block is not None and not widens)):
         expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
         raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
@@ -166,7 +175,9 @@ def _fill_scales(
         CheckpointError: a scale is negative, infinite or NaN.
     """
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = filled.reshape(-1) if block is None else filled  # scales of experts are stored one expert after another
+    flat = (
+        filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
+    )  # scales of experts are stored one expert after another
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)

@@ -64,8 +64,8 @@ def _of_best_groups(keys: Float[Array, "rows experts"], router: Router) -> Array
     """Return whether each expert is in one of the row's best groups."""
     grouped = keys.reshape(keys.shape[0], router.groups, -1)
     places = _places(grouped)
-    first, second = (jnp.max(jnp.where(places == place, grouped, -jnp.inf), axis=-1) for place in (0, 1))
-    is_best = _places(first + second) < router.chosen_groups
+    largest = [jnp.max(jnp.where(places == place, grouped, -jnp.inf), axis=-1) for place in range(router.summed)]
+    is_best = _places(functools.reduce(jnp.add, largest)) < router.chosen_groups
     return jnp.repeat(is_best, router.count // router.groups, axis=-1)
 
 

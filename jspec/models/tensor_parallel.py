@@ -22,11 +22,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from convert.orbax import QUANTIZED, Placement
+from convert.fields import CheckpointError
+from convert.orbax import QUANTIZED, Header, Placement, sample
 from jspec import distributed
 from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
-from jspec.models.layer_config import LayerConfig
+from jspec.models.layer_config import LayerConfig, check_divided
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
 from pallas_kernels.layers.int4 import reblocked
@@ -37,7 +38,6 @@ INNER = ("heads", "mlp")  # axes between two products: the second product adds u
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
 DIVIDED = (*INNER, "projection", "vocab", "draft_vocab", "fused", "experts")
 EXPERTS_DOWN = ("experts", "hidden", "channels")  # axes of the weight whose products the devices add up
-SAMPLED = 256  # number of values at either end of a weight that processes compare
 Tree = TypeVar("Tree")
 
 
@@ -95,12 +95,12 @@ def sharding_of(param: ParamSpec, mesh: Mesh) -> NamedSharding:
 
 def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
     """Return the indices of the rows of all devices, device after device; None: they are in this order already."""
-    if devices == 1:
+    if devices == 1 or param.axes[:1] == () or param.axes[0] not in DIVIDED:
         return None
     own, first = [], 0
-    for rows in param.parts:
-        units = rows // param.unit
-        pieces = np.arange(first, first + rows).reshape(min(units, devices), -1)
+    units = param.unit if isinstance(param.unit, tuple) else (param.unit,) * len(param.parts)
+    for rows, unit in zip(param.parts, units, strict=True):
+        pieces = np.arange(first, first + rows).reshape(min(rows // unit, devices), -1)
         own.append(np.repeat(pieces, devices // len(pieces), axis=0))
         first += rows
     return np.concatenate(own, axis=1).reshape(-1) if own else None
@@ -128,17 +128,31 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
     own = array if order is None else array[order]
     if not sharding.is_fully_addressable:
-        _sample(own)
+        _compare_later(sample(own))
     return to_devices(own, sharding)
 
 
-def _sample(array: Any) -> None:
-    """Add the first and the last values of a weight to what all processes compare."""
+def compare_folder(header: Header, mesh: Mesh) -> None:
+    """Add samples of a converted folder's weights to what all processes compare, since each reads its own parts alone.
+
+    Raises:
+        CheckpointError: the folder has no samples, because an earlier version has written it.
+    """
+    if not mesh.is_multi_process:
+        return
+    if not header.samples:
+        raise CheckpointError(
+            header.folder, "expected samples of the weights, which several processes compare, got none; convert the "
+            "model again",
+        )  # fmt: skip
+    _compare_later(header.samples.encode())
+
+
+def _compare_later(values: bytes) -> None:
+    """Add values of weights to what all processes compare when they make an engine."""
     job = distributed.current()
-    assert job is not None
-    flat = array.reshape(-1)
-    for part in (flat[:SAMPLED], flat[-SAMPLED:]):
-        job.weights.update(np.asarray(part).tobytes())
+    if job is not None:  # else the engine is refused
+        job.weights.update(values)
 
 
 def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -326,28 +340,14 @@ def local_config(config: DecoderConfig, devices: int) -> Any:
 
 
 def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
-    attention = layer.attention
-    _check("num_attention_heads", attention.heads, devices)
-    if devices % attention.kv_heads:
-        _check("num_key_value_heads", attention.kv_heads, devices, "divisor or a multiple")
-    kv_heads = max(attention.kv_heads // devices, 1)
-    own = replace(attention, heads=attention.heads // devices, kv_heads=kv_heads)
-    return replace(layer, attention=own, mlp=_local_mlp(layer.mlp, devices))
+    return replace(layer, attention=layer.attention.of_devices(devices), mlp=_local_mlp(layer.mlp, devices))
 
 
 def _local_mlp(mlp: Dense | Experts, devices: int) -> Dense | Experts:
     """Return the config of one device's channels; its experts are known from their weights."""
     if isinstance(mlp, Dense):
-        _check("intermediate_size", mlp.width, devices)
+        check_divided("intermediate_size", mlp.width, devices)
         return replace(mlp, width=mlp.width // devices)
-    _check("num_experts", mlp.router.count, devices)
-    _check("width of the shared expert", mlp.shared, devices)
+    check_divided("num_experts", mlp.router.count, devices)
+    check_divided("width of the shared expert", mlp.shared, devices)
     return replace(mlp, shared=mlp.shared // devices)
-
-
-def _check(name: str, size: int, devices: int, expected: str = "divisor") -> None:
-    if size % devices:
-        raise ValueError(
-            f"tensor_parallel: expected a {expected} of {size}, the model's {name}, got {devices}; take another number "
-            "of devices"
-        )

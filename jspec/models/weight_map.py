@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 
-from convert.huggingface import Row, mapped, same
+from convert.huggingface import Row, mapped, same, selected, stacked
 from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import LayerConfig
+from jspec.models.layer_config import GQA, MLA
 from jspec.models.params import Params, model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
@@ -34,6 +33,7 @@ LAYER: Names = {
     "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
+ROTATED = ("qkv", "qkv_bias", "q_norm", "k_norm", "q_up", "k_up", "v_up")  # what queries and keys are made from
 NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
 
 
@@ -93,36 +93,58 @@ def _plus_one(values: np.ndarray) -> np.ndarray:
 
 
 def rotated_first(row: Row, config: DecoderConfig) -> Row:
-    """Reorder the channels of queries and keys of a layer that rotates only a part of a head.
+    """Reorder the channels of queries and keys of a layer that rotates only a part of a head, or has latent attention.
 
     The file rotates channel i of the first r channels with channel i + r / 2. Kernels rotate channel i of a head of d
     channels with channel i + d / 2. Scores do not depend on the order of the channels, if queries and keys have the
     same order.
     """
     prefix, _, name = row.parameter.rpartition(".")
-    if name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+    if name not in ROTATED:
         return row
     layer = config.layers[int(prefix.rpartition(".")[2])]
+    if isinstance(layer.attention, MLA):
+        return latent_row(row, layer.attention)
     rotated, dim = layer.attention.rope.rotated(layer.attention.head_dim), layer.attention.head_dim
-    if rotated == dim:
+    if rotated == dim or name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
         return row
     half = rotated // 2
     rest = np.arange(rotated, dim).reshape(2, -1)
     order = np.concatenate([np.arange(half), rest[0], np.arange(half, rotated), rest[1]])
-    return mapped(row, partial(_reorder, order=order, heads=_reordered_heads(name, layer)))
+    index, heads = np.arange(row.shape[0]), _reordered_heads(name, layer.attention)
+    index[: heads * dim] = (np.arange(heads)[:, None] * dim + order).ravel()
+    return selected(row, index)
 
 
-def _reordered_heads(name: str, layer: LayerConfig) -> int:
-    attention = layer.attention
+def _reordered_heads(name: str, attention: GQA) -> int:
     if name in ("qkv", "qkv_bias"):
         return attention.heads + attention.kv_heads
     of_all = attention.heads if name == "q_norm" else attention.kv_heads
     return of_all if attention.qk_norm == "all" else 1
 
 
-def _reorder(values: np.ndarray, *, order: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the channels of the first heads along axis 0."""
-    index = np.arange(len(values))
-    size = heads * len(order)
-    index[:size] = (np.arange(heads)[:, None] * len(order) + order).ravel()
-    return values[index]
+def latent_row(row: Row, attention: MLA) -> Row:
+    """Take of a tensor of latent attention the rows of a parameter, with rotated channels in the order of kernels.
+
+    A head's keys and values are products of successive rows of one tensor. The file may rotate channels 2i and 2i + 1
+    together; kernels rotate channel i with channel i + half.
+    """
+    name, heads, rotated = row.parameter.rpartition(".")[2], attention.heads, attention.rotated
+    if name in ("k_up", "v_up"):
+        whole = heads * (attention.plain + attention.value_dim), attention.latent
+        by_head = np.split(np.arange(whole[0]).reshape(heads, -1), [attention.plain], axis=1)
+        tensor = stacked(row.parameter, dict.fromkeys(row.sources, whole), row.dtype)
+        return selected(tensor, by_head[name == "v_up"].ravel())
+    if name not in ("qkv", "q_up") or not attention.is_interleaved:
+        return row
+    index = np.arange(row.shape[0])
+    of_heads = attention.plain + attention.query_dim * np.arange(heads)
+    if name == "q_up":
+        starts = of_heads
+    elif attention.query_latent is None:
+        starts = np.concatenate([[attention.latent], attention.head_dim + of_heads])
+    else:
+        starts = np.array([attention.query_latent + attention.latent])
+    order = np.arange(rotated).reshape(-1, 2).T.ravel()
+    index[(starts[:, None] + np.arange(rotated)).ravel()] = (starts[:, None] + order).ravel()
+    return selected(row, index)

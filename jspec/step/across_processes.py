@@ -7,16 +7,14 @@ need. A `Side` knows nothing of this, except that all of its calls of devices go
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -28,18 +26,18 @@ from jspec import distributed
 from jspec.core.config import EngineConfig
 from jspec.distributed.frames import Message
 from jspec.distributed.job import Job, ProcessLost
+from jspec.distributed.signals import end_at_second
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Check, Executables
 from jspec.step.memory import DeviceMemory
 from jspec.step.on_mesh import spans_processes
 from jspec.step.program import Params, Program
+from jspec.step.same_engine import compared, sample
 
 # Time after an error of the devices to notice that another process was lost, in process 0 and in others.
 NOTICE_SECONDS = 3.0, 1.0
+VALUES = "values of the weights"
 UNREAD = 4  # number of calls after which a following process checks that a call has succeeded
-OWN = ("mesh", "compile_cache", "log_interval")  # options that may differ between processes
-
-ADDRESS = r" at 0x[0-9a-f]+"  # in representations of functions and of drafters of the user's own
 
 T = TypeVar("T")
 
@@ -92,6 +90,10 @@ class Calls:
         """Return the memory of the process that has the least."""
         return memory
 
+    def make(self, call: Callable[[], dict[str, str]]) -> None:
+        """Make an engine's state and first programs, by a function that returns the digests of these programs."""
+        call()
+
     def run(self, call: Callable[..., T], key: ExecutableKey, inputs: Sequence[np.ndarray]) -> T:
         return call(key, *inputs)
 
@@ -142,18 +144,39 @@ class Shared(Calls):
         raise error
 
     def check_same(self, program: Program, params: Params, config: EngineConfig) -> None:
-        """Raise ValueError, in all processes, if they have other options, models or drafters."""
-        about = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in OWN}
-        about |= {one.name: getattr(program, one.name) for one in fields(program) if one.name != "mesh"}
-        about |= {"model": params.main.config} | {name: _shape(leaf) for name, leaf in _named(params)}
-        values = f"{self.job.weights.hexdigest()[:16]} {_sample(params)}"
-        texts = {name: re.sub(ADDRESS, "", repr(value)) for name, value in about.items()}
-        self.job.check_same("Engine", {**texts, "values of the weights": values})
+        """Raise ValueError, in all processes, if they have other options, devices, models or drafters."""
+        sampled = self.job.weights.hexdigest()[:16]
+        self.job.check_same("Engine", {**compared(program, params, config), VALUES: f"{sampled} {sample(params)}"})
 
     def least(self, memory: DeviceMemory) -> DeviceMemory:
         found = [DeviceMemory(**values) for values in self.job.exchange("memory", asdict(memory))]
         is_reported = all(one.is_reported for one in found)
         return DeviceMemory(min(one.limit for one in found), max(one.in_use for one in found), is_reported)
+
+    def make(self, call: Callable[[], dict[str, str]]) -> None:
+        """Raise the error of one process in all, so that all may make an engine with other options."""
+        try:
+            made = {"digests": call()}
+        except Exception as error:
+            self.job.exchange("state and programs", _failure(error))
+            raise
+        self._compare(self.job.exchange("state and programs", made))
+
+    def _compare(self, answers: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if a process could not compile or hold its programs, or has others than process 0.
+
+        Args:
+            answers: the digests of the programs, or the error, of each process.
+        """
+        for name, answer in zip(self.job.names, answers, strict=True):
+            if "error" in answer:
+                raise ValueError(f"{name}: {answer['error']}")
+            for program, digest in answers[0]["digests"].items():
+                if answer["digests"].get(program) != digest:
+                    raise ValueError(
+                        f"{program}: expected the same program in all processes, got another in {name} than in "
+                        f"{self.job.names[0]}; run the same script with the same files"
+                    )
 
 
 class Lead(Shared):
@@ -162,12 +185,15 @@ class Lead(Shared):
     A thread of its own (`Job.do`) sends a call and makes it, so that an interrupt of the caller never comes between.
     """
 
+    _compilations = itertools.count()  # numbers of the compilations of all engines
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._count, self._compiling = 0, threading.Lock()
+        self._count, self._compiling, self._is_open = 0, threading.Lock(), False
 
     def open(self) -> None:
         super().open()
+        self._is_open = True
         self.job.at_end.insert(0, self.close)
 
     def run(self, call: Callable[..., T], key: ExecutableKey, inputs: Sequence[np.ndarray]) -> T:
@@ -205,39 +231,32 @@ class Lead(Shared):
         Raises:
             ValueError: another process cannot compile or hold a program, or has another one.
         """
-        with self._compiling:  # answers come in the order of the calls
-            self._everywhere("compile", lambda: None, keys=[asdict(key) for key in keys])
-            answers: list[dict[str, Any]] = []
+        if not self._is_open:  # all processes compile the first programs when they make the engine (`make`)
+            super().compile(keys, programs, check)
+            return
+        with self._compiling:
+            number = next(self._compilations)
+            self._everywhere("compile", lambda: None, keys=[asdict(key) for key in keys], compilation=number)
 
             def check_all(executables: Sequence[Any]) -> None:
-                answers.extend(self._answers())
+                answers = [self._answer(other, number) for other in self.job.links]
                 check(executables)
-                self._compare(programs.digests, answers)
+                self._compare([{"digests": programs.digests}, *answers])
 
-            try:
-                programs.compile(keys, check_all)
-            finally:
-                if not answers:
-                    self._answers()
+            programs.compile(keys, check_all)
 
-    def _answers(self) -> list[dict[str, Any]]:
-        return [self.job.take("compiled", other).fields for other in self.job.links]
-
-    def _compare(self, own: dict[str, str], answers: Sequence[dict[str, Any]]) -> None:
-        for name, answer in zip(self.job.names[1:], answers, strict=True):
-            if "error" in answer:
-                raise ValueError(f"{name}: {answer['error']}")
-            for program, digest in own.items():
-                if answer["digests"].get(program) != digest:
-                    raise ValueError(
-                        f"{program}: expected the same program in all processes, got another in {name} than in "
-                        f"{self.job.names[0]}; run the same script with the same files"
-                    )
+    def _answer(self, other: int, number: int) -> dict[str, Any]:
+        """Return what a process answers to a compilation; answers to earlier ones, which were interrupted, are lost."""
+        while True:
+            answer = self.job.take("compiled", other).fields
+            if answer["compilation"] == number:
+                return answer
 
     def close(self) -> None:
-        if self.close in self.job.at_end:
-            self.job.at_end.remove(self.close)
-        self.job.is_busy = False
+        if not self._is_open:
+            return
+        self._is_open = self.job.is_busy = False
+        self.job.at_end.remove(self.close)
         if self.job.is_whole:
             with suppress(ProcessLost):  # then there is nobody to tell
                 self._everywhere("close", lambda: None)
@@ -253,13 +272,14 @@ class Follow(Shared):
         )
 
     def follow(self, runner: Runner) -> None:
-        """Make the calls of process 0 until it closes its engine.
+        """Make the calls of process 0 until it closes its engine; a signal ends it only if it comes twice.
 
         Raises:
             ProcessLost: a process was lost.
         """
         try:
-            self._follow(runner)
+            with end_at_second(self.job.names[self.job.process_id]):
+                self._follow(runner)
         except ProcessLost:
             raise
         except Exception as error:
@@ -279,7 +299,8 @@ class Follow(Shared):
                     case "close":
                         return
                     case "compile":
-                        compiler.submit(self._compile, runner, [ExecutableKey(**key) for key in fields["keys"]])
+                        keys = [ExecutableKey(**key) for key in fields["keys"]]
+                        compiler.submit(self._compile, runner, keys, fields["compilation"])
                     case "reset":
                         outputs.clear()
                         self.job.do(partial(runner.reset_here, None))
@@ -289,29 +310,16 @@ class Follow(Shared):
                 if len(outputs) > UNREAD:
                     self.job.do(partial(jax.block_until_ready, outputs.popleft()))
 
-    def _compile(self, runner: Runner, keys: Sequence[ExecutableKey]) -> None:
+    def _compile(self, runner: Runner, keys: Sequence[ExecutableKey], number: int) -> None:
         """Compile programs while other calls go on, and tell process 0 which ones they are."""
         try:
             runner.programs.compile(keys, runner._update_memory_plan)
             answer: dict[str, Any] = {"digests": runner.programs.digests}
         except Exception as error:
-            answer = {"error": f"{error!s:.1000}"}
+            answer = _failure(error)
         with suppress(ProcessLost):  # then nobody waits for the answer
-            self.job.send(Message("compiled", answer))
+            self.job.send(Message("compiled", {**answer, "compilation": number}))
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _shape(leaf: jax.Array) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"  # type: ignore[attr-defined]
-
-
-def _sample(params: Params) -> str:
-    """Return a digest of the first rows of weights that every device has whole: norms, for instance."""
-    digest = hashlib.sha256()
-    for _, leaf in _named(params):
-        if leaf.sharding.is_fully_replicated:
-            digest.update(np.asarray(leaf.addressable_data(0)[:1]).tobytes())
-    return digest.hexdigest()[:16]
+def _failure(error: Exception) -> dict[str, Any]:
+    return {"error": f"{error!s:.1000}"}

@@ -12,7 +12,7 @@ import jax
 
 from jspec import __version__, distributed
 from jspec.core.foreign_names import FOREIGN_NAMES
-from jspec.tools import chat, check_head, convert, demo, generate, info, serve
+from jspec.tools import chat, check_head, convert, demo, generate, info, serve, train
 from jspec.tools.bench import cli as bench
 from jspec.tools.parser import Parser
 from jspec.tools.progress import log_lines
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
         if words[:1] == ["serve"]:
             words = ["serve", *serve.with_config(words[1:])]
         arguments = make_parser().parse_args(words)
-        with log_lines() if arguments.command in ("demo", "generate", "chat", "serve") else nullcontext():
+        with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
             generate.join(arguments)
             return arguments.run(arguments)
     except (ValueError, OSError, NotImplementedError, ImportError, distributed.ProcessLost) as error:
@@ -106,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_arguments(commands.add_parser("generate", help="complete a prompt"))
     chat.add_arguments(commands.add_parser("chat", help="chat with a model in the terminal"))
     serve.add_arguments(commands.add_parser("serve", help="serve a model over HTTP, with the routes of OpenAI's API"))
+    train.add_arguments(commands.add_parser("train", help="train a draft head for a target"))
     bench.add_arguments(commands.add_parser("bench", help="measure"))
     _info_arguments(commands.add_parser("info", help="describe a checkpoint folder, or measure how well a head fits"))
     commands.add_parser("convert", help="write an orbax folder; see jspec convert --help", add_help=False)

@@ -24,6 +24,7 @@ from jspec.draft.draft_model import DraftModel
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
 from jspec.draft.medusa import Medusa
+from jspec.draft.mtp import MTP
 from jspec.draft.ngram import NGram
 from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
@@ -40,9 +41,10 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
     "medusa": Medusa.from_pretrained,
     "dflash": DFlash.from_pretrained,
     "dspark": DSpark.from_pretrained,
+    "mtp": MTP.from_pretrained,
     "draft_model": DraftModel.from_pretrained,
 }
-HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark")  # drafters that may use the target's output head
+HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
 TREE = "chain:4"
 
@@ -80,6 +82,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     drafters.add_argument("--medusa", metavar="PATH", help="draft with Medusa heads")
     drafters.add_argument("--dflash", metavar="PATH", help="draft with a DFlash head")
     drafters.add_argument("--dspark", metavar="PATH", help="draft with a DSpark head")
+    drafters.add_argument("--mtp", metavar="PATH", help="draft with the target's own layer for this, of its folder")
     drafters.add_argument("--draft-model", metavar="PATH", help="draft with a smaller model")
     parser.add_argument(
         "--draft-device",
@@ -96,9 +99,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere")
     kinds, dtypes = ", ".join(QUANTIZE), ", ".join(KV_DTYPES)
     parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
-    parser.add_argument(
-        "--draft-quantize", metavar="KIND", help="quantise an EAGLE, DFlash or DSpark head or a draft model"
-    )
+    parser.add_argument("--draft-quantize", metavar="KIND", help="quantise a head, an MTP layer or a draft model")
     parser.add_argument("--draft-vocab", metavar="N|FILE", help="tokens that a head with the target's head drafts")
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help=f"dtype of the target's cache: {dtypes}; default: the weights'"

@@ -18,6 +18,10 @@ EXAMPLES = {  # two example command lines for the help of each command
         f"chat --target {TARGET} --ngram --system 'Answer in one sentence.' --temperature 0.7",
     ),
     "jspec serve": ("serve", f"serve --target {TARGET} --eagle3 {HEAD} --slots 32 --warm logprobs,grammar"),
+    "jspec train": (
+        "train --target demo --data texts.jsonl --out head --steps 500 --length 160 --learning-rate 4e-3",
+        f"train --target {TARGET} --data chats.jsonl --out head --draft-vocab 32000",
+    ),
     "jspec info": ("info demo", f"info --check {HEAD} {TARGET}"),
     "jspec convert": (
         "convert path/to/target path/to/converted --dtype bfloat16",
@@ -31,6 +35,7 @@ EXAMPLES = {  # two example command lines for the help of each command
     "jspec bench serve": ("bench serve --slots 4", "bench serve --rate 2 --tree none chain:4"),
     "jspec bench eval": ("bench eval gsm8k --file problems.jsonl", "bench eval quantization --quantize int8"),
     "jspec bench startup": ("bench startup --shape tiny", "bench startup --batch 1,8 --tree chain:4"),
+    "jspec bench train": ("bench train --shape tiny --length 256 --seconds 5", "bench train --ttt 7,5,3"),
     "jspec bench inflate": ("bench inflate demo large", "bench inflate demo large --head demo --head-out large-head"),
 }
 

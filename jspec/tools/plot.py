@@ -10,9 +10,12 @@ import importlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from jspec.train.journal import read_journal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,6 +89,30 @@ def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
     ax.bar_label(bars, labels=[f"{1 + mean:.2f}" for mean in accepted], padding=3, fontsize=FONT_SIZE)
     ax.set(xlabel="mean acceptance length (tokens a round)", xlim=(0, 1.1 * (1 + max(accepted))))
     ax.invert_yaxis()
+    _legend_above(ax)
+    return ax
+
+
+def training(journal: str | Path, ax: Axes | None = None) -> Axes:
+    """Draw the loss and the predicted acceptance length of a training run by the number of updates.
+
+    Lines are measured on the rows that were trained on; marks are evaluations of held-out rows.
+
+    Args:
+        journal: file of the run, ``training/journal.jsonl`` in the folder of the head.
+        ax: axes to draw on; None: a new figure.
+    """
+    entries = read_journal(Path(journal))
+    ax = ax or _new_axes(width=LEGEND, height=3.5)
+    other = ax.twinx()
+    for axes, name, colour in ((ax, "loss", TARGET), (other, "acceptance", DRAFT)):
+        for kind, style in (("train", "-"), ("eval", "o")):
+            own = [(entry["step"], entry[name]) for entry in entries if entry["kind"] == kind]
+            label = f"{name}, {'held-out rows' if kind == 'eval' else 'training'}"
+            ax.plot([], [], style, color=colour, label=label)  # the legend of both axes
+            axes.plot(*zip(*own, strict=True), style, color=colour) if own else None
+    ax.set(xlabel="updates", ylabel="loss of a prediction")
+    other.set_ylabel("predicted acceptance length")
     _legend_above(ax)
     return ax
 

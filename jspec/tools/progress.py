@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-SOURCES = ("jspec.models.load", "jspec.step.executables")  # loggers that report loading and compiling
+# Loggers that report loading, compiling and training.
+SOURCES = ("jspec.models.load", "jspec.step.executables", "jspec.train.loop", "jspec.train.material")
 
 
 @contextlib.contextmanager

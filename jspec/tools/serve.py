@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jspec import distributed
 from jspec.engine.api import Engine
 from jspec.engine.replicas import Replicas
 from jspec.engine.tokenizer import Tokenizer
@@ -113,10 +114,10 @@ def _words(path: str, name: str, value: Any) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jspec serve` until a signal or a failure of the engine ends it.
+    """Run `jspec serve` until a signal or a failure of the engine ends it; of several processes, process 0 serves.
 
     Returns:
-        The exit status of `jspec.server.run.serve`.
+        The exit status of `jspec.server.run.serve`; 0 in a process that has followed process 0.
 
     Raises:
         ValueError: an option has an impossible value.
@@ -133,13 +134,16 @@ def run(arguments: argparse.Namespace) -> int:
         _take_demo(arguments)
     settings = make_settings(arguments)
     check_replicas(arguments)
-    with _log(arguments.log_level), bind(settings.host, settings.port) as listener:
-        address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
-        tokenizer = generate.prepare(arguments)
-        with make_engine(arguments, tokenizer) as engine:
-            if isinstance(engine, Engine) and generate.follows(engine):
-                return 0
-            return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
+    with _log(arguments.log_level):
+        if distributed.process_id():
+            with generate.make_engine(arguments, generate.prepare(arguments), **engine_options(arguments)) as engine:
+                engine.follow()
+            return 0
+        with bind(settings.host, settings.port) as listener:
+            address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
+            tokenizer = generate.prepare(arguments)
+            with make_engine(arguments, tokenizer) as engine:
+                return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 
 
 def _take_demo(arguments: argparse.Namespace) -> None:

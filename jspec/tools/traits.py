@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import GQA, LayerConfig, Rope
+from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
 from jspec.models.mlp_config import Dense, Experts
 
 NORMS = {
@@ -42,7 +42,9 @@ def _forms(layers: tuple[LayerConfig, ...], form: Callable[[LayerConfig], Hashab
     return "; ".join(f"{text} in {count} of {len(layers)} layers" for text, count in counts.items())
 
 
-def _attention(config: GQA) -> str:
+def _attention(config: GQA | MLA) -> str:
+    if isinstance(config, MLA):
+        return _latent(config)
     parts = [f"{config.heads} heads", f"{config.kv_heads} key-value heads", f"head_dim {config.head_dim}"]
     if config.bias:
         parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
@@ -57,6 +59,14 @@ def _attention(config: GQA) -> str:
     if config.causal:
         parts.append("causal within a block")
     return ", ".join(parts)
+
+
+def _latent(config: MLA) -> str:
+    parts = [f"{config.heads} heads of {config.plain} + {config.rotated} rotated channels"]
+    parts.append(f"latent vector of {config.latent} channels, values of {config.value_dim}")
+    if config.query_latent is not None:
+        parts.append(f"queries from {config.query_latent} channels")
+    return ", ".join([*parts, f"scores times {config.scale:g}"])
 
 
 def _feed_forward(config: Dense | Experts) -> str:
@@ -80,7 +90,7 @@ def _feed_forward(config: Dense | Experts) -> str:
     return ", ".join(parts)
 
 
-def _window(config: GQA) -> str:
+def _window(config: GQA | MLA) -> str:
     return "none" if config.window is None else f"{config.window} tokens"
 
 

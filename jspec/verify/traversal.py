@@ -78,7 +78,9 @@ def traversal_accept(
     When a node is tried, all nodes tried before it were rejected. So its weight does not depend on uniforms, and all
     weights are computed first, from the root down.
 
-    A node whose target probabilities are NaN passes, so that its row ends with an error.
+    If the target's probabilities after a node are NaN, so are the weights of its children, and these pass. Then the
+    accepted path contains the node, and its row ends with an error. A leaf's weight does not depend on the
+    probabilities after it.
 
     Args:
         target_probs: the target's processed probabilities of the token after every node.

@@ -71,11 +71,12 @@ def _kernel(
     split, (_, kv_heads, page, dim), tokens = pl.program_id(0) % tiles.splits, k_ref.shape, qkv_ref.shape[2]
     length = lengths_ref[sequence]
 
-    def load_queries(query, head, layout):
+    def load_queries(query, head, layouts):
         """Writes the new rows of this program's split, and returns the program's rotated queries.
 
         All loads are issued before any result is used.
         """
+        (layout,) = layouts
         channels = layout.channels
 
         def columns(token):

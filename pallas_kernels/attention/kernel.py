@@ -21,8 +21,8 @@ from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
 class KVRefs(NamedTuple):
     """References to the KV cache, and to the arrays that define which cache rows a query sees."""
 
-    k: Any  # [pages, KH, page, D] in the pool's dtype, or [pages, KH, page, D / 2] uint16: pairs of float8
-    v: Any  # shape and dtype as for k
+    k: Any  # [pages, KH, page, DK] in the pool's dtype, or [pages, KH, page, DK / 2] uint16: pairs of float8
+    v: Any  # [pages, KH, page, DV], as for k
     page_table: Any  # [B, P] int32
     lengths: Any  # [B] int32, number of committed rows
     mask: Any  # ancestor bits [B, T, W] uint32, or paths [B, T, depths] int32; None: causal
@@ -45,11 +45,14 @@ def attend_kernel(
     """Attends to one split for queries that are rotated already, in one Pallas program (`attend`)."""
     batch = pl.program_id(2)
 
-    def load_queries(query, head, layout):
-        refs = [q_ref.at[batch, query[:, None], head[:, None], channels] for channels in layout.channels]
-        return [pltriton.load(ref, **layout.load_mask(tiles.packed)) for ref in refs]
+    def load_queries(query, head, layouts):
+        return [
+            pltriton.load(q_ref.at[batch, query[:, None], head[:, None], channels], **layout.load_mask(tiles.packed))
+            for layout in layouts
+            for channels in layout.channels
+        ]
 
-    pairs = q_ref.shape[-1] // k_ref.shape[-1]
+    pairs = q_ref.shape[-1] // (k_ref.shape[-1] + (v_ref.shape[-1] if tiles.is_latent else 0))
     kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)
     attend(load_queries, kv, sinks_ref, out_refs, pairs=pairs, tiles=tiles, arithmetic=arithmetic)
 
@@ -71,14 +74,15 @@ class ChannelLayout:
         pairs: number of channels per element: 1, or 2 for pairs of float8. Even and odd channels of pairs become
             separate vectors.
         parts: number of vectors per row: 1, or 2 for the two halves that a rotation combines.
+        start: channel of a query that the row's first channel is multiplied by.
     """
 
-    def __init__(self, elements: int, pairs: int, parts: int):
+    def __init__(self, elements: int, pairs: int, parts: int, start: int = 0):
         self.size = elements // parts
         column = jnp.arange(max(pl.next_power_of_2(self.size), MMA_ROWS))[None, :]
         self.is_column, self.width = column < self.size, column.shape[-1]
         self.columns = [part * self.size + column for part in range(parts)]  # element indices, [1, width] each
-        self.channels = [columns * pairs + half for columns in self.columns for half in range(pairs)]
+        self.channels = [start + columns * pairs + half for columns in self.columns for half in range(pairs)]
 
     def load_mask(self, rows: int) -> dict[str, Any]:
         """Returns mask options for a load of [rows, width]; empty unless the width is padded to a power of two."""
@@ -94,7 +98,7 @@ class ContextReader:
     kv: KVRefs
     grid: GridIndex
     rows: KVRange
-    layout: ChannelLayout
+    layouts: list[ChannelLayout]  # of a row of V, then of K if keys are the rows of both
     tiles: Tiles
     arithmetic: Arithmetic
 
@@ -160,16 +164,17 @@ class ContextReader:
         if tiles.depths:
             is_loaded &= source < tiles.capacity
         at = (page[:, None], self.grid.kv_head, divmod_u32(source, tiles.page)[1][:, None])
-        options = self.layout.load_mask(tiles.tile)
-        if masked:
-            rows_loaded = jnp.broadcast_to(is_loaded[:, None], (tiles.tile, self.layout.width))
-            options["mask"] = options["mask"] & rows_loaded if options else rows_loaded
-        k, v = (
-            [pltriton.load(ref.at[(*at, columns)], **options) for columns in self.layout.columns]
-            for ref in (self.kv.k, self.kv.v)
-        )
+
+        def vectors(ref, layout):
+            options = layout.load_mask(tiles.tile)
+            if masked:
+                rows_loaded = jnp.broadcast_to(is_loaded[:, None], (tiles.tile, layout.width))
+                options["mask"] = options["mask"] & rows_loaded if options else rows_loaded
+            return [pltriton.load(ref.at[(*at, columns)], **options) for columns in layout.columns]
+
+        k, v = vectors(self.kv.k, self.layouts[-1]), vectors(self.kv.v, self.layouts[0])
         k, v = ([half for part in parts for half in unpack_fp8(part, dtype, interpret)] for parts in (k, v))
-        return k, v, is_loaded
+        return [*v, *k] if tiles.is_latent else k, v, is_loaded
 
 
 def attend(
@@ -189,12 +194,13 @@ def attend(
     A block has `tiles.packed` packed rows, which are pairs of a query and a query head of the KV head's group.
 
     Args:
-        load_queries: function (query, head, layout) that returns the block's queries as vectors [packed, width]. It
-            runs before any tile of the cache is read, and may write to the cache.
+        load_queries: function (query, head, layouts) that returns the block's queries as vectors [packed, width], in
+            the order of the layouts' channels. It runs before any tile of the cache is read, and may write to the
+            cache.
         kv: references to the cache and the mask.
         sinks_ref: score of each query head's sink [H]; None: no sinks, or the merging kernel adds them.
-        out_refs: the output [B, T, H, D]. With several splits, the outputs of the splits [B, T, H, splits, D] and their
-            base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
+        out_refs: the output [B, T, H, DV]. With several splits, the outputs of the splits [B, T, H, splits, DV] and
+            their base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
         tiles: static sizes of the call.
         arithmetic: how scores and sums are computed.
         pairs, parts: as in `ChannelLayout`.
@@ -207,12 +213,15 @@ def attend(
     query, member = packed_row // tiles.span, packed_row % tiles.span
     is_real = (query < tiles.queries) & (member < tiles.group)
     head = kv_head * tiles.group + member
-    layout = ChannelLayout(kv.k.shape[-1], pairs, parts)
+    layout = ChannelLayout(kv.v.shape[-1], pairs, parts)
+    layouts = [layout]
+    if tiles.is_latent:
+        layouts.append(ChannelLayout(kv.k.shape[-1], pairs, parts, start=kv.v.shape[-1] * pairs))
     # The tiles of this split, numbered within the split: from `begin` to `end`.
     rows = kv_range(kv.lengths[batch], block, tiles)
     bounds = rows.first // tiles.tile, pl.cdiv(rows.end, tiles.tile)
     begin, end = (own_tiles(tile, split, tiles.splits) for tile in bounds)
-    context = ContextReader(kv, grid, rows, layout, tiles, arithmetic)
+    context = ContextReader(kv, grid, rows, layouts, tiles, arithmetic)
 
     def attend_tiles():
         factor = arithmetic.scale * math.log2(math.e)
@@ -224,7 +233,7 @@ def attend(
         # Queries. Padding rows load a real row (clamped index), so no mask is needed. Their results are not stored.
         loaded_query = jnp.minimum(query, tiles.queries - 1)
         loaded_head = kv_head * tiles.group + jnp.minimum(member, tiles.group - 1)
-        q = load_queries(loaded_query, loaded_head, layout)
+        q = load_queries(loaded_query, loaded_head, layouts)
         if q[0].dtype != arithmetic.dtype:  # this dtype's range may be smaller, so scale first, in float32
             q, factor = [half.astype(jnp.float32) * factor for half in q], 1.0
         q = [half.astype(arithmetic.dtype) for half in q]

@@ -1,6 +1,6 @@
 """Writes to a paged KV cache: appends new rows, and moves the rows of a tree's accepted path to their final places.
 
-K and V have one pool each, [pages, kv_heads, page, head_dim]. Row r of sequence b is at
+K and V have one pool each, [pages, kv_heads, page, head_dim]; their head_dims may differ. Row r of sequence b is at
 pool[page_table[b, r // page], :, r % page]. Page 0 is the null page, which is never read. A row is not written if it is
 not valid, or if the page table has no page for it.
 
@@ -24,6 +24,7 @@ LAYERS = 8  # most layers whose rows one kernel moves, because the kernel's code
 HEAD_DIMS = range(16, 513, 16)  # head_dims that the kernels support; registers are padded to powers of two
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
+VPool = Float[Array, "pages KH page DV"]
 
 
 def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:
@@ -82,25 +83,25 @@ def locate_in_kernel(page_table_ref, sequence, row, valid, page):
 def _append_kernel(
     # inputs
     k_ref,  # [B, T, KH, D]
-    v_ref,  # [B, T, KH, D]
+    v_ref,  # [B, T, KH, DV]
     page_table_ref,  # [B, P] int32
     first_row_ref,  # [B] int32
     valid_ref,  # [B, T] bool
     _k_in,  # [pages, KH, page, D]; the outputs alias the pools
-    _v_in,
+    _v_in,  # [pages, KH, page, DV]
     # outputs
-    k_pool_ref,  # [pages, KH, page, D]
+    k_pool_ref,  # as the inputs
     v_pool_ref,
 ):
     """Writes all KV heads of one new row, in one Pallas program."""
     token, sequence = pl.program_id(0), pl.program_id(1)
-    _, kv_heads, page, dim = k_pool_ref.shape
+    _, kv_heads, page, _ = k_pool_ref.shape
     row, valid = first_row_ref[sequence] + token, valid_ref[sequence, token]
     target_page, target_row, valid = locate_in_kernel(page_table_ref, sequence, row, valid, page)
     head = jnp.arange(pl.next_power_of_2(kv_heads))[:, None]
-    channel = jnp.arange(pl.next_power_of_2(dim))[None, :]
-    exists = (head < kv_heads) & (channel < dim)
     for new_ref, pool_ref in ((k_ref, k_pool_ref), (v_ref, v_pool_ref)):
+        channel = jnp.arange(pl.next_power_of_2(pool_ref.shape[3]))[None, :]
+        exists = (head < kv_heads) & (channel < pool_ref.shape[3])
         values = pltriton.load(new_ref.at[sequence, token, head, channel], mask=exists, other=0)
         at = (target_page, head, target_row, channel)
         pltriton.store(pool_ref.at[at], cast_to_pool(values, pool_ref.dtype), mask=exists & valid)
@@ -112,7 +113,7 @@ def _move_kernel(
     source_ref,  # [B, T] int32, rows to copy
     target_ref,  # [B, T] int32, rows to write
     valid_ref,  # [B, T] bool
-    *pool_refs,  # [pages, KH, page, D]: K and V of every layer, then the outputs that alias them
+    *pool_refs,  # [pages, KH, page, D or DV]: K and V of every layer, then the outputs that alias them
     # static parameters
     interpret,
 ):
@@ -123,8 +124,7 @@ def _move_kernel(
     head, sequence, own_layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layers = len(pool_refs) // 4
     pools = list(zip(pool_refs[2 * layers : 3 * layers], pool_refs[3 * layers :], strict=True))
-    page, dim = pools[0][0].shape[2:]
-    tokens = source_ref.shape[1]
+    page, tokens = pools[0][0].shape[2], source_ref.shape[1]
     # Look up the page numbers and the places in the pages, for the rows to copy and the rows to write.
     token = jnp.arange(pl.next_power_of_2(tokens))
     is_token = token < tokens
@@ -132,17 +132,23 @@ def _move_kernel(
     valid = pltriton.load(valid_ref.at[sequence, token], mask=is_token, other=False)
     source_page, source_row, valid = locate_in_kernel(page_table_ref, sequence, rows[0], valid, page)
     target_page, target_row, valid = locate_in_kernel(page_table_ref, sequence, rows[1], valid, page)
-    channel = jnp.arange(pl.next_power_of_2(dim))[None, :]
-    mask = valid[:, None] & (channel < dim)
-    source = (source_page[:, None], head, source_row[:, None], channel)
-    target = (target_page[:, None], head, target_row[:, None], channel)
+    source, target = (
+        (source_page[:, None], head, source_row[:, None]),
+        (target_page[:, None], head, target_row[:, None]),
+    )
 
     def move(pools_of_layer):
-        values = [pltriton.load(pool_ref.at[source], mask=mask) for pool_ref in pools_of_layer]
+        channels = [jnp.arange(pl.next_power_of_2(pool_ref.shape[3]))[None, :] for pool_ref in pools_of_layer]
+        places = list(zip(pools_of_layer, channels, strict=True))
+        masks = [valid[:, None] & (channel < pool_ref.shape[3]) for pool_ref, channel in places]
+        values = [
+            pltriton.load(pool_ref.at[(*source, channel)], mask=mask)
+            for (pool_ref, channel), mask in zip(places, masks, strict=True)
+        ]
         if not interpret:
             pltriton.debug_barrier()  # rows may overlap, so all threads read before any thread writes
-        for pool_ref, moved in zip(pools_of_layer, values, strict=True):
-            pltriton.store(pool_ref.at[target], moved, mask=mask)
+        for (pool_ref, channel), moved, mask in zip(places, values, masks, strict=True):
+            pltriton.store(pool_ref.at[(*target, channel)], moved, mask=mask)
 
     for layer, pools_of_layer in enumerate(pools):
         pl.when(own_layer == layer)(functools.partial(move, pools_of_layer))
@@ -175,39 +181,40 @@ def _move_pallas(k_pools, v_pools, page_table, source_rows, target_rows, valid, 
     return list(moved[: len(k_pools)]), list(moved[len(k_pools) :])
 
 
-def _unsupported(k_pool: Array, moved: int) -> str | None:
+def _unsupported(k_pool: Array, v_pool: Array, moved: int) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
+    width = max(k_pool.shape[3], v_pool.shape[3])
     if k_pool.dtype not in POOL_DTYPES:
         return f"the pool's dtype must be one of {', '.join(map(str, POOL_DTYPES))}, got {k_pool.dtype}"
-    if moved * k_pool.shape[3] > 64 * 256:
-        return f"at most {64 * 256 // k_pool.shape[3]} rows of a sequence can be moved at once, got {moved}"
+    if moved * width > 64 * 256:
+        return f"at most {64 * 256 // width} rows of a sequence can be moved at once, got {moved}"
     return None
 
 
-def _check_alike(k: Array, v: Array, expected: tuple[int, ...], what: str) -> None:
-    """Raises ValueError unless k and v have the expected shape and equal dtypes; `what` names them in the message."""
-    if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
-        got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
-        raise ValueError(f"{what} must be alike, of shape {expected}, got {got}")
+def check_pools(k_pool: Array, v_pool: Array) -> None:
+    """Raises ValueError unless the pools of K and V are alike, except for their numbers of channels."""
+    if k_pool.shape[:3] != v_pool.shape[:3] or k_pool.dtype != v_pool.dtype:
+        got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
+        raise ValueError(f"the pools of K and V must be alike, except for their channels, got {got}")
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def append(
     k_pool: Pool,
-    v_pool: Pool,
+    v_pool: VPool,
     k: Float[Array, "B T KH D"],
-    v: Float[Array, "B T KH D"],
+    v: Float[Array, "B T KH DV"],
     page_table: Int32[Array, "B P"],
     first_row: Int32[Array, " B"],
     valid: Bool[Array, "B T"],
     *,
     implementation: Implementation = "auto",
-) -> tuple[Pool, Pool]:
+) -> tuple[Pool, VPool]:
     """Writes k[b, t] and v[b, t] to cache row first_row[b] + t of sequence b, where valid[b, t]; returns the pools.
 
     Args:
-        k_pool, v_pool: pages of keys and values [pages, KH, page, D].
-        k, v: new keys and values [B, T, KH, D] of any float dtype, which are cast to the pool's dtype.
+        k_pool, v_pool: pages of keys [pages, KH, page, D] and values [pages, KH, page, DV].
+        k, v: new keys [B, T, KH, D] and values [B, T, KH, DV] of one float dtype, which are cast to the pools' dtype.
         page_table: page numbers [B, P].
         first_row: first row to write in each sequence [B].
         valid: whether each row is written [B, T].
@@ -219,31 +226,34 @@ def append(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the pool's dtype.
     """
-    batch, tokens = valid.shape
-    _check_alike(k_pool, v_pool, k_pool.shape, "K and V pools")
-    _check_alike(k, v, (batch, tokens, k_pool.shape[1], k_pool.shape[3]), "k and v")
+    check_pools(k_pool, v_pool)
+    wanted = [(*valid.shape, pool.shape[1], pool.shape[3]) for pool in (k_pool, v_pool)]
+    if [k.shape, v.shape] != wanted or k.dtype != v.dtype:
+        got = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
+        raise ValueError(f"k and v must be of one dtype, of shapes {wanted[0]} and {wanted[1]}, got {got}")
     arguments = (k_pool, v_pool, k, v, page_table, first_row, valid)
-    return dispatch(implementation, _unsupported(k_pool, 0), _append_pallas, _append_reference, *arguments)
+    return dispatch(implementation, _unsupported(k_pool, v_pool, 0), _append_pallas, _append_reference, *arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def move_rows(
     k_pools: list[Pool],
-    v_pools: list[Pool],
+    v_pools: list[VPool],
     page_table: Int32[Array, "B P"],
     source_rows: Int32[Array, "B T"],
     target_rows: Int32[Array, "B T"],
     valid: Bool[Array, "B T"],
     *,
     implementation: Implementation = "auto",
-) -> tuple[list[Pool], list[Pool]]:
+) -> tuple[list[Pool], list[VPool]]:
     """Copies cache row source_rows[b, t] of sequence b to row target_rows[b, t] in every layer, where valid[b, t].
 
     This commits a tree's accepted path. All source rows are read before any target row is written, so source and target
     rows may overlap. The target rows of a sequence must be distinct.
 
     Args:
-        k_pools, v_pools: pools of every layer, all of one shape and dtype; one kernel moves rows of up to eight layers.
+        k_pools, v_pools: pools of every layer, of one dtype; all layers have the same shapes. One kernel moves rows of
+            up to eight layers.
         page_table: page numbers [B, P].
         source_rows, target_rows: row numbers [B, T].
         valid: whether each row is copied [B, T].
@@ -257,8 +267,11 @@ def move_rows(
             pools' dtype.
     """
     for k, v in zip(k_pools, v_pools, strict=True):
-        _check_alike(k, v, k_pools[0].shape, "K and V pools")
-    unsupported = _unsupported(k_pools[0], source_rows.shape[1])
+        check_pools(k, v)
+        if (k.shape, v.shape) != (k_pools[0].shape, v_pools[0].shape):
+            wanted = f"{k_pools[0].shape} and {v_pools[0].shape}"
+            raise ValueError(f"the pools of all layers must be of the shapes {wanted}, got {k.shape} and {v.shape}")
+    unsupported = _unsupported(k_pools[0], v_pools[0], source_rows.shape[1])
     moved_k, moved_v = [], []
     for first in range(0, len(k_pools), LAYERS):
         some = slice(first, first + LAYERS)

@@ -15,6 +15,9 @@ exp(sinks[h]) is added to the sum that divides the softmax (gpt-oss, arXiv:2508.
 Row r of sequence b is at pool[page_table[b, r // page], :, r % page]; pools are [pages, KH, page, D]. bits[b,t] has
 ceil(M/32) words; bit j % 32 of word j // 32 is set if query t sees new row j.
 
+Keys and values of a row may share channels (latent attention, arXiv:2405.04434): if q has D + DV channels for pools of
+D and DV channels, the key is the row of v_pool followed by that of k_pool, and the value is the row of v_pool.
+
 Deterministic attention returns identical outputs for a query, bit for bit, in all calls in which the query sees equal
 keys and values. It takes paths instead of bits: query t sees row lengths[b] + paths[b,t,d] at position lengths[b] + d.
 """
@@ -33,15 +36,16 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import num_words
 from pallas_kernels.attention.kernel import attend_kernel
-from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES
+from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
 from pallas_kernels.attention.merge import MERGED, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
-from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles
+from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
 LEAST_SCALE = 1e-30  # smallest scale; its product with log2(e) is still a normal float32
+MOST_OF_QUERY = 64 * 512  # most values of all heads of a query that one program of deterministic attention adds up
 MOST_QUERIES = 128  # most queries per kernel call of deterministic attention, to limit the memory for splits' outputs
 
 
@@ -74,7 +78,7 @@ def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start
 
 
 def _run(q, k_pool, v_pool, page_table, lengths, mask, sinks, *, tiles, scale, softcap, quantize_output, interpret):
-    inputs = (q, _pairs(k_pool), _pairs(v_pool), page_table, lengths, mask, sinks)
+    inputs = (q, *_pairs(k_pool, v_pool), page_table, lengths, mask, sinks)
     options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, k_pool, scale, softcap, interpret)}
     return run_kernels(attend_kernel, inputs, name="paged_attention", quantize_output=quantize_output, **options)[0]
 
@@ -125,12 +129,13 @@ def run_kernels(
         pools: indices of the inputs that the kernel writes to.
 
     Returns:
-        The attention, as an array [B, T, H, D] or a `QuantizedActivation`; then the written inputs, in the order of
+        The attention, as an array [B, T, H, DV] or a `QuantizedActivation`; then the written inputs, in the order of
         `pools`.
     """
     batch, queries, heads, dim = q.shape
     interpret, lengths, sinks = arithmetic.interpret, inputs[4], inputs[6]
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    dim = tiles.value_dim if tiles.is_latent else dim
+    out = jax.ShapeDtypeStruct((batch, queries, heads, dim), q.dtype)
     partial_out = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
     log_sum_exp = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits), jnp.float32)
     attended = [out]
@@ -183,21 +188,29 @@ def _merge_and_quantize(parts, log_sum_exp, lengths, sinks, *, dtype, tiles, int
     return QuantizedActivation(values.reshape(batch, queries, -1), scale, dtype)
 
 
-def _pairs(pool: Array) -> Array:
-    """Returns a float8 pool viewed as pairs of channels, uint16 [pages, KH, page, D / 2]; XLA does not copy the pool.
+def _pairs(*pools: Array) -> list[Array]:
+    """Returns float8 pools viewed as pairs of channels, uint16 [pages, KH, page, D / 2]; XLA does not copy the pools.
 
-    Pools of other dtypes, and pools with fewer than 32 channels, are returned unchanged.
+    Pools of other dtypes, and pools of which one has fewer than 32 channels, are returned unchanged.
     """
-    if pool.dtype != FP8 or pool.shape[-1] < 2 * MMA_ROWS:
-        return pool
-    return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:3], -1, 2), jnp.uint16)
+    if pools[0].dtype != FP8 or min(pool.shape[-1] for pool in pools) < 2 * MMA_ROWS:
+        return list(pools)
+    by_pair = (pool.reshape(*pool.shape[:3], -1, 2) for pool in pools)
+    return [jax.lax.bitcast_convert_type(pool, jnp.uint16) for pool in by_pair]
 
 
-def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None) -> str | None:
+def unsupported(
+    q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None, *, deterministic: bool = False
+) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
-    dim, page = q.shape[-1], k_pool.shape[2]
-    if dim not in HEAD_DIMS:
-        return f"head_dim must be a multiple of 16 up to 512, got {dim}"
+    page, group = k_pool.shape[2], q.shape[2] // k_pool.shape[1]
+    value_dim = latent_dim(q, k_pool) or q.shape[3]
+    for dim in (k_pool.shape[3], value_dim):
+        if dim not in HEAD_DIMS:
+            return f"head_dim must be a multiple of 16 up to 512, got {dim}"
+    if deterministic and group * value_dim > MOST_OF_QUERY:
+        most = MOST_OF_QUERY // value_dim
+        return f"deterministic attention must have at most {most} query heads per KV head, got {group}"
     if page > 128:
         return f"the page size must be at most 128, got {page}"
     if bits is not None and bits.shape[-1] > 8:
@@ -209,12 +222,11 @@ def unsupported(q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | No
 
 def _check_arrays(q, k_pool, v_pool, page_table, lengths):
     batch, _, heads, dim = q.shape
-    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
-        got = f"{k_pool.shape} {k_pool.dtype} and {v_pool.shape} {v_pool.dtype}"
-        raise ValueError(f"the pools of K and V must be alike, got {got}")
-    if k_pool.shape[3] != dim or heads % k_pool.shape[1]:
-        expected = f"[pages, kv_heads, page, {dim}] with kv_heads dividing {heads}"
-        raise ValueError(f"pools must be {expected}, got {k_pool.shape}")
+    check_pools(k_pool, v_pool)
+    widths = k_pool.shape[3], v_pool.shape[3]
+    if (widths != (dim, dim) and sum(widths) != dim) or heads % k_pool.shape[1]:
+        expected = f"[pages, kv_heads, page, {dim}], or of {dim} channels together, with kv_heads dividing {heads}"
+        raise ValueError(f"pools must be {expected}, got {k_pool.shape} and {v_pool.shape}")
     if page_table.shape[0] != batch or lengths.shape != (batch,):
         got = f"{page_table.shape} and {lengths.shape}"
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
@@ -255,8 +267,8 @@ def _check_new_rows(q, bits, new_rows):
 )
 def paged_attention(
     q: Float[Array, "B T H D"],
-    k_pool: Float[Array, "pages KH page D"],
-    v_pool: Float[Array, "pages KH page D"],
+    k_pool: Float[Array, "pages KH page DK"],
+    v_pool: Float[Array, "pages KH page DV"],
     page_table: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     bits: UInt32[Array, "B T W"] | None,
@@ -271,7 +283,7 @@ def paged_attention(
     deterministic: bool = False,
     paths: Int32[Array, "B T depths"] | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T H D"] | QuantizedActivation:
+) -> Float[Array, "B T H DV"] | QuantizedActivation:
     """Returns the attention of T queries per sequence over the committed rows of the cache and over new rows.
 
     The new rows are usually the rows of the queries. Their K and V must be in the pools already, from row lengths[b]
@@ -281,7 +293,8 @@ def paged_attention(
 
     Args:
         q: queries [B, T, H, D].
-        k_pool, v_pool: pages of keys and values [pages, KH, page, D].
+        k_pool, v_pool: pages of keys [pages, KH, page, DK] and values [pages, KH, page, DV], of D channels each or
+            together.
         page_table: page numbers [B, P], one for every `page` rows; rows past the table's end do not exist.
         lengths: number of committed rows of each sequence [B].
         bits: packed ancestor mask [B, T, W] (`ancestor_bits`, `causal_bits`); None: causal (prefill chunks).
@@ -293,7 +306,7 @@ def paged_attention(
             are not read. None: no window.
         scale: factor of the scores, above 1e-30; None: 1 / sqrt(D).
         softcap: limit of the scores, above 0; None: no limit.
-        quantize_output: return a `QuantizedActivation` of rows [B, T, H * D].
+        quantize_output: return a `QuantizedActivation` of rows [B, T, H * DV].
         deterministic: make the bits of a query's output depend only on the query, and on the sequence of keys and
             values that the query sees; with a window, also on the number of older rows.
         paths: replaces `bits` if `deterministic`; index of the new row that each query sees at each depth
@@ -303,7 +316,7 @@ def paged_attention(
             reference.
 
     Returns:
-        The attention [B, T, H, D] in q's dtype, or quantised from q's dtype; zeros for a query that sees no row.
+        The attention [B, T, H, DV] in q's dtype, or quantised from q's dtype; zeros for a query that sees no row.
         Softmax and sums are computed in float32.
 
     Raises:
@@ -326,7 +339,8 @@ def paged_attention(
         options = {"start": start, "window": window, "scale": scale, "softcap": softcap}
         kernel, reference = (functools.partial(run, **options) for run in runs)
         arguments = (q, k_pool, v_pool, page_table, lengths, paths, sinks)
-        return dispatch(implementation, unsupported(q, k_pool, None), kernel, reference, *arguments)
+        reason = unsupported(q, k_pool, None, deterministic=True)
+        return dispatch(implementation, reason, kernel, reference, *arguments)
     arguments = (q, k_pool, v_pool, page_table, lengths, bits, sinks)
     options = {
         "new_rows": new_rows,

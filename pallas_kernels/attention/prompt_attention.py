@@ -24,14 +24,20 @@ def _is_supported(q: Array, k_pool: Array) -> bool:
     kv_heads, page = k_pool.shape[1:3]
     own, group = ROWS // tokens, heads // kv_heads  # a warpgroup has `own` heads
     fits = ROWS % tokens == 0 and (group == 2 * own or (group == own and blocks % 2 == 0))
-    return fits and dim in (64, 128) and TILE % page == page % 8 == 0 and q.dtype == k_pool.dtype in DTYPES
+    return (
+        fits
+        and dim in (64, 128)
+        and dim == k_pool.shape[3]
+        and TILE % page == page % 8 == 0
+        and q.dtype == k_pool.dtype in DTYPES
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "softcap", "quantize_output", "implementation"))
 def prompt_attention(
     q: Float[Array, "B T H D"],
-    k_pool: Float[Array, "pages KH page D"],
-    v_pool: Float[Array, "pages KH page D"],
+    k_pool: Float[Array, "pages KH page DK"],
+    v_pool: Float[Array, "pages KH page DV"],
     page_table: Int32[Array, "B P"],
     first_row: Int32[Array, " B"],
     sequence: Int32[Array, " B"],
@@ -43,7 +49,7 @@ def prompt_attention(
     softcap: float | None = None,
     quantize_output: bool = False,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T H D"] | QuantizedActivation:
+) -> Float[Array, "B T H DV"] | QuantizedActivation:
     """Returns the causal attention of blocks of T tokens; a sequence has any number of blocks.
 
     The result is that of `paged_attention` without bits for ``lengths=first_row``, except that the output of a query
@@ -53,7 +59,7 @@ def prompt_attention(
 
     Args:
         q: queries [B, T, H, D].
-        k_pool, v_pool: pages of keys and values [pages, KH, page, D]; they hold the rows of all blocks already.
+        k_pool, v_pool: pages of keys and values, as in `paged_attention`; they hold the rows of all blocks already.
         page_table: page numbers of each block's sequence [B, P].
         first_row: cache row of each block's first query [B].
         sequence: number of each block's sequence [B]; blocks of equal number have equal page tables and ends, and
@@ -63,7 +69,7 @@ def prompt_attention(
         implementation: as in `paged_attention`; "pallas" runs `paged_attention`'s kernel on a CPU.
 
     Returns:
-        The attention [B, T, H, D] in q's dtype, or quantised from q's dtype. Softmax and sums are computed in float32.
+        The attention [B, T, H, DV] in q's dtype, or quantised from q's dtype. Softmax and sums are computed in float32.
 
     Raises:
         ValueError: shapes do not fit each other, or an option is out of its range.

@@ -67,6 +67,11 @@ def _recent(page_table: Array, lengths: Array, page: int, new_rows: int, window:
     return recent, first * page
 
 
+def _with_values(keys: Array, values: Array, dim: int) -> Array:
+    """Returns keys of `dim` channels: those of the values, then those of the keys, if the keys alone have fewer."""
+    return keys if keys.shape[-1] == dim else jnp.concatenate([values, keys], axis=-1)
+
+
 def _capped(scores: Array, scale: float, softcap: float | None) -> Array:
     """Returns the scaled scores, limited by the softcap."""
     return scores * scale if softcap is None else softcap * jnp.tanh(scores * (scale / softcap))
@@ -90,12 +95,13 @@ def _with_sinks(top: Array, total: Array, values: Array, sinks: Array | None) ->
 
 def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, scale, softcap):
     batch, queries, heads, dim = q.shape
-    kv_heads = k_pool.shape[1]
+    kv_heads, value_dim = k_pool.shape[1], v_pool.shape[3]
     if window is not None:
         page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, window)
         lengths, start = lengths - skipped, start - skipped
     group = heads // kv_heads
-    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table).astype(jnp.float32)
+    keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table)
+    keys, values = _with_values(keys, values, dim), values.astype(jnp.float32)
     rows = keys.shape[2]
     visible = _visible(lengths, bits, queries, rows, start, window, new_rows)
     # 0 * NaN is NaN, so set the values of rows that no query sees to 0. A padding query sees its own new row, which may
@@ -115,8 +121,8 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, 
     out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
     own = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), queries).astype(jnp.float32)
     out = _with_sinks(top[..., 0], weights.sum(-1), out, own)
-    out = out.reshape(batch, kv_heads, queries, group, dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, queries, heads, dim).astype(q.dtype)
+    out = out.reshape(batch, kv_heads, queries, group, value_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, queries, heads, value_dim).astype(q.dtype)
 
 
 def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, scale, softcap):
@@ -125,7 +131,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
     The arguments are those of `paged_attention`.
     """
     batch, queries, heads, dim = q.shape
-    kv_heads, page = k_pool.shape[1:3]
+    (_, kv_heads, page, _), value_dim = k_pool.shape, v_pool.shape[3]
     most = page_table.shape[1] * page
     causal = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32)[:, None, None], (batch, queries, 1, 1))[:, :, 0]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
@@ -147,7 +153,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
             place = jnp.clip(place, 0, most - 1)
             k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
             visible = (row >= lowest) & (row < last)
-            v = v.astype(jnp.float32)
+            k, v = _with_values(k, v, dim), v.astype(jnp.float32)
             v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
             scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact)
             scores = jnp.where(visible, _capped(scores, scale, softcap), -jnp.inf)
@@ -158,15 +164,15 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
             return acc, new_top, total * fade + weights.sum(-1)
 
         sums = jnp.zeros((*packed.shape[:2],), jnp.float32)
-        empty = (jnp.zeros(packed.shape, jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
+        empty = (jnp.zeros((*sums.shape, value_dim), jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
         acc, top, total = jax.lax.fori_loop(lowest // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
         own = None if sinks is None else sinks.reshape(kv_heads, -1).astype(jnp.float32)
-        return _with_sinks(top, total, acc, own).reshape(1, heads, dim).astype(q.dtype)
+        return _with_sinks(top, total, acc, own).reshape(1, heads, value_dim).astype(q.dtype)
 
     per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
     own = (causal if paths is None else paths).reshape(batch * queries, -1)
     out = in_row_blocks(attend_query, q.reshape(-1, heads, dim), *per_query, own, size=1)
-    return out.reshape(q.shape)
+    return out.reshape(batch, queries, heads, value_dim)
 
 
 def compute_dtype(q: Array | jax.ShapeDtypeStruct, pool: Array) -> jnp.dtype:

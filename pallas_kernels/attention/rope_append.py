@@ -48,8 +48,11 @@ def rotate(x: Float[Array, "B T H D"], cos_sin: Float[Array, "2 B T half"]) -> F
     return rotated.astype(x.dtype)
 
 
-def _split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
-    """Splits a projection into rotated queries [B, T, H, D], rotated keys [B, T, KH, D] and values [B, T, KH, D]."""
+def split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
+    """Splits a projection into rotated queries [B, T, H, D], rotated keys [B, T, KH, D] and values [B, T, KH, D].
+
+    This is the reference of the kernel, which also writes keys and values to the cache.
+    """
     if transform.bias is None:
         added = reduce_partials(qkv, dtype)
     else:
@@ -64,7 +67,7 @@ def _split_qkv(qkv, cos_sin, transform, *, heads, kv_heads, dtype):
 
 
 def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, heads, dtype, deterministic=False):
-    split = functools.partial(_split_qkv, transform=transform, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
+    split = functools.partial(split_qkv, transform=transform, heads=heads, kv_heads=k_pool.shape[1], dtype=dtype)
     cos_sin = transform.cos_sin
     if deterministic:
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)

@@ -41,6 +41,12 @@ class Tiles(NamedTuple):
     stages: int  # tiles in flight (pipeline stages)
     fixed: bool = False  # deterministic: the order of a query's sums depends only on the rows that it sees
     depths: int = 0  # entries of a query's path; a program then holds one query; 0: queries have no paths
+    value_dim: int = 0  # channels of a value, if keys are the rows of V and K side by side (latent attention); 0: not
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a key is the row of V followed by the row of K."""
+        return self.value_dim > 0
 
     @property
     def is_causal(self) -> bool:
@@ -76,7 +82,7 @@ def choose_tiles(
         wide: whether the matrix products are computed in float32.
     """
     batch, queries, heads = q.shape[:3]
-    kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(q.shape[3])
+    kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     rows_read = capacity if window is None else min(capacity, window + new_rows)  # at most, per sequence
 
@@ -99,10 +105,12 @@ def choose_tiles(
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
 
     # Tile. A tile has 16 KiB of K and 16 KiB of V; for small programs 8 KiB each, because more of them run side by
-    # side. A float8 value counts as two bytes if heads are wide, because longer tiles would need too many registers.
+    # side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two bytes if heads
+    # are wide, because longer tiles would need too many registers.
     few = small or packed == MMA_ROWS
     width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)
-    tile = min(max((8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
+    pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
+    tile = min(max(pools * (8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
 
     # Splits. Fill the GPU once with large programs, twice with small ones.
     load = programs if warps < 8 else 2 * programs
@@ -113,11 +121,12 @@ def choose_tiles(
     # Long contexts are split among small programs even at 32 sequences, since four such programs fit on a
     # multiprocessor.
     are_enough = load > FULL if small and is_long else load >= FULL - SPARE
-    splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT))
+    splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large
-    # program of few packed rows, a third tile saves time only if contexts are not split.
-    is_alone = splits == 1 and packed <= 32
+    # program of few packed rows, a third tile saves time only if contexts are not split; that of latent attention would
+    # not fit into the shared memory of smaller GPUs.
+    is_alone = splits == 1 and packed <= 32 and pools == 1
     return Tiles(
         group=group,
         queries=queries,
@@ -132,7 +141,13 @@ def choose_tiles(
         splits=splits,
         warps=warps,
         stages=3 if few or is_alone or k_pool.dtype == FP8 else 2,
+        value_dim=latent_dim(q, k_pool),
     )
+
+
+def latent_dim(q: Array | ShapeDtypeStruct, k_pool: Array) -> int:
+    """Returns the number of channels of a value if keys are the rows of V and K side by side; 0: they are not."""
+    return q.shape[3] - k_pool.shape[3]
 
 
 def fixed_tiles(
@@ -154,7 +169,7 @@ def fixed_tiles(
         paths: [B, T, depths], as in `paged_attention`; None: causal.
         wide: whether the matrix products are computed in float32.
     """
-    queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(q.shape[3])
+    queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, page = heads // k_pool.shape[1], k_pool.shape[2]
     width = max(k_pool.dtype.itemsize, 2)
     depths = 0 if paths is None else paths.shape[-1]
@@ -174,6 +189,7 @@ def fixed_tiles(
         stages=3,
         fixed=True,
         depths=depths,
+        value_dim=latent_dim(q, k_pool),
     )
 
 

@@ -183,7 +183,13 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = x.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    own = {"names": tuple(optional), "size": size, "inner": _step(weight.dtype, inner), "tile": tile, "gate": gate}
+    own = {
+        "names": tuple(optional),
+        "size": size,
+        "inner": _step(weight.dtype, x.dtype, inner),
+        "tile": tile,
+        "gate": gate,
+    }
     found = pl.pallas_call(
         functools.partial(_kernel, **own, is_listed=is_listed, precision=precision),
         grid=grid,
@@ -195,9 +201,12 @@ def _pallas(x, weight, scale, bias, factors, chosen, *, gate, dtype, determinist
     return found.reshape(*chosen.shape, width)
 
 
-def _step(dtype: jnp.dtype, inner: int) -> int:
-    """Returns the number of values of k per loop iteration: `INNER_BYTES` of a weight's row, or half as many values."""
-    step = INNER_BYTES // dtype.itemsize
+def _step(dtype: jnp.dtype, x_dtype: jnp.dtype, inner: int) -> int:
+    """Returns the number of values of k per loop iteration: `INNER_BYTES` of a weight's row, or fewer values.
+
+    With float32 activations and 8-bit weights, more values would not fit into a GPU's shared memory.
+    """
+    step = INNER_BYTES // max(dtype.itemsize, x_dtype.itemsize // 2)
     return step if inner % step == 0 else step // 2
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
-from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_layers
+from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.layer_config import Rope
 from jspec.tools.bench import random_models
@@ -169,7 +169,8 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             bits=None,
             implementation="auto",
         )
-        *attended, draft_cache = run_layers(bound, draft_cache, pairs, *project_inputs(bound, pairs, own), attends=True)
+        inputs = project_inputs(bound, pairs.tokens, own, pairs.implementation)
+        *attended, draft_cache = run_on_cache(bound, draft_cache, pairs, *inputs, attends=True)
         out, product = output_logits(bound, *attended, pairs.implementation)
         own = out.hidden
         logits.append(np.asarray(reduce_partials(product, jnp.float32)))

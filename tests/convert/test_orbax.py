@@ -72,6 +72,21 @@ def converted_head(tmp_path, head) -> Path:
 # ---- round trips
 
 
+def test_samples_of_a_folder_depend_on_values_and_names_but_not_on_the_order_of_batches(tmp_path: Path) -> None:
+    def samples(name: str, *batches: dict[str, np.ndarray]) -> str:
+        orbax.save(tmp_path / name, "target", CONFIG, batches)
+        return orbax.read_header(tmp_path / name).samples
+
+    arrays = parameters()
+    pairs = list(arrays.items())
+    whole = samples("whole", arrays)
+    assert len(whole) == 64 and samples("parts", dict(pairs[5:]), dict(pairs[:5])) == whole
+    other = arrays["layers.3.o"].copy()
+    other[-1, -1] += 1
+    renamed = arrays | {"layers.3.o": arrays["layers.4.o"], "layers.4.o": arrays["layers.3.o"]}
+    assert len({whole, samples("other", arrays | {"layers.3.o": other}), samples("renamed", renamed)}) == 3
+
+
 def test_unflatten_inverts_flatten():
     tree = {"embed": 0, "layers": [{"o": i, "qkv": -i} for i in range(12)], "layer": {"o": 1}}
     flat = orbax.flatten(tree)

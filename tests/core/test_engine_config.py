@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from jspec.core.config import CHECKS, EngineConfig
+from jspec.verify import AcceptRule, Block, Coupled
+from jspec.verify.rules import RULES
 
 pytestmark = pytest.mark.once
 
@@ -31,6 +34,22 @@ def test_engine_config_with_impossible_value_raises_naming_field_and_value(name:
     value = 3 if name == "compile_cache" else value
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value!r}$"):
         EngineConfig(**{name: value})
+
+
+def test_adaptive_engine_config_takes_all_rules_whose_tokens_do_not_depend_on_the_draft() -> None:
+    class Named(Block):  # type: ignore[misc]
+        name = "coupled"
+
+    class Independent(Block):  # type: ignore[misc]
+        name = "independent"
+        is_draft_independent = True
+
+    rules: list[str | AcceptRule] = [*RULES, *(rule() for rule in RULES.values()), Named(), Independent()]
+    taken = []
+    for rule in rules:
+        with contextlib.suppress(ValueError):
+            taken.append(EngineConfig(adaptive=True, accept=rule).accept)
+    assert taken == ["coupled", Coupled(), Independent()]
 
 
 def test_engine_config_without_buckets_has_buckets_for_all_slots_and_max_len() -> None:

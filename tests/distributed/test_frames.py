@@ -59,6 +59,9 @@ RIGHT = {"kind": "call", "fields": {}, "arrays": []}
         (frame_of({**RIGHT, "arrays": [["int32", "2"]]}), "sizes of an array"),
         (frame_of({**RIGHT, "arrays": [["int32", 2**62]]}), "too few"),
         (frame_of({**RIGHT, "arrays": [["int32", 2]]}, b"1234"), "too few"),
+        (frame_of({**RIGHT, "arrays": [["int32", *[1] * 65]]}, b"1234"), "sizes of an array"),
+        (frame_of({**RIGHT, "arrays": [["int32", 0, 2**70]]}), "sizes of an array"),
+        (frame_of({**RIGHT, "arrays": [["int32", 0, *[2**31] * 3]]}), "sizes of an array"),
         (frame_of(RIGHT, b"1234"), "expected 0 bytes of arrays, got 4"),
     ],
 )

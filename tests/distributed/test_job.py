@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+import weakref
 
 import pytest
 
 from jspec.distributed import link as module
 from jspec.distributed.frames import Message
-from jspec.distributed.job import Job, ProcessLost
-
-NAMES = ["process 0 (a)", "process 1 (b)", "process 2 (c)"]
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return one, listener.accept()[0]
-
-
-@contextmanager
-def jobs(*, started: bool = True) -> Iterator[tuple[list[Job], list[socket.socket]]]:
-    """Yield the jobs of three processes, and the sockets of processes 1 and 2; nothing ends this process."""
-    pairs = [connected(), connected()]
-    first = Job(0, NAMES, {i + 1: pair[0] for i, pair in enumerate(pairs)})
-    found = [first, *(Job(i + 1, NAMES, {0: pair[1]}) for i, pair in enumerate(pairs))]
-    for job in found if started else found[:1]:
-        threading.Thread(target=job._do_all, daemon=True).start()
-        for link in job.links.values():
-            link.start()
-    yield found, [pair[1] for pair in pairs]
-    for connection in [one for pair in pairs for one in pair]:
-        with suppress(OSError):  # the test has ended it
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def in_all(found: list[Job], call: Any) -> list[Any]:
-    """Return the results, or the errors, of a call in all processes at once."""
-    with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(call, job) for job in found]
-    return [future.exception() or future.result() for future in futures]
+from jspec.distributed.job import ProcessLost
+from tests.support.jobs import in_all, jobs
 
 
 def test_exchange_gives_all_processes_the_values_of_all() -> None:
@@ -126,3 +95,41 @@ def test_process_that_ends_while_an_engine_runs_is_lost_at_once() -> None:
         found[0].is_busy = True
         found[1]._tell(Message("bye"))
         assert found[0].is_lost_within(5.0)
+
+
+def test_function_that_the_devices_thread_has_called_is_not_kept() -> None:
+    class Weights:
+        pass
+
+    with jobs() as (found, _):
+        weights = Weights()
+        kept = weakref.ref(weights)
+        assert found[0].do(lambda own=weights: own) is weights
+        del weights
+        deadline = time.monotonic() + 5.0
+        while kept() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert kept() is None
+
+
+def test_all_functions_of_the_end_are_called_also_if_one_removes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", None, raising=False)  # an error that ends the script; pytest sets it
+    called: list[str] = []
+    with jobs() as (found, _):
+        at_end = found[0].at_end
+
+        def close() -> None:
+            called.append("close")
+            at_end.remove(close)
+
+        at_end += [close, lambda: called.append("allow the service to end")]
+        in_all(found, lambda job: job._end())
+    assert called == ["close", "allow the service to end"] and all(job.is_whole for job in found)
+
+
+def test_process_that_sends_a_message_without_its_field_is_lost() -> None:
+    with jobs() as (found, _):
+        found[1].links[0].send(Message("failed"))
+        with pytest.raises(ProcessLost, match=r"process 1 \(b\) is lost: a message of it .* \(KeyError: 'text'\)"):
+            found[0].take("call", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -23,6 +24,9 @@ from jspec.distributed.frames import LENGTHS, Message
 from jspec.distributed.link import send_message
 from jspec.distributed.meeting import Meeting
 from tests.support.processes import environment, free_port
+
+MANY = json.dumps({"kind": "hello", "fields": {}, "arrays": [["int8", *[1] * 65]]}).encode()
+MANY_DIMENSIONS = LENGTHS.pack(len(MANY), 1) + MANY + b"1"
 
 
 class Store:
@@ -90,6 +94,31 @@ def test_process_0_names_the_processes_that_do_not_come() -> None:
             found[1].result()
 
 
+def test_strangers_that_send_slowly_or_never_stop_to_come_do_not_hold_process_0_beyond_its_time() -> None:
+    ended = threading.Event()
+
+    def come() -> None:
+        """Connect again and again, and send a frame byte by byte."""
+        while not ended.is_set():
+            with suppress(OSError), socket.create_connection(first.address, timeout=1.0) as stranger:
+                for byte in LENGTHS.pack(2**15, 0) + b"{" * 2**10:
+                    stranger.sendall(bytes([byte]))
+                    if ended.wait(0.05):
+                        return
+
+    with meetings(seconds=0.5) as (first, _), ThreadPoolExecutor() as pool:
+        gathered, began = pool.submit(first.gather), time.monotonic()
+        others = [pool.submit(come) for _ in range(3)]
+        try:
+            with pytest.raises(TimeoutError, match=r"process 1 did not come"):
+                gathered.result(timeout=10.0)
+            assert time.monotonic() - began < 2.0
+        finally:
+            ended.set()
+        for other in others:
+            other.result()
+
+
 def test_process_without_a_coordinator_ends_in_time() -> None:
     expected = r"coordinator: expected process 0 at 127.0.0.1:\d+ within 0.5 s"
     with meetings(seconds=0.5) as (_, (other,)), pytest.raises(TimeoutError, match=expected):
@@ -114,7 +143,8 @@ def test_process_with_another_setting_is_refused_on_both_sides(change: dict[str,
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", LENGTHS.pack(2**15, 2**62), b"", b"\0" * 16 + b"{}"]
+    "sent",
+    [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", LENGTHS.pack(2**15, 2**62), b"", b"\0" * 16 + b"{}", MANY_DIMENSIONS],
 )
 def test_strangers_are_closed_and_the_others_still_meet(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with meetings() as (first, rest), ThreadPoolExecutor() as pool, caplog.at_level(logging.WARNING):

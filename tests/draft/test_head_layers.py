@@ -85,7 +85,7 @@ def projected(
         implementation="auto",
     )
     if ids is None:
-        residual, qkv = project_inputs(head, pairs, features)
+        residual, qkv = project_inputs(head, pairs.tokens, features, pairs.implementation)
     else:
         assert head.precomputed is not None
         normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)

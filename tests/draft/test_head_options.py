@@ -15,7 +15,7 @@ from jspec import Eagle, Eagle3, Engine, Tree
 from jspec.core.records import TokenBatch
 from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
-from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_layers
+from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.layer_config import Rope
 from jspec.models.quantize import quantize_weights
@@ -109,8 +109,8 @@ def computed(head: EagleHead, embed: np.ndarray, tokens: np.ndarray, features: n
         implementation="reference",
     )
     cache = create(config.layers, PoolShape(1, 8, 4, 28, "float32", "float32"), "float32")
-    inputs = project_inputs(head, pairs, fuse(head, jnp.asarray(features)[None]))
-    attended, residual, _ = run_layers(head, cache, pairs, *inputs, attends=True)
+    inputs = project_inputs(head, pairs.tokens, fuse(head, jnp.asarray(features)[None]), pairs.implementation)
+    attended, residual, _ = run_on_cache(head, cache, pairs, *inputs, attends=True)
     _, product = output_logits(head, attended, residual, "reference")
     return np.asarray(reduce_partials(product, jnp.float32)[0])
 

@@ -15,7 +15,7 @@ from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams,
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models.decoder import forward
-from jspec.models.layer_config import Rope
+from jspec.models.layer_config import MLA, Rope
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import model_params, random_weights
 from jspec.models.quantize import quantize_weights
@@ -35,6 +35,7 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(norms="both", residual_scale=0.7),
     ),
     "experts": ({}, dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True))),
+    "latent": ({}, dict(attention=MLA(4, 32, 16, 8, 24, 0.2, query_latent=40, rope=Rope()))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
 
@@ -43,7 +44,8 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def model(dtype: str, layers: int = 2, traits: str = "llama") -> Model:
     """Return a random target with nearly flat distributions."""
     own, more = tiny.config(VOCAB, layers=layers, hidden=64), TRAITS[traits]
-    layer = replace(own.layers[0], attention=replace(own.layers[0].attention, **more[0]), **more[1])
+    layer = replace(own.layers[0], attention=replace(own.layers[0].attention, **more[0]))
+    layer = replace(layer, **more[1])
     if more[1]:
         layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
         own = replace(own, embed_scale=3.0, logit_divisor=1.5, logit_softcap=9.0)
@@ -67,8 +69,9 @@ class Texts:
         columns = 64 // page
         self.target = model(dtype, traits=traits)
         self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
-        shape = (1 + rows * columns, 2, page, 16)
-        self.cache = KVCache(k=[jnp.zeros(shape, dtype)] * 2, v=[jnp.zeros(shape, dtype)] * 2)
+        attention = self.target.config.layers[0].attention
+        k, v = ((1 + rows * columns, attention.kv_heads, page, dim) for dim in attention.pool_dims)
+        self.cache = KVCache(k=[jnp.zeros(k, dtype)] * 2, v=[jnp.zeros(v, dtype)] * 2)
         self.options: dict[str, Any] = dict(deterministic=deterministic, implementation=implementation)
         options = {"xla_allow_excess_precision": False}
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
@@ -120,6 +123,8 @@ def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> N
         ("float32", "norms before and after"),
         ("bfloat16", "norms after"),
         ("float32", "experts"),
+        ("float32", "latent"),
+        ("bfloat16", "latent"),
         ("bfloat16", "experts"),
     ],
 )

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from convert import orbax
 from jspec import Engine
 from jspec.distributed.job import END_SECONDS
 from jspec.distributed.link import SILENT_SECONDS
+from jspec.models import load
 from jspec.tools import convert
 from tests.support import byte_pair, processes, small
 from tests.support.grammar_cases import PROMPTS, masked
@@ -90,7 +93,9 @@ def test_frozen_process_is_lost_after_its_silence() -> None:
 def test_two_processes_without_drafter_emit_the_tokens_of_one() -> None:
     first, second = run_script("plain")
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
-    assert first.said == ["out of memory", expected_of_one_device()] and second.said == ["out of memory"]
+    assert all(one.said[0].startswith("out of memory:") for one in (first, second))
+    assert "process 1 (" in first.said[1] and first.said[1].endswith(f": {second.said[1]}")
+    assert second.said[1:] == ["the programs do not fit"] and first.said[2:] == [expected_of_one_device()]
 
 
 @pytest.mark.long
@@ -110,6 +115,17 @@ def test_two_processes_that_load_a_folder_emit_the_tokens_of_one(form: str, tmp_
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
     with Engine.from_pretrained(byte_pair.TARGET, tokenizer="bytes", slots=2, compile_cache=False) as engine:
         assert first.said == [engine.generate("def main(", PLAIN)[0].token_ids]
+
+
+@pytest.mark.long
+def test_processes_with_other_divided_weights_in_converted_folders_are_refused(tmp_path: Path) -> None:
+    """The second folder has another output projection in one layer, and else the same weights."""
+    arrays = {name: np.asarray(array) for name, array in orbax.flatten(load.load(byte_pair.TARGET).weights).items()}
+    config = load.load(byte_pair.TARGET).config
+    orbax.save(tmp_path / "0", "target", config, [arrays])
+    orbax.save(tmp_path / "1", "target", config, [arrays | {"layers.0.o": -arrays["layers.0.o"]}])
+    ended = run_script("loaded", str(tmp_path / "0"), str(tmp_path / "1"), devices=1)
+    check_refused(ended, "Engine: expected the same", "values of the weights: ")
 
 
 @pytest.mark.long

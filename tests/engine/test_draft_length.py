@@ -22,6 +22,7 @@ from jspec.engine.draft_length import (
     RoundSize,
     Stopwatch,
     halvings,
+    sizes_of,
 )
 
 pytestmark = pytest.mark.once
@@ -42,8 +43,19 @@ TEXTS = {
     "hard": (0.2, 0.2, 0.2, 0.2),
     "hopeless": (0.0, 0.0, 0.0, 0.0),
 }
+
 Cost = Callable[[int, RoundSize], float]
 Text = Callable[[int], Sequence[float] | np.ndarray]  # acceptance by position, of all rows or [rows, positions]
+
+
+class Budgeted(Fixed):
+    """A policy that always chooses the same depth and, where rows share a budget, the same number of nodes."""
+
+    def __init__(self, depth: int, nodes: int) -> None:
+        self._sizes = [RoundSize(depth), RoundSize(depth, nodes)]
+
+    def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
+        return sizes_of(bucket, self._sizes)[-1]
 
 
 def measured(bucket: int, size: RoundSize) -> float:
@@ -152,7 +164,7 @@ def test_adaptive_policy_with_budgets_has_98_percent_of_the_best_speed_and_uses_
     """In a mixed batch half of the rows accept nearly all of their draft, the others nearly nothing."""
     shares = np.repeat([TEXTS["easy"], TEXTS["hopeless"]], bucket // 2, axis=0)
     text = steady(name) if name in TEXTS else lambda number: shares
-    fixed = [Fixed(depth) for depth in DEPTHS] + [Fixed(4, nodes) for nodes in (1, 2)]
+    fixed = [Fixed(depth) for depth in DEPTHS] + [Budgeted(4, nodes) for nodes in (1, 2)]
     speeds = [SimulatedEngine(policy, seed=1).run(bucket, text).speed for policy in fixed]
     adaptive = SimulatedEngine(Adaptive(DEPTHS, (1, 2)), seed=1).run(bucket, text)
     assert adaptive.speed > 0.98 * max(speeds)
@@ -163,12 +175,12 @@ def test_adaptive_policy_with_budgets_has_98_percent_of_the_best_speed_and_uses_
 
 def test_policies_in_a_batch_of_few_rows_verify_all_nodes() -> None:
     for bucket in (1, BUDGET_ROWS - 1):
-        assert Fixed(4, 2).choose(bucket, [4]) == RoundSize(4)
+        assert sizes_of(bucket, [RoundSize(4), RoundSize(4, 2)]) == [RoundSize(4)]
         sizes = (
             SimulatedEngine(Adaptive(DEPTHS, (1, 2)), lambda bucket, size: 1.0).run(bucket, steady("easy"), 50).sizes
         )
         assert {size.nodes for size in sizes} == {None} and {size.depth for size in sizes} == set(DEPTHS)
-    assert Fixed(4, 2).choose(BUDGET_ROWS, [4]) == RoundSize(4, 2)
+    assert sizes_of(BUDGET_ROWS, [RoundSize(4), RoundSize(4, 2)]) == [RoundSize(4), RoundSize(4, 2)]
 
 
 def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import random
 import threading
@@ -309,23 +309,29 @@ def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all
 def test_engine_thread_stopped_during_submissions_ends_every_accepted_request(
     engine: Engine, received: Received
 ) -> None:
-    thread, accepted = EngineThread(engine, received), []
+    """Three callers submit until they are refused, each with at most eight unfinished requests."""
+    thread, accepted, refused = EngineThread(engine, received), list[int](), list[str]()
     thread.start()
 
     def submits(first: int) -> None:
-        with contextlib.suppress(RuntimeError):
-            for key in range(first, first + 10_000):
+        for key in itertools.count(first, 3):
+            try:
                 thread.submit(key, engine.prepare(PROMPTS[0], max_tokens=5))
-                accepted.append(key)
+            except RuntimeError as error:
+                refused.append(str(error))
+                return
+            accepted.append(key)
+            received.wait([key - 3 * 8] if key >= 3 * 8 else [])
 
-    callers = [threading.Thread(target=submits, args=(10_000 * i,)) for i in range(3)]
+    callers = [threading.Thread(target=submits, args=(i,)) for i in range(3)]
     for caller in callers:
         caller.start()
-    received.wait([0])
+    received.wait([3, 4, 5])  # the second request of each caller
     thread.stop()
     for caller in callers:
         caller.join(PATIENCE)
-    assert 3 < len(accepted) < 30_000 and all(map(received.is_complete, accepted))
+    assert len(refused) == 3 and all("has ended" in error for error in refused)
+    assert len(accepted) > 3 and all(map(received.is_complete, accepted))
     with pytest.raises(RuntimeError, match="has ended"):
         thread.submit("late", engine.prepare(PROMPTS[0]))
     assert not thread.healthy

@@ -23,9 +23,8 @@ STATIC = Tree.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0
 
 
 def eagle(target: Model, tree: Tree) -> Drafter:
-    return Eagle3(
-        tiny.eagle_head(target, draft_vocab=100, feature_layers=(1, 2, max(target.config.num_layers, 3))), tree
-    )
+    layers, vocab = (1, 2, max(target.config.num_layers, 3)), min(100, target.config.vocab_size)
+    return Eagle3(tiny.eagle_head(target, draft_vocab=vocab, feature_layers=layers), tree)
 
 
 def two_layers(target: Model, tree: Tree) -> Drafter:

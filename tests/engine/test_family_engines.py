@@ -18,7 +18,7 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = ("qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 OPTIONS: dict[str, dict[str, Any]] = {
     "pages of 16": dict(page_size=16),
     "pages of 1": dict(page_size=1),
@@ -29,6 +29,9 @@ ALWAYS = (
     ("olmo3", "pages of 16"),
     ("gemma3_text", "deterministic"),
     ("gpt_oss", "pages of 1"),
+    ("deepseek_v2", "pages of 1"),
+    ("deepseek_v3", "pages of 16"),
+    ("deepseek_v3", "deterministic"),
 )
 CASES = [
     pytest.param(family, options, marks=() if (family, options) in ALWAYS else pytest.mark.matrix)
@@ -54,7 +57,7 @@ def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
             assert time == 0 or done[2].metrics.num_cached_tokens >= 64
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss", "deepseek_v2"])
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family
     assert main([str(source), str(tmp_path / "out")]) == 0

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jspec import (
+    MTP,
     Completion,
     DFlash,
     Drafter,
@@ -33,7 +34,6 @@ from jspec import (
     Suffix,
 )
 from jspec.core.config import ACCEPT_RULES
-from jspec.core.records import KVCache, SlotState
 from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.program_choice import gathering
@@ -41,6 +41,7 @@ from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import lettered, small, tiny
+from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,7 @@ WIDTHS = {32, 62}  # of gathered draft logits and logits on two devices
 OPTIONS: dict[str, Any] = dict(slots=6, max_len=64, buckets=(6,), prefill_buckets=(96,))
 LLAMA_OPTIONS: dict[str, Any] = {**OPTIONS, "controls": False}  # fewer traits, which compile sooner
 DENSE = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3")
-FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+FAMILIES = (*DENSE, "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
 @cache
@@ -95,6 +96,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "peagle": lambda: PEagle(tiny.peagle_head(target(), draft_vocab=31, feature_layers=(0, 2)), "topk:8,3,3"),
     "eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2"),
     "reduced eagle": lambda: Eagle(tiny.eagle1_head(target()), "chain:2", draft_vocab=range(3, 32)),
+    "mtp": lambda: MTP(tiny.mtp_head(target()), "topk:8,3,3"),
     "draft model": lambda: DraftModel(small_model(), "topk:6,2,2"),
     "dflash": lambda: DFlash(tiny.dflash_head(target(), block_size=4, feature_layers=(0, 1)), "topk:8,3,3"),
     "reduced dflash": lambda: DFlash(
@@ -128,22 +130,6 @@ def exchanged_widths(engine: Engine, *, gathers_logits: bool) -> set[int]:
     texts = [one.as_text() for key, one in compiled if key.kind == "round" and key.gathers_logits == gathers_logits]
     assert texts, "no such round is compiled"
     return {int(size) for text in texts for size in re.findall(r"= \w+\[[\d,]*?(\d+)\]\S* all-gather", text)}
-
-
-def check_devices_equal(state: SlotState) -> int:
-    """Check that all devices hold the same bits of what every device has; return the number of such arrays.
-
-    Pools are divided by heads; devices beyond the number of key-value heads repeat those of others.
-    """
-    leaves = [
-        leaf
-        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        for leaf in ([] if isinstance(node, KVCache) else [node])
-    ]
-    for leaf in leaves:
-        first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
-        assert others and all(other == first for other in others), f"{leaf.shape} differs between devices"
-    return len(leaves)
 
 
 DEFAULT = (("eagle3 tree", 2), ("reduced eagle", 2), ("draft model", 4), ("dspark", 2))
@@ -252,7 +238,8 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
         jax.clear_caches()
 
 
-DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
+UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
+DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2), ("deepseek_v2", 2), ("deepseek_v3", 2))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +248,7 @@ DEFAULT_FAMILIES = (("gemma2", 2), ("glm4_moe", 2), ("gpt_oss", 2))
         pytest.param(family, devices, marks=() if (family, devices) in DEFAULT_FAMILIES else pytest.mark.matrix)
         for family in FAMILIES
         for devices in (2, 4)
+        if (family, devices) not in UNDIVIDED
     ],
 )
 def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(

@@ -163,23 +163,29 @@ def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(i
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}  # experts, chosen, hidden, width
 
 
-def both_products(kind: str | None, deterministic: bool, x: Any, gate_up: Any, down: Any, chosen: Any) -> Any:
-    weights = [quantize(weight, kind) if kind else weight for weight in (gate_up, down)]  # type: ignore[arg-type]
+def quantized(kind: Any, weights: Any) -> Any:
+    return [quantize(weight, kind) if kind else weight for weight in weights]
+
+
+def both_products(deterministic: bool, x: Any, weights: Any, chosen: Any) -> Any:
     inner = expert_matmul(x, weights[0], chosen, gate=Gate(), deterministic=deterministic)
     return expert_matmul(inner, weights[1], chosen, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
 def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
-    shape: str, rows: int, deterministic: bool
+    shape: str, kind: Any, dtype: Any, rows: int, deterministic: bool
 ) -> None:
     experts, chosen, hidden, width = SHAPES[shape]
     sizes = ((rows, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
-    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
-    run = functools.partial(both_products, None, deterministic)
+    x, *weights = [jax.ShapeDtypeStruct(size, dtype) for size in sizes]
+    weights = jax.eval_shape(functools.partial(quantized, kind), weights)
     indices = jax.ShapeDtypeStruct((chosen, rows), jnp.int32)
-    program = compile_for_h200(run, *arrays, indices, fail_on_spills=True)
+    program = compile_for_h200(
+        functools.partial(both_products, deterministic), x, weights, indices, fail_on_spills=True
+    )
     assert program.count("expert_matmul") == 2
     is_listed = deterministic or rows * chosen > MOST_CHOICES
     assert len(program.launches) == 2 if not is_listed else 2 < len(program.launches) <= 12
@@ -198,18 +204,20 @@ def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
 @pytest.mark.parametrize("rows", [1, 5, 60, 320])
-def test_products_on_a_gpu_equal_those_of_the_reference(rows: int, kind: str | None, deterministic: bool) -> None:
+def test_products_on_a_gpu_equal_those_of_the_reference(
+    rows: int, kind: str | None, dtype: Any, deterministic: bool
+) -> None:
     experts, chosen, hidden, width = SHAPES["qwen3-30b-a3b"]
     rng = np.random.default_rng(rows)
     x, gate_up, down = (
-        jnp.asarray(rng.normal(size=size) / np.sqrt(size[-1]), jnp.bfloat16)
+        jnp.asarray(rng.normal(size=size) / np.sqrt(size[-1]), dtype)
         for size in ((rows, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
     )
-    x, indices = x * np.sqrt(hidden), jnp.asarray(choices("rows without experts", experts, chosen, rows))
-    got = np.asarray(both_products(kind, deterministic, x, gate_up, down, indices), np.float32)
-    weights = [quantize(weight, kind) if kind else weight for weight in (gate_up, down)]  # type: ignore[arg-type]
+    x, indices = x * float(np.sqrt(hidden)), jnp.asarray(choices("rows without experts", experts, chosen, rows))
+    weights = quantized(kind, (gate_up, down))
+    got = np.asarray(both_products(deterministic, x, weights, indices), np.float32)
     inner = expert_matmul(x, weights[0], indices, gate=Gate(), implementation="reference")
     wanted = np.asarray(expert_matmul(inner, weights[1], indices, implementation="reference"), np.float32)
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())

@@ -96,6 +96,18 @@ def deterministic_attention(rows: int, depths: int = 0) -> Case:
     return attend, (q, *pools(128, BF16), table, shape(1, dtype=I32), *paths)
 
 
+def latent(rows: int, heads: int, *, batch: int = 1, dtype: Any = BF16, deterministic: bool = False) -> Case:
+    """Return the case of attention over a latent cache with the sizes of DeepSeek."""
+    q, table = shape(batch, rows, heads, 576), shape(batch, 128, dtype=I32)
+    bits = [shape(batch, rows, -(-rows // 32), dtype=jnp.uint32)] if rows > 1 and not deterministic else [None]
+
+    def attend(*arrays: Any) -> Any:
+        return paged_attention(*arrays, deterministic=deterministic, implementation="pallas")
+
+    pool = [shape(PAGES, 1, PAGE, dim, dtype=dtype) for dim in (64, 512)]
+    return attend, (q, *pool, table, shape(batch, dtype=I32), *bits)
+
+
 def prefill(dim: int) -> Case:
     def attend(*arrays: Any) -> Any:
         return paged_attention(*arrays, None, implementation="pallas")
@@ -215,6 +227,9 @@ CASES: dict[str, Case] = {
         f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
         for dim in (80, 96, *DIMS)
     },
+    **{f"latent attention {rows} x {heads}": latent(rows, heads) for rows in (1, 5, 61) for heads in (16, 128)},
+    "latent attention 5 x 16, batch 32": latent(5, 16, batch=32),
+    "latent attention 5 x 16, deterministic": latent(5, 16, deterministic=True),
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
@@ -248,6 +263,7 @@ FLOAT8: dict[str, Case] = {
     **{f"attention {rows} x {dim} fp8": attention(rows, dim, FP8) for rows, dim in ((1, 256), (5, 128), (61, 128))},
     "attention after append, quantised": appended(5, 128, quantize_output=True),
     **{f"attention {rows} x {dim} fp8, all options": scores(rows, dim, FP8) for rows in (5, 60) for dim in (64, 128)},
+    "latent attention 5 x 16 fp8": latent(5, 16, dtype=FP8),
     "rotate fp8": rotation(128, FP8),
     "append fp8": append_or_move(FP8, move=False),
     "move fp8": append_or_move(FP8, move=True),
@@ -289,6 +305,7 @@ DEFAULT = {
         "attention 60 x 128, all options",
         "attention after append 128, all options",
         "attention 60, all options, deterministic",
+        "latent attention 61 x 16",
     ),
 }
 

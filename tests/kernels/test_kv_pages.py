@@ -25,6 +25,7 @@ class Case:
     kv_heads: int = 2
     dim: int = 16
     dtype: str = "float32"
+    value_dim: int | None = None  # channels of a row of V; None: `dim`
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -38,15 +39,17 @@ CASES = [
     Case(page=16, tokens=60, kv_heads=1, dim=64, dtype="bfloat16"),
     Case(page=1, tokens=33, kv_heads=4, dim=128, dtype="float16"),
     Case(page=16, tokens=5, dtype="float8_e4m3fn"),
+    Case(page=16, tokens=9, kv_heads=1, dim=16, value_dim=48),
+    Case(page=4, kv_heads=1, dim=64, value_dim=512, dtype="bfloat16"),
 ]
 
 
 def make_cache(case: Case, generator: np.random.Generator):
     """Return random pools of K and V, a page table of three sequences, and the number of rows it has per sequence."""
     columns = -(-ROWS // case.page)
-    shape = (3 * columns + 1, case.kv_heads, case.page, case.dim)
-    pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for _ in range(2)]
-    pages = generator.permutation(np.arange(1, shape[0])).reshape(3, columns).astype(np.int32)
+    shapes = [(3 * columns + 1, case.kv_heads, case.page, dim) for dim in (case.dim, case.value_dim or case.dim)]
+    pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for shape in shapes]
+    pages = generator.permutation(np.arange(1, 3 * columns + 1)).reshape(3, columns).astype(np.int32)
     return *pools, pages, columns * case.page
 
 
@@ -81,7 +84,8 @@ def check_append(case: Case, implementation: str) -> None:
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
     first_row = np.array([0, 31, rows - 2], np.int32)  # the last sequence's rows go past the table's end
     valid = generator.random((3, case.tokens)) < 0.7
-    k, v = generator.standard_normal((2, 3, case.tokens, case.kv_heads, case.dim)).astype(np.float32)
+    shapes = [(3, case.tokens, case.kv_heads, pool.shape[3]) for pool in (k_pool, v_pool)]
+    k, v = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     out = append(k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation)
     targets = first_row[:, None] + np.arange(case.tokens)
     for pool, old, new in zip(out, (k_pool, v_pool), (k, v), strict=True):
@@ -104,7 +108,7 @@ def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # one sequence moves rows upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
     arguments = map(jnp.asarray, (page_table, sources, targets, valid))
-    pools = [k_pool, v_pool] * pairs, [v_pool, k_pool] * pairs
+    pools = [k_pool, k_pool[::-1]] * pairs, [v_pool, v_pool[::-1]] * pairs
     out = move_rows(*pools, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
     for pool, old in zip(out[0] + out[1], pools[0] + pools[1], strict=True):
@@ -196,7 +200,9 @@ def test_cache_row_move_of_too_many_rows_raises():
 def test_cache_append_of_mismatched_arrays_raises():
     k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(5))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
-    with pytest.raises(ValueError, match="pools must be alike"):
+    with pytest.raises(ValueError, match="pools of K and V must be alike"):
         append(k_pool, v_pool.astype(jnp.bfloat16), new, new, jnp.asarray(page_table), rows[:, 0], valid)
-    with pytest.raises(ValueError, match="k and v must be alike"):
+    with pytest.raises(ValueError, match="k and v must be of one dtype"):
         append(k_pool, v_pool, new, new.astype(jnp.bfloat16), jnp.asarray(page_table), rows[:, 0], valid)
+    with pytest.raises(ValueError, match="pools of all layers must be of the shapes"):
+        move_rows([k_pool] * 2, [v_pool, v_pool[..., :8]], jnp.asarray(page_table), rows, rows, valid)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Model
-from jspec.models.layer_config import LayerConfig
+from jspec.models.layer_config import MLA, LayerConfig
 from jspec.models.mlp_config import Experts
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
@@ -22,7 +22,7 @@ from tests.support.recordings import recording
 pytestmark = pytest.mark.once
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "olmo3", "granite")
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
@@ -142,6 +142,32 @@ def shifted_windows(model: Model) -> Model:
     return model.replace(config=replace(model.config, layers=tuple(layers)))
 
 
+def pairs_swapped(*names: str) -> Callable[[Model], Model]:
+    """Return a function that gives rotated channels 2i and 2i + 1 of a file the places of i and i + half."""
+    channels = np.arange(16).reshape(2, -1).T.ravel()
+
+    def apply(model: Model) -> Model:
+        own = model.config.layers[0].attention
+        assert isinstance(own, MLA) and own.rotated == len(channels)
+        starts = {"q_up": own.plain + own.query_dim * np.arange(own.heads)}
+        cached = 0 if own.query_latent is None else own.query_latent
+        starts["qkv"] = np.array([cached + own.latent])
+        if own.query_latent is None:
+            starts["qkv"] = np.concatenate([starts["qkv"], own.head_dim + starts["q_up"]])
+
+        def reordered(name: str, weight: Any) -> Any:
+            index = np.arange(len(weight))
+            for start in starts[name]:
+                index[start : start + own.rotated] = start + channels
+            return weight[index]
+
+        return model.replace(
+            layers=[layer.replace(**{n: reordered(n, getattr(layer, n)) for n in names}) for layer in model.layers]
+        )
+
+    return apply
+
+
 WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
     "qwen2": {
         "no bias": weights(jnp.zeros_like, "qkv_bias"),
@@ -232,6 +258,40 @@ WRONG: dict[str, dict[str, Callable[[Model], Model]]] = {
         "no head norms": weights(lambda _: None, "q_norm", "k_norm"),
         "every channel rotated": rope(fraction=1.0),
     },
+    "deepseek_v2": {
+        "rotated pairs not interleaved": pairs_swapped("qkv"),
+        "yarn's factor of scores left out": attention(scale=32**-0.5),
+        "yarn's factor of scores not squared": attention(scale=lambda old: (old * 32**-0.5) ** 0.5),
+        "yarn left out": rope(kind="default"),
+        "no norm of the latent vector": weights(jnp.ones_like, "k_norm"),
+        "latent norm with the epsilon 0.01": attention(eps=1e-2),
+        "keys and values of heads swapped": lambda model: model.replace(
+            layers=[layer.replace(k_up=layer.v_up, v_up=layer.k_up) for layer in model.layers]
+        ),
+        "keys of the other heads": weights(lambda weight: jnp.roll(weight, 16, axis=0), "k_up"),
+        "scores normalised": router(is_normalised=True),
+        "sigmoids": router(scores="sigmoid"),
+        "one expert fewer": router(chosen=2),
+        "no shared expert": experts(shared=0),
+    },
+    "deepseek_v3": {
+        "rotated pairs not interleaved": pairs_swapped("qkv", "q_up"),
+        "rotated pairs of queries not interleaved": pairs_swapped("q_up"),
+        "yarn's factor of scores left out": attention(scale=32**-0.5),
+        "yarn left out": rope(kind="default"),
+        "no norm of the latent vector": weights(jnp.ones_like, "k_norm"),
+        "no norm of the queries' latent vector": weights(jnp.ones_like, "q_norm"),
+        "norms swapped": lambda model: model.replace(
+            layers=[layer.replace(q_norm=layer.k_norm, k_norm=layer.q_norm) for layer in model.layers]
+        ),
+        "softmax": router(scores="softmax", groups=1, chosen_groups=1),
+        "scores not normalised": router(is_normalised=False),
+        "no factor": router(factor=1.0),
+        "choice not corrected": weights(lambda _: None, "router_correction"),
+        "no groups": router(groups=1, chosen_groups=1),
+        "one group more": router(chosen_groups=3),
+        "no shared expert": experts(shared=0),
+    },
     "granite": {
         "scale of head_dim": attention(scale=None),
         "residual factor left out": each_layer(lambda layer: replace(layer, residual_scale=1.0)),
@@ -313,6 +373,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
         "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
         "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "rope_parameters": BASE,
+    }),
+    "deepseek_v2 with groups": ("DeepseekV2", {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+        "v_head_dim": 20, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 16.0, "rope_parameters": dict(BASE),
+    }),
+    "deepseek_v3 without latent queries": ("DeepseekV3", {
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "qk_nope_head_dim": 20, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "rope_interleave": False, "norm_topk_prob": False,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}, "num_mtp_layers": 0,
     }),
     "granite untied with biases": ("Granite", {"attention_bias": True, "logits_scaling": 4.0}),
 }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
-from jspec.models.quantize import check_device, quantized_as
+from jspec.models.quantize import check_device, quantize_weights, quantized_as
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
@@ -24,6 +26,7 @@ from tests.support.int4_folders import CONFIG, FORMATS
 
 pytestmark = pytest.mark.once
 
+Decoder = Callable[[made.Tensors], np.ndarray]
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 GOLDEN = {
@@ -121,6 +124,32 @@ def test_4_bit_checkpoint_of_each_format_stays_packed_and_has_the_logits_of_its_
     widened = Model.from_pretrained(folder, dtype="float32", quantize="none")
     for part in WEIGHTS:
         np.testing.assert_array_equal(getattr(widened.layers[1], part), expected[f"layers.1.{part}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "end"),
+    [
+        ("gptq", reference.gptq, "scales"),
+        ("awq", reference.awq, "scales"),
+        ("compressed-tensors", reference.compressed_tensors, "weight_scale"),
+    ],
+)
+def test_negative_scales_of_a_4_bit_checkpoint_are_multiplied_as_they_are(
+    name: str, decode: Decoder, end: str, tmp_path: Path
+) -> None:
+    """Exporters that scale a group by its value of the largest magnitude write negative ones."""
+    stored = dict(quantised(name)[0])
+    scales = stored[f"{O_PROJ}.{end}"].copy()
+    scales[::2] *= -1
+    stored[f"{O_PROJ}.{end}"] = scales
+    wanted = decode({part: stored[f"{O_PROJ}.{part}"] for part in _ends(stored, f"{O_PROJ}.")})
+    folder = made.write(tmp_path / "int4", FORMATS[name], stored)
+    model, widened = (Model.from_pretrained(folder, dtype="float32", quantize=kind) for kind in (None, "none"))
+    np.testing.assert_array_equal(device_weight(model.layers[1].o), wanted)
+    np.testing.assert_array_equal(widened.layers[1].o, wanted)
+    np.testing.assert_allclose(logits(model, IDS), logits(widened, IDS), atol=TOLERANCE)
+    positive = Model.from_pretrained(made.write(tmp_path / "positive", FORMATS[name], quantised(name)[0]))
+    assert np.abs(logits(positive, IDS) - logits(model, IDS)).max() > 10 * TOLERANCE, "control: signs are read"
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:
@@ -250,3 +279,17 @@ def test_gpu_that_would_widen_packed_weights_in_memory_is_refused(tmp_path: Path
     wide = rows.replace(embed=rows.embed.astype(jnp.float32))
     with pytest.raises(ValueError, match="int4: on a GPU x must be bfloat16 or float16, got float32"):
         check_device(wide, "bfloat16", device=device)  # type: ignore[arg-type]
+
+
+def test_each_models_packed_weights_are_checked_for_its_own_activations(tmp_path: Path) -> None:
+    """The matrices of another model, or of a router in float32, say nothing of a model's activations."""
+    device: Any = SimpleNamespace(compute_capability="9.0")
+    form = "compressed-tensors by row"
+    packed = Model.from_pretrained(made.write(tmp_path, FORMATS[form], quantised(form)[0]), dtype="bfloat16")
+    wide = tiny.model(40)
+    assert (packed.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    check_device([wide, packed], "bfloat16", device=device)
+    own = packed.replace(embed=packed.embed.astype(jnp.float32))
+    for other in (packed, quantize_weights(wide, "int8")):
+        with pytest.raises(ValueError, match="int4: on a GPU x must be bfloat16 or float16, got float32"):
+            check_device([other, own], "bfloat16", device=device)

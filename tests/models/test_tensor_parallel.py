@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jspec import Model
+from convert.orbax import Header
+from jspec import Model, distributed
 from jspec.draft.auto import load_drafter
 from jspec.draft.eagle import Eagle3
 from jspec.models import load
 from jspec.models.params import ParamSpec, model_params
 from jspec.models.quantize import quantize_weights
-from jspec.models.tensor_parallel import device_rows, layout, local_shapes, mesh_of, place, spec_of
+from jspec.models.tensor_parallel import compare_folder, device_rows, layout, local_shapes, mesh_of, place, spec_of
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.shard import AXIS, Shard, look_up
@@ -41,6 +44,13 @@ def test_rows_of_fused_parameters_are_ordered_by_device() -> None:
     gate_up = device_rows(ParamSpec((8, 3), ("mlp", "hidden"), parts=(4, 4)), 2)
     assert gate_up is not None and gate_up.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert device_rows(ParamSpec((8, 3), ("vocab", "hidden")), 2) is None
+
+
+def test_part_that_is_one_unit_is_on_every_device() -> None:
+    """The first part is the projection to a latent cache, which all devices have; heads have two rows."""
+    mixed = device_rows(ParamSpec((11, 4), ("heads", "hidden"), parts=(3, 8), unit=(3, 2)), 2)
+    assert mixed is not None and mixed.reshape(2, 7).tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8, 9, 10]]
+    assert device_rows(ParamSpec((11, 4), ("latent", "hidden"), parts=(3, 8)), 2) is None, "it is not divided"
 
 
 def test_each_weight_of_a_target_is_divided_by_its_declared_axes() -> None:
@@ -101,12 +111,21 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen2", dict(quantize="int8")),
     ("glm4_moe", dict(quantize="fp8")),
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
+    ("deepseek_v2", {}),
+    ("deepseek_v3", dict(quantize="int8")),
 )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("is_converted", [False, True], ids=["hugging face", "converted"])
-@pytest.mark.parametrize(("family", "options"), CASES, ids=[family for family, _ in CASES])
+@pytest.mark.parametrize(
+    ("family", "options", "devices"),
+    [
+        pytest.param(family, options, devices, id=f"{family}-{devices}")
+        for family, options in CASES
+        for devices in (2, 4)
+        if devices == 2 or not family.startswith("deepseek")  # these have six experts
+    ],
+)
 def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_gives(
     family: str, options: dict[str, Any], is_converted: bool, devices: int, golden: Path, tmp_path: Path
 ) -> None:
@@ -122,7 +141,8 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
     experts = ("layers.1.experts_gate_up", "layers.1.experts_down") if family == "glm4_moe" else ()
-    for name in ("layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
+    queries = "layers.0.q_up" if family == "deepseek_v3" else "layers.0.qkv"  # qkv of the former is not divided
+    for name in (queries, "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
         array = next(got[full] for full in (name, f"{name}.values") if full in got)
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 
@@ -174,3 +194,14 @@ def test_mesh_that_processes_cannot_share_equally_is_refused(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=f"tensor_parallel: {expected}"):
         mesh_of(devices)
+
+
+def test_processes_compare_the_samples_of_a_converted_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(weights=hashlib.sha256())
+    monkeypatch.setattr(distributed, "_job", job)
+    header = Header("target", {}, {}, tmp_path, samples="0a")
+    for is_multi_process, expected in ((False, b""), (True, b"0a")):
+        compare_folder(header, SimpleNamespace(is_multi_process=is_multi_process))  # type: ignore[arg-type]
+        assert job.weights.hexdigest() == hashlib.sha256(expected).hexdigest()
+    with pytest.raises(ValueError, match=r"expected samples of the weights, .* got none; convert the model again"):
+        compare_folder(replace(header, samples=""), SimpleNamespace(is_multi_process=True))  # type: ignore[arg-type]

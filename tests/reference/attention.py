@@ -24,7 +24,7 @@ def attention(
 
     Args:
         q: queries [B, T, H, D]: sequences, queries, heads, head_dim.
-        k_pool, v_pool: keys and values [pages, kv_heads, rows of a page, D].
+        k_pool, v_pool: keys [pages, kv_heads, rows of a page, D] and values [pages, kv_heads, rows of a page, DV].
         page_table: page numbers of each sequence [B, P].
         lengths: committed rows of each sequence [B].
         new_rows: new_rows[b][t] lists the j for which query t of sequence b attends to row lengths[b] + j.
@@ -36,12 +36,12 @@ def attention(
         sinks: score of one more row for each query head [H], whose value is 0; None: no such row.
 
     Returns:
-        float64 [B, T, H, D].
+        float64 [B, T, H, DV].
     """
     batch, queries, heads, dim = q.shape
     group = heads // k_pool.shape[1]
     scale = dim**-0.5 if scale is None else scale
-    out = np.zeros(q.shape, np.float64)
+    out = np.zeros((*q.shape[:3], v_pool.shape[3]), np.float64)
     for b in range(batch):
         for t in range(queries):
             new = [lengths[b] + j for j in sorted(new_rows[b][t])]

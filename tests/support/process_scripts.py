@@ -18,6 +18,7 @@ import numpy as np
 from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distributed
 from jspec.engine import draft_length
 from jspec.engine.draft_length import RoundSize
+from jspec.step import memory
 from tests.support import lettered, small, tiny
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
@@ -112,11 +113,19 @@ def refusals(own: Engine) -> list[str]:
 
 
 def plain() -> None:
-    """Run an engine whose programs are compiled ahead, after one that does not fit and one that is closed."""
-    try:
-        engine(memory_fraction=1e-9)
-    except ValueError as error:
-        say(str(error).partition(":")[0])
+    """Run an engine whose programs are compiled ahead, after two that do not fit and one that is closed.
+
+    The programs of the second one fit in process 0 alone.
+    """
+    measured = memory.measured
+    if distributed.process_id():
+        memory.measured = Fault(measured, 2, ValueError("the programs do not fit"))
+    for options in ({"memory_fraction": 1e-9}, {"compile_ahead": True}):
+        try:
+            engine(**options)
+        except ValueError as error:
+            say(str(error))
+    memory.measured = measured
     first = engine()
     if distributed.process_id():
         first.follow()
@@ -218,8 +227,9 @@ def _generate_until_lost(own: Engine) -> None:
         say(str(error))
 
 
-def loaded(folder: str) -> None:
-    """Load the embedded target from a folder in each process."""
+def loaded(*folders: str) -> None:
+    """Load a target from a folder in each process, or from the same one in all."""
+    folder = folders[distributed.process_id() % len(folders)]
     own = Engine.from_pretrained(folder, tokenizer="bytes", tensor_parallel=2, slots=2, compile_cache=False)
     if distributed.process_id():
         own.follow()

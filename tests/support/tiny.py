@@ -74,7 +74,7 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
 # Values are drawn in this order; tests depend on the weights that a seed gives.
 ORDER = (
     *("attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down", "embed", "norm", "head"),
-    *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks"),
+    *("qkv_bias", "q_norm", "k_norm", "o_bias", "attn_post_norm", "mlp_post_norm", "sinks", "q_up", "k_up", "v_up"),
     *("router", "router_bias", "router_correction", "experts_gate_up", "experts_gate_up_bias"),
     *("experts_down", "experts_down_bias"),
 )
@@ -131,6 +131,12 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     weights = _draw(rng, head_params(c), "fc")
     weights["fc_bias"] = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
     return EagleHead.from_weights(c, unflatten(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
+
+
+def mtp_head(target: Model, *, seed: int = 1) -> EagleHead:
+    """Return a random MTP layer, which uses the target's final norm output, vocabulary and output head."""
+    c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="mtp")
+    return EagleHead.from_weights(c, unflatten(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
 
 
 def dflash_head(

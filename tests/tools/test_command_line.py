@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import Model, NGram, PEagle, Suffix, Tree
+from jspec import MTP, Model, NGram, PEagle, Suffix, Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
@@ -85,7 +85,7 @@ def test_generate_command_with_drafter_prints_the_targets_greedy_text(
 
 
 def options(**given: object) -> Namespace:
-    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "draft_model")
+    heads = ("eagle3", "peagle", "eagle", "medusa", "dflash", "dspark", "mtp", "draft_model")
     names = (*heads, "ngram", "suffix", "tree", "dtype", "draft_quantize", "draft_vocab", "draft_device")
     return Namespace(**{**dict.fromkeys(names), **given})
 
@@ -104,6 +104,8 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], 
         options(peagle=str(golden / "peagle/speculators/draft"), draft_quantize="int8", tree="chain:6")
     )
     assert isinstance(peagle, PEagle) and peagle.tree == Tree.chain(6) and quantized_as(peagle.head) == "int8"
+    mtp = make_drafter(options(mtp=str(golden / "families/glm4_moe"), tree="chain:2", draft_quantize="int8"))
+    assert isinstance(mtp, MTP) and mtp.tree == Tree.chain(2) and quantized_as(mtp.head) == "int8"
     reduced: Any = make_drafter(options(eagle=small["eagle"], draft_vocab="9"))
     assert reduced.draft_vocab.tolist() == [*range(9)]
     assert isinstance(make_drafter(options(ngram=True)), NGram)
@@ -158,7 +160,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--eagle", "eagle", "--draft-quantize", "int3"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
-            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --draft-model",
+            "--draft-quantize: expected one of --eagle3, --peagle, --eagle, --dflash, --dspark, --mtp, --draft-model",
         ),
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),

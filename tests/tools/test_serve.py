@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jspec import distributed
 from jspec.server.settings import Settings
 from jspec.tools import command_line, serve
 
@@ -129,6 +133,20 @@ def test_address_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.Ca
         port = other.getsockname()[1]
         assert command_line.run(["serve", "--port", str(port), "--target", "no/such/folder"]) == 2
     assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_process_that_follows_another_does_not_take_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def make_engine(arguments: Any, tokenizer: Any, **options: Any) -> Iterator[Any]:
+        yield SimpleNamespace(follow=lambda: followed.append(options))
+
+    monkeypatch.setattr(distributed, "_job", SimpleNamespace(process_id=1))
+    monkeypatch.setattr(serve.generate, "make_engine", make_engine)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert command_line.run(["serve", "--port", str(other.getsockname()[1]), "--slots", "3"]) == 0
+    assert followed == [{"slots": 3}]
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,27 @@ class Glm4Moe(Llama):
         return {"bias": fields.flag("attention_bias"), "qk_norm": "head" if fields.flag("use_qk_norm") else None}
 
     def mlps(self, fields: Fields, dense: Dense) -> Sequence[Dense | Experts]:
-        router = Router(
-            fields.integer("n_routed_experts", fields.integer("num_local_experts", 128)),
-            fields.integer("num_experts_per_tok", 8),
-            scores="sigmoid",
-            is_normalised=bool(fields.flag("norm_topk_prob", True)),
-            factor=fields.number("routed_scaling_factor", 1.0),
-            correction=True,
-            groups=fields.integer("n_group", 1),
-            chosen_groups=fields.integer("topk_group", 1),
-        )
-        width = fields.integer("moe_intermediate_size", 1408)
-        shared = width * fields.integer("n_shared_experts", 1, least=0)
-        experts = Experts(width, router, dense.activation, shared=shared)
-        first, count = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("num_hidden_layers")
-        return [dense if i < first else experts for i in range(count)]
+        return behind_dense(fields, dense, corrected_router(fields))
+
+
+def corrected_router(fields: Fields) -> Router:
+    """Read a router whose scores are sigmoids, with a correction for the choice."""
+    return Router(
+        fields.integer("n_routed_experts", fields.integer("num_local_experts", 128)),
+        fields.integer("num_experts_per_tok", 8),
+        scores="sigmoid",
+        is_normalised=bool(fields.flag("norm_topk_prob", True)),
+        factor=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=fields.integer("n_group", 1),
+        chosen_groups=fields.integer("topk_group", 1),
+    )
+
+
+def behind_dense(fields: Fields, dense: Dense, router: Router) -> list[Dense | Experts]:
+    """Return the feed-forward of each layer: some dense ones, then mixtures of experts with a shared expert."""
+    width = fields.integer("moe_intermediate_size", 1408)
+    shared = width * fields.integer("n_shared_experts", 1, least=0)
+    experts = Experts(width, router, dense.activation, shared=shared)
+    first, count = fields.integer("first_k_dense_replace", 1, least=0), fields.integer("num_hidden_layers")
+    return [dense if i < first else experts for i in range(count)]

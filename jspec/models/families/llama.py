@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import Row
-from jspec.models.config import ModelConfig
+from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
     DEFAULT_THETA,
@@ -21,7 +21,7 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
-from jspec.models.layer_config import GQA, LayerConfig, Rope, unsupported
+from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope, unsupported
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.weight_map import LAYER, Names, model_rows
 
@@ -68,16 +68,18 @@ class Llama:
         refuse(fields, self.fixed)
         sizes = read_sizes(fields, "num_hidden_layers")
         all_layers(fields, FULL)  # checks the number of layers
-        attention = GQA(*(sizes.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim")))
-        attention = replace(attention, **self.attention(fields))
+        heads = GQA(*(sizes.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim")))
         dense = Dense(sizes.pop("intermediate_size"), read_activation(fields, "hidden_activation", "hidden_act"))
         ropes, types = self.ropes(fields, rope_theta), self.layer_types(fields)
         if missing := sorted(set(types) - ropes.keys()):
             raise fields.error("rope_parameters", f"an object for each layer type, also for {', '.join(missing)}")
-        windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
         layers = [
-            LayerConfig(replace(attention, rope=ropes[kind], window=windows[kind]), mlp, **self.layer(fields))
-            for kind, mlp in zip(types, self.mlps(fields, dense), strict=True)
+            LayerConfig(attention, mlp, **self.layer(fields))
+            for attention, mlp in zip(
+                self.attentions(fields, heads, [ropes[kind] for kind in types], types),
+                self.mlps(fields, dense),
+                strict=True,
+            )
         ]
         return {**sizes, "layers": tuple(layers)}
 
@@ -87,7 +89,11 @@ class Llama:
 
     def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
-        return model_rows(config, names, self.names, norms_less_one=self.norms_less_one)
+        return model_rows(config, names, self.layer_names(config), norms_less_one=self.norms_less_one)
+
+    def layer_names(self, config: DecoderConfig) -> Names:
+        """Return the tensor names by parameter of a layer."""
+        return self.names
 
     def layer_types(self, fields: Fields) -> list[str]:
         """Return whether each layer has full or sliding-window attention."""
@@ -102,6 +108,20 @@ class Llama:
         if fractions != {1.0} and not self.rotates_parts:
             raise unsupported("partial_rotary_factor", max(fractions), "1.0")
         return ropes
+
+    def attentions(
+        self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]
+    ) -> Sequence[GQA | MLA]:
+        """Return the attention of each layer.
+
+        Args:
+            fields: parsed config.json.
+            heads: attention with the sizes in config.json.
+            ropes, types: rotary embedding and type of each layer.
+        """
+        windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
+        own = replace(heads, **self.attention(fields))
+        return [replace(own, rope=rope, window=windows[kind]) for rope, kind in zip(ropes, types, strict=True)]
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""

@@ -1,11 +1,11 @@
-"""`jspec bench`: its eight commands."""
+"""`jspec bench`: its nine commands."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from jspec.tools.bench import acceptance, eval, host, kernels, pair, serve, startup, step, step_costs, throughput
+from jspec.tools.bench import acceptance, eval, host, kernels, pair, serve, startup, step, step_costs, throughput, train
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.report import Command, Report, option
 
@@ -30,12 +30,13 @@ COMMANDS = (
     Command("serve", "latencies, throughput and acceptance of an engine", serve.run, (*serve.OPTIONS, *pair.OPTIONS)),
     Command("eval", "whether a score or the probabilities are the same", eval.run, (*eval.OPTIONS, *pair.OPTIONS)),
     Command("startup", "seconds until engines serve, without and with a cache", startup.run, startup.OPTIONS),
+    Command("train", "speed and memory of training a head", train.run, train.OPTIONS),
     Command("inflate", "a small model in a larger shape that computes the same", inflate.run, inflate.OPTIONS),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the eight subcommands of `jspec bench` on a parser."""
+    """Declare the nine subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
     for command in COMMANDS:
         command.add_to(commands)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
@@ -14,9 +16,10 @@ from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, PE
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
-from jspec.models.layer_config import Rope
+from jspec.models.layer_config import MLA, Rope
 from jspec.models.mlp_config import Dense
 from jspec.models.params import model_params, random_weights
+from jspec.models.tensor_parallel import put_named
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 
@@ -37,6 +40,7 @@ def _published(model_type: str, hidden: int, inner: int, layers: int, heads: tup
 
 TARGETS = {
     "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
+    "llama3-70b": _config(128256, 8192, 28672, 80, (64, 8, 128), rope=LLAMA3, max_position=131072),
     "qwen3-8b": _published(
         "qwen3",
         4096,
@@ -60,7 +64,38 @@ TARGETS = {
         max_position_embeddings=40960,
         norm_topk_prob=True,
     ),
+    "gpt-oss-20b": _published(
+        "gpt_oss",
+        2880,
+        2880,
+        24,
+        (64, 8, 64),
+        vocab_size=201088,
+        num_local_experts=32,
+        max_position_embeddings=131072,
+    ),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
+    "deepseek-v2-lite": _published(
+        "deepseek_v2",
+        2048,
+        10944,
+        27,
+        (16, 16, 128),
+        vocab_size=102400,
+        rms_norm_eps=1e-6,
+        q_lora_rank=None,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        max_position_embeddings=163840,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
     "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
     "tiny-moe": _published(
@@ -76,14 +111,34 @@ TARGETS = {
         norm_topk_prob=True,
         max_position_embeddings=65536,
     ),
+    "tiny-mla": _published(
+        "deepseek_v2",
+        64,
+        192,
+        4,
+        (4, 4, 16),
+        vocab_size=512,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        max_position_embeddings=65536,
+    ),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
 DFLASH_LAYERS = 5  # of published DFlash heads; each reads as many states of the target
 DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the help
 DENSE = sorted(name for name, c in TARGETS.items() if all(isinstance(layer.mlp, Dense) for layer in c.layers))
-DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | {"tiny": 128, "tiny-gemma3": 128, "tiny-moe": 128, "least": 16}
-HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "tiny-moe": 192}  # intermediate channels of heads for targets with experts
+DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | dict.fromkeys(("tiny", "tiny-gemma3", "tiny-moe", "tiny-mla"), 128)
+DRAFT_VOCAB["least"] = 16
+# Intermediate channels of heads for targets with experts.
+HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "gpt-oss-20b": 17280, "tiny-moe": 192}
 
 
 def default_shape() -> str:
@@ -94,8 +149,11 @@ def default_shape() -> str:
 def _sizes(name: str) -> dict[str, Any]:
     """Return the sizes that a head has in common with its target."""
     c, same = TARGETS[name], "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps"
-    width = HEAD_WIDTH.get(name, c.intermediate_size)
-    return {size: getattr(c, size) for size in same.split()} | {"intermediate_size": width}
+    width, attention = HEAD_WIDTH.get(name, c.intermediate_size), c.layers[0].attention
+    own = {size: getattr(c, size) for size in same.split()} | {"intermediate_size": width}
+    if isinstance(attention, MLA):  # published heads have key-value heads of their own
+        own |= {"num_kv_heads": attention.heads, "head_dim": attention.value_dim}
+    return own
 
 
 def head_config(name: str) -> Eagle3Config:
@@ -147,9 +205,21 @@ def _block_sizes(name: str) -> dict[str, Any]:
     )
 
 
-def random_target(name: str, dtype: str, quantize: str | None = None, *, seed: int = 0) -> Model:
-    """Return a target of a named shape with random weights, quantised if ``quantize`` names a kind."""
-    return Model.from_weights(TARGETS[name], random_weights(model_params(TARGETS[name]), dtype, seed, quantize))
+def random_target(
+    name: str, dtype: str, quantize: str | None = None, *, seed: int = 0, mesh: Mesh | None = None
+) -> Model:
+    """Return a target of a named shape with random weights.
+
+    Args:
+        name: name of a shape.
+        dtype: dtype of the weights.
+        quantize: kind of quantisation; None: none.
+        seed: seed of the weights.
+        mesh: devices that share the weights; one device never holds more than one whole weight. None: one device.
+    """
+    params = model_params(TARGETS[name])
+    put = {} if mesh is None else {"put": partial(put_named, params=params, mesh=mesh)}
+    return Model.from_weights(TARGETS[name], random_weights(params, dtype, seed, quantize, **put), mesh)
 
 
 def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:

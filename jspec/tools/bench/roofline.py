@@ -11,8 +11,11 @@ import jax
 from jspec.core.tree import Tree
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import GQA
-from jspec.models.mlp_config import Experts
+from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.mlp_config import Dense, Experts
+from jspec.models.params import layer_params
+
+LATENT = ("qkv", "q_up", "k_up", "v_up", "o")  # weights of latent attention
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,12 @@ def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
-def attention(c: GQA, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
+def attention(c: GQA | MLA, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
     """Return the cost of attention with ``nodes`` queries for each sequence; visible keys and values are read once."""
     rows = min(context, c.window or context)
-    return Cost("attention", 2 * batch * rows * c.kv_size * widths.cache, 4 * batch * nodes * c.q_size * rows)
+    read = c.head_dim if isinstance(c, MLA) else 2 * c.kv_size
+    products = c.heads * (c.head_dim + c.latent) if isinstance(c, MLA) else 2 * c.q_size
+    return Cost("attention", batch * rows * read * widths.cache, 2 * batch * nodes * products * rows)
 
 
 def verify_costs(
@@ -82,10 +87,18 @@ def verify_costs(
     costs = []
     for layer in c.layers:
         own = _block(c, product, c.hidden_size)
-        if isinstance(layer.mlp, Experts):
-            own = [*own[:2], *expert_costs(layer.mlp, c.hidden_size, rows, widths)]
+        own, mlp = own[:2], own[2:]
+        if isinstance(layer.attention, MLA):
+            own = [product(name, out=out, inner=inner) for name, (out, inner) in latent_products(c, layer.attention)]
+        own += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp
         costs += [*own, attention(layer.attention, batch, nodes, context, widths)]
     return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
+
+
+def latent_products(c: ModelConfig, attention: MLA) -> list[tuple[str, tuple[int, int]]]:
+    """Return the name and the sizes (out, inner) of each product of latent attention, from its declarations."""
+    params = layer_params(LayerConfig(attention, Dense(1)), c.hidden_size, c.hidden_size)
+    return [(name, (params[name].shape[0], params[name].shape[1])) for name in LATENT if name in params]
 
 
 def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cost]:
@@ -168,7 +181,7 @@ def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: W
     newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
     costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
     for layer in c.layers:
-        own = layer.attention
+        own = layer.gqa
         context_product = matmul("context", newest, 2 * own.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
         costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)

@@ -267,7 +267,8 @@ def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
     head = HEADS[one.drafter].random(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
-    return random_models.random_target(one.shape, one.dtype, one.quantize), head
+    mesh = mesh_of(one.tensor_parallel) if one.tensor_parallel > 1 else None
+    return random_models.random_target(one.shape, one.dtype, one.quantize, mesh=mesh), head
 
 
 def run(arguments: argparse.Namespace) -> Report:

@@ -1,0 +1,55 @@
+"""What SIGTERM and Ctrl-C do to a process of a job."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+
+logger = logging.getLogger("jspec.distributed")
+
+
+def end_at_sigterm() -> None:
+    """End the script at SIGTERM as at `sys.exit`, unless it has a handler, so that the others are told."""
+    if _is_main() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+
+
+@contextmanager
+def end_at_second(name: str) -> Iterator[None]:
+    """Only log the first SIGINT and the first SIGTERM while the context is open; a second one does what it did before.
+
+    A signal to all processes of a job, such as Ctrl-C in their terminal, thus ends none of those that process 0 still
+    needs. A signal that is ignored stays so.
+
+    Args:
+        name: name of this process.
+    """
+
+    def log(number: int, frame: object) -> None:
+        signal.signal(number, before[number])
+        logger.warning("%s ends when process 0 closes its engine; a second signal ends it at once", name)
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if _is_main() else {}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, log)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)

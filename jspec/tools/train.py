@@ -1,0 +1,96 @@
+"""Runs `jspec train`, which trains a draft head for a target."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jspec.tools import demo
+from jspec.tools.plot import training
+from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
+from jspec.train.run import fit
+
+OPTIONS = {  # help of the option for each field of `TrainConfig`
+    "method": f"method of drafting: {', '.join(METHODS)}",
+    "steps": "number of updates; default: as many as --epochs take",
+    "epochs": "how often the data is read, without --steps",
+    "length": "tokens of a row, a multiple of 16; longer documents are cut",
+    "batch": "rows of an update",
+    "ttt": "draft tokens that the loss covers: steps of the test, tokens of a block, or Medusa heads",
+    "decay": "factor of the loss of each further draft token of EAGLE-3 and Medusa",
+    "loss": f"loss of EAGLE-3: {', '.join(LOSS_KINDS)}",
+    "learning_rate": "largest learning rate of AdamW",
+    "warmup": "share of the updates in which the rate rises from 0",
+    "final": "part of the rate that is left at the end of a cosine",
+    "beta1": "AdamW's decay of the mean of gradients",
+    "beta2": "AdamW's decay of the mean of their squares",
+    "weight_decay": "AdamW's weight decay",
+    "clip": "largest norm of a gradient",
+    "draft_vocab": "number of tokens that the head drafts; default: 32000, or all of a smaller vocabulary",
+    "held_out": "share of the documents that are evaluated instead of trained on; 0: none",
+    "eval_every": "updates between two evaluations and checkpoints",
+    "eval_rows": "most rows of an evaluation",
+    "seed": "seed of the weights and of the order of the data",
+    "rope_theta": "rotary base of the head",
+    "feature_layers": "indices of the target's states that the head reads; default: those of the method's authors",
+    "layers": "number of the head's layers; default: 1, for DFlash and DSpark 5",
+    "anchors": "blocks of a row for DFlash and DSpark; default: one for 8 tokens",
+    "gamma": "depths over which the weight of a block's loss falls by e; default: half the block, for DSpark all of it",
+    "mask_token": "id of the mask token of DFlash and DSpark; default: the last one of the vocabulary",
+    "markov_rank": "channels of DSpark's Markov head",
+    "devices": "devices between which the rows of an update are divided",
+    "eagle31": "train an EAGLE-3.1 head: the normed output is fed on",
+    "regenerate": "let the target write the answers of the data first",
+    "max_tokens": "most tokens of such an answer",
+    "temperature": "temperature of such an answer",
+    "init": "folder of a head to go on with",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `jspec train` on a parser."""
+    parser.add_argument("--target", required=True, metavar="PATH", help='folder, hub id, or "demo": the embedded one')
+    lines = "file of JSON lines: text, prompt and completion, or messages"
+    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help=lines)
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder for the head")
+    parser.add_argument("--resume", action="store_true", help="go on with the run that was begun in --out")
+    parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
+    parser.add_argument("--dtype", help="dtype of the target; default: float32 on CPU, bfloat16 elsewhere")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of loss and acceptance, written at the end")
+    for field in dataclasses.fields(TrainConfig):
+        _add_field(parser, field)
+    parser.set_defaults(run=run)
+
+
+def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
+    """Declare the option for a field of `TrainConfig`."""
+    settings: dict[str, Any] = {"help": OPTIONS[field.name], "default": field.default}
+    kind = str(field.type).removesuffix(" | None")
+    if kind == "bool":
+        settings["action"] = "store_true"
+    elif kind.startswith("tuple"):
+        settings |= {"type": int, "nargs": "+", "metavar": "N"}
+    elif kind == "str":
+        settings["metavar"] = "NAME" if field.default else "PATH"
+    else:
+        settings |= {"type": int if kind == "int" else float, "metavar": "N" if kind == "int" else "X"}
+    parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, and print where the head is and how to use it."""
+    options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
+    if options["feature_layers"] is not None:
+        options["feature_layers"] = tuple(options["feature_layers"])
+    target = demo.folder(arguments.target, "target")
+    options |= {"resume": arguments.resume, "dtype": arguments.dtype}
+    options["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
+    result = fit(target, arguments.data, arguments.out, **options)
+    print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
+    print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")
+    if arguments.plot is not None:
+        figure: Any = training(result.journal).get_figure(root=True)
+        figure.savefig(arguments.plot)
+    return 0

@@ -1,0 +1,51 @@
+"""The journal of a training run: a line of JSON for each measurement, kept in step with the checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jspec.train.measured import Figures
+
+
+class Journal:
+    """A file with a line for each measurement.
+
+    Args:
+        path: the file.
+        step: lines of later steps are removed: a run that goes on from a checkpoint measures them again.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith("\n")]  # a line that was being written is incomplete
+        self.entries = [entry for entry in map(json.loads, whole) if entry["step"] <= step]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
+
+    def add(self, kind: str, step: int, figures: Figures, **more: Any) -> None:
+        """Append a measurement.
+
+        Args:
+            kind: "train" or "eval".
+            step: number of updates so far.
+            figures: what was measured.
+            more: further values.
+        """
+        entry = {"kind": kind, "step": step, **figures.to_json(), **more}
+        self.entries.append(entry)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @property
+    def best(self) -> Figures | None:
+        """The evaluation of largest predicted acceptance length; None: there was none."""
+        found = [entry for entry in self.entries if entry["kind"] == "eval"]
+        best = max(found, key=lambda entry: entry["acceptance"], default=None)
+        return None if best is None else Figures(best["loss"], tuple(best["hits"]), best["acceptance"])
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the measurements of a journal."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

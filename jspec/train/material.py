@@ -1,0 +1,139 @@
+"""The material of a run: packed rows to train on, held-out rows, and the draft vocabulary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Integer
+
+from jspec.draft.draft_vocab import frequent_tokens
+from jspec.engine.tokenizer import Tokenizer
+from jspec.train import pack
+from jspec.train.config import TrainConfig
+from jspec.train.data import DataError, read_documents
+from jspec.train.pack import Corpus, Packed
+from jspec.train.rows import Rows
+
+logger = logging.getLogger(__name__)
+
+DRAFT_VOCAB = 32000  # default size of the draft vocabulary
+COVERAGE = 0.98  # least share of the counted tokens that the draft vocabulary should have
+TRAIN, HELD_OUT, ABOUT = "train", "held_out", "about.json"
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run reads.
+
+    Attributes:
+        train: rows to train on.
+        held_out: rows to evaluate; None: there are none.
+    """
+
+    train: Packed
+    held_out: Packed | None
+
+    def describe(self) -> list[str]:
+        """Return texts that differ for other material."""
+        return [pack.fingerprint(rows) for rows in (self.train, self.held_out) if rows is not None]
+
+
+def prepare(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, folder: Path) -> Material:
+    """Read and pack the data, or map the files of an earlier call with the same arguments.
+
+    Args:
+        path: file of JSON lines.
+        tokenizer: the target's tokenizer.
+        vocab: size of the target's vocabulary.
+        config: options of the run.
+        folder: folder for the packed rows.
+
+    Raises:
+        DataError: lines are bad, or there are too few documents.
+        OSError: the files cannot be written.
+    """
+    status = path.stat() if path.is_file() else None
+    about = {"data": str(path.absolute()), "length": config.length, "held_out": config.held_out, "seed": config.seed}
+    about |= {"size": status.st_size, "changed": status.st_mtime_ns} if status else {}
+    file = folder / ABOUT
+    if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == about):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _pack(path, tokenizer, vocab, config, folder)
+        file.write_text(json.dumps(about), encoding="utf-8")
+    has_held_out = (folder / f"{HELD_OUT}.lines.npy").is_file()
+    return Material(pack.load(folder, TRAIN), pack.load(folder, HELD_OUT) if has_held_out else None)
+
+
+def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, folder: Path) -> None:
+    """Read all documents, and pack those to train on and those held out."""
+    corpora = {name: Corpus(folder, name) for name in (TRAIN, HELD_OUT)}
+    draws = np.random.default_rng(config.seed)
+    for line, document in read_documents(path, tokenizer, vocab):
+        is_held_out = draws.random() < config.held_out
+        corpora[HELD_OUT if is_held_out else TRAIN].add(line, document, config.length)
+    for name, corpus in corpora.items():
+        if corpus.sizes:
+            pack.pack(corpus, folder, name, config.length)
+        elif name == TRAIN or config.held_out:
+            raise DataError(
+                f"{path}: expected documents to train on and to hold out ({config.held_out:g} of them), got none of "
+                f"the {'former' if name == TRAIN else 'latter'}; give more lines, or another held_out (0: none)"
+            )
+
+
+def draft_vocabulary(
+    rows: Packed, size: int | None, vocab: int, always: Sequence[int]
+) -> tuple[Integer[np.ndarray, "draft_vocab"], float]:
+    """Choose the most frequent of the tokens that count.
+
+    Args:
+        rows: packed rows.
+        size: number of tokens; None: `DRAFT_VOCAB`, or all of a smaller vocabulary.
+        vocab: size of the target's vocabulary.
+        always: tokens that are chosen however rare they are.
+
+    Returns:
+        Their ids, ascending, and the share of the tokens that count which they are.
+
+    Raises:
+        ValueError: the size is larger than the vocabulary, or smaller than the number of tokens that are always chosen.
+    """
+    if size is not None and not len(always) < size <= vocab:
+        raise ValueError(
+            f"train: draft_vocab: expected {len(always) + 1} (more than the tokens that end texts) to {vocab}, the "
+            f"target's vocabulary, got {size}"
+        )
+    size = min(vocab, DRAFT_VOCAB) if size is None else size
+    if size == vocab:
+        return np.arange(vocab, dtype=np.int32), 1.0
+    counted = (tokens[counts] for tokens, counts in zip(rows.tokens, rows.counted, strict=True))
+    ids = frequent_tokens(counted, size, always=always)
+    member = np.zeros(vocab, bool)
+    member[ids] = True
+    known = sum(int(member[tokens[counts]].sum()) for tokens, counts in zip(rows.tokens, rows.counted, strict=True))
+    coverage = known / max(1, sum(int(counts.sum()) for counts in rows.counted))
+    if coverage < COVERAGE:
+        logger.warning(
+            "the draft vocabulary of %d tokens has %.1f %% of the tokens that count; a larger draft_vocab drafts the "
+            "others too", size, 100 * coverage,
+        )  # fmt: skip
+    return ids, coverage
+
+
+def rows_of(packed: Packed, chosen: Integer[np.ndarray, "chosen"], count: int) -> Rows:
+    """Return some rows as a batch, with empty rows after them up to a number of rows."""
+    more = ((0, count - len(chosen)), (0, 0))
+
+    def field(values: np.ndarray, dtype: Any) -> Any:
+        return jnp.asarray(np.pad(values[chosen].astype(dtype), more))
+
+    return Rows(field(packed.tokens, np.int32), field(packed.segments, np.int32), field(packed.counted, bool))

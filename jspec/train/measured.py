@@ -1,0 +1,84 @@
+"""What is measured of a batch, by draft position, and the figures that follow."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+
+@struct.dataclass
+class Measured:
+    """Sums over the columns of a batch, by draft position; they can be added up over batches and devices.
+
+    Attributes:
+        loss: sum of the losses.
+        places: number of columns that predict a token that counts.
+        hits: number of these where the head's argmax is the target's.
+        chained: number of columns of which all draft positions predict tokens that count.
+        accepted: number of these where the head's argmax is the target's at this and at all earlier positions.
+    """
+
+    loss: Float[Array, "depth"]
+    places: Float[Array, "depth"]
+    hits: Float[Array, "depth"]
+    chained: Float[Array, "depth"]
+    accepted: Float[Array, "depth"]
+
+    @classmethod
+    def of(
+        cls,
+        losses: Float[Array, "depth *columns"],
+        hits: Bool[Array, "depth *columns"],
+        places: Bool[Array, "depth *columns"],
+    ) -> Measured:
+        """Measure a batch.
+
+        Args:
+            losses: loss of each prediction; 0 where none is made.
+            hits: whether the head's argmax is the target's.
+            places: whether the predicted token counts.
+        """
+        axes, whole = tuple(range(1, losses.ndim)), jnp.all(places, axis=0)
+        total = partial(jnp.sum, axis=axes, dtype=jnp.float32)
+        chained = jnp.full(len(losses), jnp.sum(whole, dtype=jnp.float32))
+        accepted = total(jnp.cumprod(hits, axis=0) * whole)
+        return jax.lax.stop_gradient(cls(total(losses), total(places), total(hits & places), chained, accepted))
+
+    def figures(self) -> Figures:
+        """Return the figures that follow, on the host."""
+        of = {name: np.asarray(value, np.float64) for name, value in vars(self).items()}
+        places, chained = np.maximum(of["places"], 1), np.maximum(of["chained"], 1)
+        return Figures(
+            loss=float(of["loss"].sum() / places.sum()),
+            hits=tuple((of["hits"] / places).tolist()),
+            acceptance=float(1 + (of["accepted"] / chained).sum()),
+        )
+
+
+@struct.dataclass
+class Figures:
+    """The figures of one or several batches.
+
+    Attributes:
+        loss: mean loss of a prediction.
+        hits: share of predictions that are the target's argmax, by draft position.
+        acceptance: predicted mean acceptance length of greedy chains of all draft positions, if every place is as
+            often a root as any other.
+    """
+
+    loss: float
+    hits: tuple[float, ...]
+    acceptance: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"loss": self.loss, "hits": list(self.hits), "acceptance": self.acceptance}
+
+    def __str__(self) -> str:
+        hits = " ".join(f"{share:.2f}" for share in self.hits)
+        return f"loss {self.loss:.3f}, acceptance {self.acceptance:.2f} (hits {hits})"

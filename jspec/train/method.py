@@ -1,0 +1,160 @@
+"""The interface of the methods of drafting that can be trained, and what they share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jspec.draft.draft_vocab import reduced_head
+from jspec.draft.head_pair import check_fit
+from jspec.models.decoder import Model
+from jspec.models.layer_config import GQA
+from jspec.models.mlp_config import Dense
+from jspec.models.params import Params
+from jspec.train.config import TrainConfig
+from jspec.train.measured import Measured
+from jspec.train.observe import Observed
+from jspec.train.rows import Rows
+from pallas_kernels.layers.quantized import Quantized
+
+INIT = 0.02  # standard deviation of random weights
+HEAD_DIM = 128  # channels of a head's attention heads, if the target's are not of grouped-query attention
+WIDTH = 3  # channels of the feed-forward for each hidden channel, if the target's is a mixture of experts
+
+Files = tuple[dict[str, Any], dict[str, np.ndarray]]  # config.json, and tensors by name
+
+
+class Method(abc.ABC):
+    """A method of drafting.
+
+    Args:
+        config: options of the run.
+    """
+
+    frozen: tuple[str, ...] = ()  # fields of the head that are not trained
+    weights_file = "model.safetensors"  # name of the file of the weights
+    has_vocabulary = False  # whether a head drafts from a vocabulary of its own, the most frequent tokens
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @abc.abstractmethod
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        """Return the indices of the target's states that a new head reads, as in `jspec.models.decoder.forward`."""
+
+    @abc.abstractmethod
+    def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> Any:
+        """Make a head with random weights.
+
+        Args:
+            target: the target.
+            ids: target ids of the draft vocabulary; all ids for methods without one.
+        """
+
+    @abc.abstractmethod
+    def load(self, path: str | Path, target: Model) -> Any:
+        """Load a head to go on with.
+
+        Raises:
+            ValueError: the head does not fit the target, or its weights are quantised.
+        """
+
+    @abc.abstractmethod
+    def states(self, head: Any, target: Model) -> tuple[int, ...]:
+        """Return the indices of the target's states that a head reads."""
+
+    @abc.abstractmethod
+    def loss(
+        self, head: Any, target: Model, seen: Observed, rows: Rows, keys: Array
+    ) -> tuple[Float[Array, ""], Measured]:
+        """Return the loss of a batch times its number of `columns`, and what was measured.
+
+        Args:
+            head: the head, of which the trained weights are float32.
+            target: the target.
+            seen: the target's outputs.
+            rows: packed rows.
+            keys: key of each row's random numbers.
+        """
+
+    @abc.abstractmethod
+    def files(self, head: Any, target: Model, tokens: Mapping[str, Any]) -> Files:
+        """Return config.json and the tensors of a head in the format of the method's authors.
+
+        Args:
+            head: the head.
+            target: the target.
+            tokens: ids of special tokens, as in config.json.
+        """
+
+    def columns(self, rows: int) -> int:
+        """Return the number of places of some rows whose losses are added up."""
+        return rows * self.config.length
+
+    def check(self, target: Model) -> None:
+        """Raise ValueError if the options of the run do not fit a target."""
+        size, vocab = self.config.draft_vocab, target.config.vocab_size
+        check_fit("train", self.new_states(target), target.config.num_layers, [])
+        if size is not None and not self.has_vocabulary:
+            raise ValueError(
+                f"train: draft_vocab: expected None for method {self.config.method!r}, whose heads have the target's "
+                f"output head, got {size}; leave it out"
+            )
+        if size is not None and size > vocab:
+            raise ValueError(f"train: draft_vocab: expected at most {vocab}, the target's vocabulary, got {size}")
+
+    def split(self, head: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the weights to train, in float32, and the other fields."""
+        rest = {name: getattr(head, name) for name in self.frozen}
+        trained = head.replace(**dict.fromkeys(self.frozen))
+        return jax.tree.map(lambda x: x.astype(jnp.float32), trained), rest
+
+
+def layer_sizes(target: Model) -> dict[str, Any]:
+    """Return the sizes of a head's layers, arguments of `DecoderConfig.of_sizes`: those of the target's first layer."""
+    layer, hidden = target.config.layers[0], target.config.hidden_size
+    width = layer.mlp.width if isinstance(layer.mlp, Dense) else WIDTH * hidden
+    if isinstance(layer.attention, GQA):
+        own = layer.attention
+        heads = dict(num_heads=own.heads, num_kv_heads=own.kv_heads, head_dim=own.head_dim)
+    else:
+        count = max(1, hidden // HEAD_DIM)
+        heads = dict(num_heads=count, num_kv_heads=count, head_dim=HEAD_DIM)
+    return heads | dict(intermediate_size=width)
+
+
+def target_sizes(target: Model) -> dict[str, Any]:
+    """Return the values that the config of a head has in common with its target."""
+    own = target.config
+    sizes = dict(vocab_size=own.vocab_size, hidden_size=own.hidden_size, target_hidden_size=own.hidden_size)
+    return layer_sizes(target) | sizes | dict(norm_eps=own.norm_eps, source_format="jspec")
+
+
+def random_weights(params: Params, seed: int) -> dict[str, Array]:
+    """Draw float32 weights with a standard deviation of `INIT`; norms are 1, and biases 0."""
+    fixed = {"ones": jnp.ones, "zeros": jnp.zeros}
+    keys = jax.random.split(jax.random.key(seed), len(params))
+    return {
+        name: fixed[spec.init](spec.shape) if spec.init in fixed else INIT * jax.random.normal(key, spec.shape)
+        for key, (name, spec) in zip(keys, params.items(), strict=True)
+    }
+
+
+def target_rows(target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> Float[Array, "draft_vocab hidden"]:
+    """Return the rows of the target's output head for some tokens, in float32."""
+    rows, _ = reduced_head(target.output_head, ids)
+    return rows.widened() if isinstance(rows, Quantized) else rows.astype(jnp.float32)
+
+
+def refuse_quantized(path: str | Path, weights: Any) -> None:
+    """Raise ValueError if a weight of a head is quantised."""
+    leaves = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Quantized))
+    if any(isinstance(leaf, Quantized) for leaf in leaves):
+        raise ValueError(f"train: init: expected a head without quantised weights, got {path}; give its original")

@@ -1,0 +1,197 @@
+"""The methods of drafting that can be trained: which head is made, what of it is trained, by which loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from convert.orbax import unflatten
+from jspec.draft.dflash import DFlash
+from jspec.draft.dflash_format import head_params as block_params
+from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.dspark import DSpark
+from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, default_states
+from jspec.draft.medusa import Medusa, MedusaConfig, MedusaHeads, medusa_params
+from jspec.models.decoder import Model
+from jspec.models.layer_config import Rope
+from jspec.train import dflash, dspark, eagle3, medusa, write
+from jspec.train.blocks import choose_blocks, spread_states
+from jspec.train.measured import Measured
+from jspec.train.method import Files, Method, random_weights, refuse_quantized, target_rows, target_sizes
+from jspec.train.observe import Observed
+from jspec.train.rows import Rows
+
+Found = tuple[Float[Array, ""], Measured]
+BLOCK_LAYERS, EAGLE_LAYERS, MEDUSA_BLOCKS = 5, 1, 1  # default numbers of layers
+ANCHORS = 8  # one anchor for this many tokens of a row, by default
+FIXED: dict[str, Any] = {"tree": "chain:1", "dtype": "float32"}  # options that load a head to go on with
+
+
+class Eagle3Method(Method):
+    """EAGLE-3 heads, and those of EAGLE-3.1 (arXiv:2503.01840)."""
+
+    frozen = ("embed", "draft_to_target")
+    has_vocabulary = True
+
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        return self.config.feature_layers or default_states(target.config.num_layers)
+
+    def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
+        config = self.config
+        head_config = Eagle3Config.of_sizes(
+            **target_sizes(target),
+            num_layers=config.layers or EAGLE_LAYERS,
+            rope=Rope(theta=config.rope_theta),
+            draft_vocab_size=len(ids),
+            feature_layers=config.feature_layers,
+            fc_norm=config.eagle31,
+            norm_output=config.eagle31,
+        )
+        weights = random_weights(head_params(head_config), config.seed)
+        weights |= {"head": target_rows(target, ids), "draft_to_target": jnp.asarray(ids, jnp.int32)}
+        return EagleHead.from_weights(head_config, unflatten({"embed": target.embed, **weights}))
+
+    def load(self, path: str | Path, target: Model) -> EagleHead:
+        head = replace(Eagle3.from_pretrained(path, **FIXED).bind(target), precomputed=None)
+        refuse_quantized(path, replace(head, embed=None))
+        return head
+
+    def states(self, head: EagleHead, target: Model) -> tuple[int, ...]:
+        return head.config.states_of(target.config.num_layers)
+
+    def loss(self, head: EagleHead, target: Model, seen: Observed, rows: Rows, keys: Array) -> Found:
+        options = eagle3.Eagle3Loss(self.config.ttt, self.config.decay, self.config.loss)
+        return eagle3.loss(head, target, seen, rows, options)
+
+    def files(self, head: EagleHead, target: Model, tokens: Mapping[str, Any]) -> Files:
+        dtype = str(target.embed.dtype)
+        return write.eagle3_files(head, target.config, dtype, self.config.length, tokens)
+
+
+class DFlashMethod(Method):
+    """DFlash heads (arXiv:2602.06036), with the target's embedding and output head."""
+
+    frozen = ("embed", "head", "draft_to_target")
+    drafter: ClassVar[type[DFlash]] = DFlash
+
+    @property
+    def anchors(self) -> int:
+        """The number of anchors of a row."""
+        return self.config.anchors or max(1, self.config.length // ANCHORS)
+
+    @property
+    def gamma(self) -> float:
+        """The number of depths over which the weight of a loss falls by e; the paper takes about half a block."""
+        return self.config.gamma or (self.config.ttt + 1) / 2
+
+    def columns(self, rows: int) -> int:
+        return rows * self.anchors
+
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        return self.config.feature_layers or spread_states(target.config.num_layers, BLOCK_LAYERS)
+
+    def head_config(self, target: Model) -> DFlashConfig:
+        """Return the config of a new head."""
+        return DFlashConfig.of_sizes(**self._fields(target), block_size=self.config.ttt + 1)
+
+    def _fields(self, target: Model) -> dict[str, Any]:
+        config, vocab = self.config, target.config.vocab_size
+        return target_sizes(target) | dict(
+            num_layers=config.layers or BLOCK_LAYERS,
+            rope=Rope(theta=config.rope_theta),
+            qk_norm="head",
+            draft_vocab_size=vocab,
+            feature_layers=self.new_states(target),
+            mask_token_id=vocab - 1 if config.mask_token is None else config.mask_token,
+        )
+
+    def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> DFlashHead:
+        config = self.head_config(target)
+        weights = random_weights(block_params(config), self.config.seed)
+        return self.drafter.head_type.from_weights(config, unflatten(weights))
+
+    def load(self, path: str | Path, target: Model) -> DFlashHead:
+        drafter = self.drafter.from_pretrained(path, **FIXED)
+        refuse_quantized(path, drafter.head)
+        if (drafted := drafter.head.config.max_depth) != self.config.ttt:
+            raise ValueError(f"train: ttt: expected {drafted}, which the head of init drafts, got {self.config.ttt}")
+        drafter.bind(replace(target, embed=target.embed.astype(jnp.float32)))  # raises if they do not fit
+        return drafter.head
+
+    def states(self, head: DFlashHead, target: Model) -> tuple[int, ...]:
+        return head.config.states_of(target.config.num_layers)
+
+    predict: ClassVar[Callable[..., tuple[Array, Array]]] = staticmethod(dflash.predict)
+
+    def loss(self, head: Any, target: Model, seen: Observed, rows: Rows, keys: Array) -> Found:
+        blocks = choose_blocks(rows, seen.choices, keys, self.anchors, self.config.ttt)
+        return dflash.weighted(*self.predict(head, target, seen, rows, blocks), blocks, self.gamma)
+
+    def files(self, head: DFlashHead, target: Model, tokens: Mapping[str, Any]) -> Files:
+        dtype = str(target.embed.dtype)
+        return write.block_files(head, target.config, dtype, self.config.length, tokens)
+
+
+class DSparkMethod(DFlashMethod):
+    """DSpark heads (arXiv:2607.05147), whose anchor drafts too."""
+
+    drafter = DSpark
+    predict = staticmethod(dspark.predict)
+
+    @property
+    def gamma(self) -> float:
+        return self.config.gamma or float(self.config.ttt)
+
+    def head_config(self, target: Model) -> DSparkConfig:
+        rank = min(self.config.markov_rank, target.config.hidden_size)
+        return DSparkConfig.of_sizes(**self._fields(target), block_size=self.config.ttt, markov_rank=rank)
+
+
+class MedusaMethod(Method):
+    """Medusa heads (arXiv:2401.10774), one for each draft token."""
+
+    weights_file = "medusa_lm_head.safetensors"
+
+    def new_states(self, target: Model) -> tuple[int, ...]:
+        return ()
+
+    def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> MedusaHeads:
+        config = MedusaConfig(
+            vocab_size=target.config.vocab_size,
+            hidden_size=target.config.hidden_size,
+            num_heads=self.config.ttt,
+            num_layers=self.config.layers or MEDUSA_BLOCKS,
+            source_format="jspec",
+        )
+        weights = {name: jnp.zeros(spec.shape) for name, spec in medusa_params(config).items()}
+        output = target_rows(target, ids)  # the heads begin as the target's own prediction
+        weights |= {name: jnp.array(output) for name in weights if name.endswith(".output")}
+        return MedusaHeads.from_weights(config, unflatten(weights))
+
+    def load(self, path: str | Path, target: Model) -> MedusaHeads:
+        return Medusa.from_pretrained(path, **FIXED).bind(target)
+
+    def states(self, head: MedusaHeads, target: Model) -> tuple[int, ...]:
+        return ()
+
+    def loss(self, head: MedusaHeads, target: Model, seen: Observed, rows: Rows, keys: Array) -> Found:
+        return medusa.loss(head, seen, rows, self.config.decay)
+
+    def files(self, head: MedusaHeads, target: Model, tokens: Mapping[str, Any]) -> Files:
+        return write.medusa_files(head, str(target.embed.dtype))
+
+
+METHODS: dict[str, type[Method]] = {
+    "eagle3": Eagle3Method,
+    "dflash": DFlashMethod,
+    "dspark": DSparkMethod,
+    "medusa": MedusaMethod,
+}

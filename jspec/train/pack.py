@@ -1,0 +1,177 @@
+"""Packs documents into rows of one length, in files that are mapped into memory."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from jspec.train.data import LEAST, Document
+from jspec.train.rows import ALIGN
+
+FIELDS = {"tokens": np.uint32, "segments": np.uint16, "counted": np.bool_}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed rows; the fields are those of `jspec.train.rows.Rows`.
+
+    Attributes:
+        lines: row and line of each document, ordered by row.
+    """
+
+    tokens: Integer[np.ndarray, "rows size"]
+    segments: Integer[np.ndarray, "rows size"]
+    counted: Bool[np.ndarray, "rows size"]
+    lines: Integer[np.ndarray, "documents 2"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def lines_of(self, rows: Integer[np.ndarray, "chosen"]) -> list[int]:
+        """Return the lines of the documents in some rows, ascending."""
+        return sorted(set(self.lines[np.isin(self.lines[:, 0], rows), 1].tolist()))
+
+
+class Corpus:
+    """Documents one after another in files of a folder, so that the memory holds few of them.
+
+    Args:
+        folder: folder for the files, which exists.
+        name: prefix of the files' names.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._paths = [folder / f"{name}.{part}" for part in ("tokens", "counted")]
+        self._files = [path.open("wb") for path in self._paths]
+        self.sizes: list[int] = []
+        self.lines: list[int] = []
+
+    def add(self, line: int, document: Document, length: int) -> None:
+        """Append a document, in parts of at most ``length`` tokens; parts in which no token counts are left out."""
+        for first in range(0, len(document.tokens), length):
+            own = slice(first, first + length)
+            tokens, counted = document.tokens[own], document.counted[own]
+            if len(tokens) < LEAST or not counted.any():
+                continue
+            for file, values in zip(self._files, (tokens.astype(np.uint32), counted), strict=True):
+                file.write(values.tobytes())
+            self.sizes.append(len(tokens))
+            self.lines.append(line)
+
+    def close(self) -> tuple[Integer[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
+        """Close the files; return all tokens, and whether each counts."""
+        for file in self._files:
+            file.close()
+        if not self.sizes:
+            return np.zeros(0, np.uint32), np.zeros(0, bool)
+        tokens, counted = (np.memmap(p, t, "r") for p, t in zip(self._paths, (np.uint32, np.bool_), strict=True))
+        return tokens, counted
+
+    def remove(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def first_fit(sizes: Iterable[int], length: int) -> tuple[list[int], list[int]]:
+    """Put each size into the first row with room for it, in order.
+
+    Args:
+        sizes: numbers of tokens, each at most ``length``; each starts at a multiple of `ALIGN`.
+        length: tokens of a row.
+
+    Returns:
+        The row and the first place of each size.
+    """
+    room: list[list[int]] = [[] for _ in range(length // ALIGN + 1)]  # rows by their free blocks, each a heap
+    rows, places, count = [], [], 0
+    for size in sizes:
+        need = -(-size // ALIGN)
+        free = [(held[0], blocks) for blocks, held in enumerate(room) if held and blocks >= need]
+        row, blocks = min(free, default=(count, length // ALIGN))
+        if row == count:
+            count += 1
+        else:
+            heapq.heappop(room[blocks])
+        rows.append(row)
+        places.append(length - blocks * ALIGN)
+        if blocks > need:
+            heapq.heappush(room[blocks - need], row)
+    return rows, places
+
+
+def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
+    """Pack the documents of a corpus into rows, which are written to files of a folder.
+
+    Args:
+        corpus: the documents.
+        folder: folder for the files, which exists.
+        name: prefix of the files' names.
+        length: tokens of a row, a multiple of `ALIGN`.
+    """
+    tokens, counted = corpus.close()
+    rows, places = first_fit(corpus.sizes, length)
+    shape = (max(rows, default=-1) + 1, length)
+    filled = {
+        field: np.lib.format.open_memmap(folder / f"{name}.{field}.npy", "w+", dtype, shape)
+        for field, dtype in FIELDS.items()
+    }
+    held, at = np.zeros(shape[0], np.int64), 0
+    for row, place, size in zip(rows, places, corpus.sizes, strict=True):
+        held[row] += 1
+        own, source = (row, slice(place, place + size)), slice(at, at + size)
+        filled["tokens"][own], filled["counted"][own] = tokens[source], counted[source]
+        filled["segments"][own] = held[row]
+        at += size
+    for array in filled.values():
+        array.flush()
+    lines = np.stack([rows, corpus.lines], axis=1) if rows else np.zeros((0, 2), np.int64)
+    np.save(folder / f"{name}.lines.npy", lines[np.argsort(lines[:, 0], kind="stable")])
+    del tokens, counted
+    corpus.remove()
+    return load(folder, name)
+
+
+def load(folder: Path, name: str) -> Packed:
+    """Map the rows that `pack` wrote into memory."""
+    fields = {field: np.load(folder / f"{name}.{field}.npy", mmap_mode="r") for field in FIELDS}
+    return Packed(**fields, lines=np.load(folder / f"{name}.lines.npy"))
+
+
+class Order:
+    """The order in which rows are read, epoch after epoch; it follows from the seed alone.
+
+    Args:
+        rows: number of rows.
+        seed: seed of the order; an epoch is a permutation drawn from (seed, number of the epoch).
+    """
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch, self._permutation = -1, np.zeros(0, np.int64)
+
+    def batch(self, step: int, size: int) -> Integer[np.ndarray, "size"]:
+        """Return the rows of a step's batch; steps count from 0."""
+        return np.array([self._row(step * size + index) for index in range(size)])
+
+    def _row(self, index: int) -> int:
+        epoch, place = divmod(index, self._rows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng((self._seed, epoch)).permutation(self._rows)
+        return int(self._permutation[place])
+
+
+def fingerprint(packed: Packed) -> str:
+    """Return a text that differs for other rows: their number, and sums over their tokens."""
+    places = np.arange(1, packed.tokens.shape[1] + 1, dtype=np.uint64) if len(packed) else np.zeros(0, np.uint64)
+    sums = [0, 0]
+    for index, row in enumerate(packed.tokens):
+        own = int((row.astype(np.uint64) * places).sum(dtype=np.uint64))
+        sums = [(sums[0] + own) % 2**61, (sums[1] * 31 + own + index) % 2**61]
+    return json.dumps([len(packed), *sums])

@@ -1,0 +1,70 @@
+"""The memory and the arithmetic that an update of an EAGLE-3 head needs, derived from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.decoder import Model
+from jspec.step.memory import tree_bytes
+from jspec.train import attention, observe
+from jspec.train.config import TrainConfig
+
+MOMENTS = 3  # float32 copies of a weight that a run keeps: the weight and both moments of AdamW
+SCORES, LOGITS = 3, 3  # float32 copies of a block's scores and logits that exist at a time
+PASSES = 4  # forward, forward again for the gradient, and the gradient's two products for each of the forward's
+
+
+def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str, int]:
+    """Return the bytes of each part of the memory of an update, by name; the largest ones, others are left out.
+
+    Args:
+        config: options of the run.
+        target: the target.
+        head: the head, as `jspec.train.methods.Method.create` makes it.
+    """
+    own, trained = head.config, replace(head, embed=None, draft_to_target=None)
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    width, tokens = target.embed.dtype.itemsize, config.batch * config.length
+    layers = [layer.gqa for layer in own.layers]
+    kept = own.hidden_size + 2 * sum(layer.kv_size for layer in layers)
+    states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
+    scores = min(attention.SCORES, tokens * config.length * layers[0].heads)
+    activations = 4 * own.intermediate_size + 6 * own.hidden_size
+    cache = sum(layer.attention.kv_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
+    return {
+        "target": tree_bytes(target),
+        "weights and moments": 4 * MOMENTS * count,
+        "weights in the target's dtype": width * count,
+        "gradient": 4 * count,
+        "states of the target": width * tokens * states,
+        "cache of the target": width * tokens * cache,
+        "probabilities of the target": width * tokens * own.draft_vocab_size,
+        "kept between steps": width * tokens * kept * config.ttt,
+        "activations of a step": width * tokens * activations,
+        "scores": 4 * SCORES * scores,
+        "logits": 4 * LOGITS * min(observe.LOGITS, tokens * own.draft_vocab_size),
+    }
+
+
+def head_flops(config: TrainConfig, head: EagleHead) -> float:
+    """Return the floating-point operations of the head for one token of an update.
+
+    The gradient computes each step again. Of the scores of a row, half are visible on average.
+    """
+    own = head.config
+    weights: list[Any] = [head.head]
+    for layer in head.layers:
+        weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    products = sum(2 * weight.size for weight in weights)
+    scores = sum(4 * layer.gqa.q_size * config.length / 2 for layer in own.layers)
+    fused = 0 if head.fc is None else 2 * head.fc.size  # type: ignore[union-attr]
+    return PASSES * config.ttt * (products + scores) + (PASSES - 1) * fused
+
+
+def target_logit_flops(target: Model, head: EagleHead) -> float:
+    """Return the operations of the target's logits for one token: all for the argmax, and those of the draft tokens."""
+    return 2 * target.config.hidden_size * (target.config.vocab_size + head.config.draft_vocab_size)

@@ -1,0 +1,52 @@
+"""The command `jspec train`, and the picture of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jspec import plot
+from jspec.__main__ import main
+from jspec.tools.train import OPTIONS
+from jspec.train import TrainConfig
+from jspec.train.journal import Journal
+from jspec.train.measured import Figures
+from tests.train import runs
+
+
+def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    runs.target_folder(tmp_path / "target")
+    runs.data_file(tmp_path / "data.jsonl")
+    sizes = ("--steps", "4", "--length", "32", "--batch", "2", "--ttt", "2", "--eval-every", "2", "--held-out", "0.2")
+    paths = [word for name in ("target", "out") for word in (f"--{name}", str(tmp_path / name))]
+    words = ["train", *paths, "--data", str(tmp_path / "data.jsonl"), "--tokenizer", "bytes", *sizes]
+    words += ["--feature-layers", "0", "1", "3", "--draft-vocab", "24"]
+    assert main([*words, "--plot", str(tmp_path / "run.png")]) == 0
+    said = capsys.readouterr()
+    assert "acceptance" in said.out and f"--eagle3 {tmp_path / 'out'}" in said.out
+    assert "update 1 of 4: loss" in said.err and "tokens/s" in said.err and "held-out rows" in said.err
+    assert (tmp_path / "run.png").stat().st_size > 1000
+    assert main(words) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert main(["generate", "--target", paths[1], "--eagle3", paths[3], "--tokenizer", "bytes", "--max-len", "64",
+                 "--max-tokens", "4", "--tree", "chain:2", "abc"]) == 0  # fmt: skip
+
+
+def test_every_field_of_the_options_has_a_help_text() -> None:
+    assert list(OPTIONS) == [field.name for field in dataclasses.fields(TrainConfig)]
+
+
+def test_training_picture_shows_losses_and_acceptance_of_training_and_held_out_rows(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 0)
+    for step in (1, 2, 3):
+        journal.add("train", step, Figures(3.0 - step, (0.5,), 1.0 + step / 4))
+    journal.add("eval", 3, Figures(0.25, (0.5,), 1.5))
+    ax = plot.training(journal.path)
+    other = ax.figure.axes[1]
+    drawn = [[line.get_xydata().tolist() for line in axes.lines if len(line.get_xdata())] for axes in (ax, other)]  # type: ignore[union-attr]
+    assert drawn[0] == [[[1, 2.0], [2, 1.0], [3, 0.0]], [[3, 0.25]]]
+    assert drawn[1] == [[[1, 1.25], [2, 1.5], [3, 1.75]], [[3, 1.5]]]
+    assert len(ax.get_legend().get_texts()) == 4  # type: ignore[union-attr]

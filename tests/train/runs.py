@@ -1,0 +1,51 @@
+"""Small training runs: a target folder, data, and the calls that train."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.train import Result, fit
+from tests.support import folders
+
+TARGET = {**folders.TARGET, "vocab_size": 256, "eos_token_id": 10}
+OPTIONS: dict[str, Any] = dict(
+    steps=12, length=32, batch=2, ttt=2, eval_every=4, learning_rate=5e-3, draft_vocab=24, held_out=0.2
+)
+OPTIONS |= dict(feature_layers=(0, 1, 3), tokenizer="bytes")
+
+
+def target_folder(folder: Path) -> Path:
+    """Write a random target of three layers whose tokens are bytes."""
+    return folders.write(folder, TARGET, folders.target_tensors(TARGET))
+
+
+def data_file(path: Path, lines: int = 40) -> Path:
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(97, 123, size))) for size in rng.integers(8, 32, lines)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def train(folder: Path, out: str, **options: Any) -> Result:
+    """Train on the target and the data of a folder."""
+    return fit(folder / "target", folder / "data.jsonl", folder / out, **{**OPTIONS, **options})
+
+
+def weights(head: Path) -> dict[str, np.ndarray]:
+    return folders.stored(head)
+
+
+def start(folder: Path, out: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Begin the run of `train` in a process of its own."""
+    code = (
+        "import json, sys; from pathlib import Path; from tests.train import runs; "
+        "runs.train(Path(sys.argv[1]), sys.argv[2], **json.loads(sys.argv[3]))"
+    )
+    words = [sys.executable, "-c", code, str(folder), out, json.dumps(options)]
+    return subprocess.Popen(words, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE)

@@ -1,0 +1,128 @@
+"""Test loss and gradients against the equations in numpy, and packed documents against single ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.draft.eagle_head import EagleHead
+from jspec.tools.replay import run_texts
+from jspec.train import attention, eagle3, losses, observe
+from jspec.train.config import TrainConfig
+from jspec.train.methods import Eagle3Method
+from jspec.train.rows import Rows
+from tests.reference import training
+from tests.train import support
+
+STEPS, DECAY = 3, 0.7
+FIELDS = ("qkv", "o", "gate_up", "down", "mlp_norm", "input_norm", "hidden_norm")  # weights of the layer
+
+
+def named(head: EagleHead) -> dict[str, np.ndarray]:
+    """Return the trained weights of a head by the names of the reference, in float64."""
+    found = {name: getattr(head.layers[0], name) for name in FIELDS}
+    found |= {name: getattr(head, name) for name in ("fc", "norm", "head", "fc_norm")}
+    return {name: np.asarray(value, np.float64) for name, value in found.items() if value is not None}
+
+
+def expected(weights: dict[str, np.ndarray], head: EagleHead, found: list[Any], **options: Any) -> float:
+    """Return the loss of documents by the reference."""
+    target, config = support.target(), head.config
+    shape = training.Shape(4, 2, 4, config.norm_eps, 10000.0, config.norm_output, config.fc_norm)
+    embed, ids, total = np.asarray(target.embed, np.float64), np.asarray(head.draft_to_target), 0.0
+    for tokens, counted in found:
+        out = run_texts(target, jnp.asarray(tokens[None], jnp.int32), support.STATES)
+        states = np.asarray(out.features[0], np.float64).reshape(len(tokens), 3, -1)  # type: ignore[index]
+        document = training.Document(tokens, counted, states, np.asarray(out.logits[0], np.float64))
+        total += training.loss(weights, shape, document, embed, ids, steps=STEPS, decay=DECAY, **options)
+    return total
+
+
+def trained(head: EagleHead, rows: Rows, kind: str = "soft") -> tuple[float, EagleHead]:
+    """Return the loss of packed rows and its gradient."""
+    target = support.target()
+    weights, rest = Eagle3Method(TrainConfig()).split(head)
+
+    def loss(weights: EagleHead, rest: Any, rows: Rows) -> jax.Array:
+        seen = observe.observe(target, rows, support.STATES)
+        options = eagle3.Eagle3Loss(STEPS, DECAY, kind)
+        return eagle3.loss(weights.replace(**rest), target, seen, rows, options)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(weights, rest, rows)
+    return float(value), gradient
+
+
+def lk(p: np.ndarray, q: np.ndarray, weight: float | None = None) -> float:
+    overlap = float(np.minimum(p, q).sum())
+    w = np.exp(-3 * overlap) if weight is None else weight
+    return float(w * (q * np.log(q / p)).sum() + (1 - w) * (1 - overlap))
+
+
+@pytest.mark.parametrize("eagle31", [False, True])
+def test_loss_and_gradient_of_packed_documents_equal_the_equations(eagle31: bool) -> None:
+    found = support.documents([11, 18, 5, 16])
+    head = support.head(eagle31=eagle31)
+    value, gradient = trained(head, support.packed(found, 48))
+    weights = named(head)
+    assert value == pytest.approx(expected(weights, head, found), rel=1e-5)
+    gradients, rng = named(gradient), np.random.default_rng(0)
+    assert gradients.keys() == weights.keys()
+    for name, array in weights.items():
+        direction, size = rng.normal(size=array.shape), 1e-5
+        direction /= np.linalg.norm(direction)
+        ends = [expected({**weights, name: array + sign * size * direction}, head, found) for sign in (1, -1)]
+        derivative = (ends[0] - ends[1]) / (2 * size)
+        scale = np.linalg.norm(gradients[name])
+        assert scale > 1e-3, name
+        assert (gradients[name] * direction).sum() == pytest.approx(derivative, abs=1e-5 * max(scale, 1)), name
+
+
+def test_lk_loss_equals_its_equation() -> None:
+    found = support.documents([11, 18])
+    head = support.head()
+    value, gradient = trained(head, support.packed(found, 48), "lk")
+    assert value == pytest.approx(expected(named(head), head, found, of=lk), rel=1e-5)
+    assert value != pytest.approx(expected(named(head), head, found), rel=1e-2)
+    assert float(jnp.abs(gradient.head).max()) > 0  # type: ignore[union-attr]
+
+
+def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> None:
+    found = support.documents([11, 18, 5, 16])
+    head, rows = support.head(), support.packed(found, 48)
+    value = trained(head, rows)[0]
+    merged = rows.replace(segments=(rows.segments > 0).astype(jnp.int32))
+    every = rows.replace(counted=rows.segments > 0)
+    others = [trained(head, other)[0] for other in (merged, every)]
+    assert all(abs(other - value) > 1e-2 * value for other in others)
+    weights, everything = named(head), np.arange(40)
+    target_ids = np.asarray(head.draft_to_target)
+    assert len(target_ids) < len(everything)
+    unmasked = expected(weights, head.replace(draft_to_target=jnp.asarray(target_ids[::-1].copy())), found)
+    assert abs(unmasked - value) > 1e-2 * value  # draft ids in another order
+
+
+def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = support.documents([11, 18, 5, 16])
+    head, rows = support.head(), support.packed(found, 48)
+    value, gradient = trained(head, rows)
+    for module, name, size in ((observe, "LOGITS", 400), (losses, "LOGITS", 400), (attention, "SCORES", 4 * 48 * 8)):
+        monkeypatch.setattr(module, name, size)
+    assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens
+    blocks, own = trained(head, rows)
+    assert blocks == pytest.approx(value, rel=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), own, gradient)
+
+
+def test_choices_of_equal_logits_are_the_smallest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "LOGITS", 32)
+    target = support.target()
+    normed = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 16)), jnp.float32)
+    flat = target.replace(head=jnp.concatenate([target.head[:20]] * 2))  # type: ignore[index]
+    expected = np.argmax(np.asarray(normed @ flat.head.T), axis=-1)
+    np.testing.assert_array_equal(observe.choose(flat, normed), expected)
+    assert expected.max() < 20

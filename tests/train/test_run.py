@@ -1,0 +1,231 @@
+"""Test whole runs: they learn, go on after being killed with the same numbers, and lose nothing by a fault."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jspec.draft.dflash import DFlash
+from jspec.draft.dspark import DSpark
+from jspec.draft.eagle import Eagle3
+from jspec.draft.medusa import Medusa
+from jspec.models.decoder import Model
+from jspec.tools.testing import check_lossless
+from jspec.train import loop
+from jspec.train.checkpoints import Checkpoints
+from jspec.train.journal import read_journal
+from jspec.train.run import Result
+from tests.train import runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, data, and the head of an unbroken run."""
+    made = tmp_path_factory.mktemp("runs")
+    runs.target_folder(made / "target")
+    runs.data_file(made / "data.jsonl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder: Path) -> Result:
+    return runs.train(folder, "unbroken")
+
+
+def measured(head: Path) -> list[dict[str, Any]]:
+    """Return the measurements of a run without its speed."""
+    found = read_journal(head / "training" / "journal.jsonl")
+    return [{name: value for name, value in entry.items() if name != "tokens_per_second"} for entry in found]
+
+
+def assert_same_run(head: Path, other: Path) -> None:
+    """Assert that two runs have the same numbers bit for bit: the best heads, the last states, the measurements."""
+    own, expected = runs.weights(head), runs.weights(other)
+    assert own.keys() == expected.keys() and all(own[name].tobytes() == expected[name].tobytes() for name in own)
+    assert measured(head) == measured(other)
+
+
+def test_a_run_lowers_the_loss_and_writes_the_head_of_its_best_evaluation(folder: Path, unbroken: Result) -> None:
+    entries = measured(unbroken.out)
+    assert [entry["step"] for entry in entries if entry["kind"] == "eval"] == [4, 8, 12]
+    assert [entry["step"] for entry in entries if entry["kind"] == "train"] == list(range(1, 13))
+    losses = [entry["loss"] for entry in entries if entry["kind"] == "eval"]
+    assert losses[-1] < losses[0] - 0.01
+    best = max((entry for entry in entries if entry["kind"] == "eval"), key=lambda entry: entry["acceptance"])
+    assert unbroken.figures.acceptance == best["acceptance"] and unbroken.steps == 12
+    head = Eagle3.from_pretrained(unbroken.out, tree="chain:2").head
+    assert head.config.draft_vocab_size == 24 and 10 in np.asarray(head.draft_to_target)  # the EOS token
+    config = json.loads((unbroken.out / "config.json").read_text())
+    assert config["eos_token_id"] == 10 and config["max_position_embeddings"] == 32
+
+
+@pytest.mark.parametrize(
+    ("method", "reader", "options"),
+    [
+        ("eagle3", Eagle3, {"eagle31": True}),
+        ("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}),
+        ("dspark", DSpark, {"feature_layers": (1, 2), "layers": 1, "markov_rank": 4}),
+        ("medusa", Medusa, {"feature_layers": None}),
+    ],
+)
+def test_heads_of_each_method_are_trained_and_draft(
+    folder: Path, method: str, reader: Any, options: dict[str, Any]
+) -> None:
+    vocabulary = {} if method == "eagle3" else {"draft_vocab": None}
+    result = runs.train(folder, method, method=method, steps=8, **options, **vocabulary)
+    losses = [entry["loss"] for entry in measured(result.out) if entry["kind"] == "eval"]
+    assert losses[-1] < losses[0]
+    drafter = reader.from_pretrained(result.out, tree="chain:2")
+    target = Model.from_pretrained(folder / "target")
+    options = dict(slots=1, max_len=32, max_tokens=8)
+    assert check_lossless(drafter, target, [[100, 101, 102]], **options) == {0.0: [], 1.0: []}
+    if method == "eagle3":
+        assert drafter.head.config.norm_output and drafter.head.config.fc_norm
+        again = runs.train(folder, "again", init=str(result.out), steps=4)
+        first = measured(again.out)[0]
+        assert first["loss"] < measured(result.out)[0]["loss"]  # it goes on from trained weights
+
+
+def kill_when(folder: Path, out: str, wait: Any) -> None:
+    """Begin a run in a process, and kill it when a function says so."""
+    process = runs.start(folder, out)
+    try:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and not wait() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -9, "the run ended before it was killed"
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_numbers(folder: Path, unbroken: Result) -> None:
+    journal = folder / "killed" / "training" / "journal.jsonl"
+    kill_when(folder, "killed", lambda: journal.is_file() and journal.read_text().count("\n") >= 7)
+    assert Checkpoints(folder / "killed" / "training" / "checkpoints").steps[-1] < 12
+    result = runs.train(folder, "killed", resume=True)
+    assert result.figures == unbroken.figures
+    assert_same_run(folder / "killed", unbroken.out)
+    other = shutil.copytree(unbroken.out, folder / "other")
+    tensors = runs.weights(other)
+    tensors["norm.weight"][0] = np.nextafter(tensors["norm.weight"][0], np.float32(2))
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(AssertionError):
+        assert_same_run(other, unbroken.out)  # one bit differs
+
+
+@pytest.mark.long
+def test_runs_killed_at_ten_random_times_go_on_with_the_same_numbers(folder: Path, unbroken: Result) -> None:
+    rng = np.random.default_rng(0)
+    began = time.monotonic()
+    process = runs.start(folder, "timed")
+    process.communicate()
+    whole = time.monotonic() - began
+    for index in range(10):
+        name, until = f"random{index}", time.monotonic() + rng.uniform(0.05, 0.95) * whole
+        process = runs.start(folder, name)
+        time.sleep(max(0.0, until - time.monotonic()))
+        process.kill()
+        process.communicate()
+        runs.train(folder, name, resume=(folder / name / "training").is_dir())
+        assert_same_run(folder / name, unbroken.out)
+
+
+def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, unbroken: Result) -> None:
+    assert runs.train(folder, "unbroken", resume=True).figures == unbroken.figures  # nothing is left to do
+    with pytest.raises(ValueError, match=r"learning_rate: expected 0.005, with which .*unbroken was begun, got 0.01"):
+        runs.train(folder, "unbroken", resume=True, learning_rate=1e-2)
+    with pytest.raises(ValueError, match=r"steps: expected 12"):
+        runs.train(folder, "unbroken", resume=True, steps=13)
+    (folder / "moved").mkdir()
+    runs.data_file(folder / "moved" / "data.jsonl", lines=30)
+    (folder / "moved" / "target").symlink_to(folder / "target")
+    (folder / "moved" / "unbroken").symlink_to(folder / "unbroken")
+    with pytest.raises(ValueError, match=r"data: expected"):
+        runs.train(folder / "moved", "unbroken", resume=True)
+    with pytest.raises(FileExistsError, match="pass --resume, or name another"):
+        runs.train(folder, "unbroken")
+    with pytest.raises(FileNotFoundError, match="got none; leave out --resume"):
+        runs.train(folder, "nowhere", resume=True)
+
+
+def test_options_and_data_that_do_not_fit_the_target_are_refused_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(ValueError, match="draft_vocab: expected at most 256, the target's vocabulary, got 300"):
+        runs.train(folder, "large", draft_vocab=300)
+    with pytest.raises(ValueError, match=r"feature layers .*do not exist"):
+        runs.train(folder, "layers", feature_layers=(0, 1, 9))
+    with pytest.raises(ValueError, match="unexpected keyword argument 'lerning_rate'"):
+        runs.train(folder, "typo", lerning_rate=1)
+    assert not any((folder / name).exists() for name in ("large", "layers", "typo"))
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_documents(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, seen = loop.rows_of, []
+
+    def poisoned(packed: Any, chosen: Any, count: int) -> Any:
+        """Give the seventh batch an embedding row of NaN."""
+        rows = find(packed, chosen, count)
+        seen.append(packed.lines_of(chosen))
+        return rows.replace(tokens=rows.tokens * 0 + 255) if len(seen) == 9 else rows
+
+    monkeypatch.setattr(loop, "rows_of", poisoned)
+    tensors = runs.folders.target_tensors(runs.TARGET)
+    tensors["model.embed_tokens.weight"][255] = np.nan
+    (folder / "nan").mkdir()
+    runs.data_file(folder / "nan" / "data.jsonl")
+    runs.folders.write(folder / "nan" / "target", runs.TARGET, tensors)
+    with pytest.raises(loop.LossError) as raised:
+        runs.train(folder / "nan", "head", held_out=0)
+    assert f"update 9: expected a finite loss and gradient, got others on the documents of lines {seen[8][0]}, " in str(
+        raised.value
+    )
+    assert Checkpoints(folder / "nan" / "head" / "training" / "checkpoints").steps == [4, 8]
+    assert all(np.isfinite(value).all() for value in runs.weights(folder / "nan" / "head").values())
+
+
+@pytest.fixture
+def small_files() -> Iterator[Any]:
+    """A function that lets no file grow beyond a number of bytes until the test ends."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's tasks
+@pytest.mark.parametrize("part", ["head", "checkpoint"])
+def test_a_disk_that_is_full_stops_the_run_and_loses_nothing(
+    folder: Path, unbroken: Result, small_files: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    name, evaluations = f"full_{part}", 0
+    measure = loop.Loop.measure
+
+    def measure_and_fill(self: Any, state: Any) -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations == 2:
+            small_files(2000)
+        return measure(self, state)
+
+    monkeypatch.setattr(loop.Loop, "measure", measure_and_fill)
+    if part == "checkpoint":
+        monkeypatch.setattr("jspec.train.run.write.write_head", lambda *files: None)
+    with pytest.raises(OSError, match=r"File too large.*the checkpoint of step 4 is whole: make room and go on"):
+        runs.train(folder, name)
+    monkeypatch.undo()
+    small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    if part == "head":
+        assert Eagle3.from_pretrained(folder / name, tree="chain:2")  # that of the first evaluation
+    runs.train(folder, name, resume=True)
+    assert measured(folder / name) == measured(unbroken.out)

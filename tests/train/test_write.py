@@ -1,0 +1,99 @@
+"""Test that heads which are written load unchanged: weights bit for bit, and the options of their config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.draft.eagle import Eagle3
+from jspec.draft.eagle_head import EagleHead
+from jspec.models.layer_config import Rope
+from jspec.train import write
+from jspec.train.config import TrainConfig
+from jspec.train.methods import Eagle3Method
+from tests.support import folders, tiny
+from tests.train import support
+
+IDS = np.array([1, 5, 6, 30, 39], np.int32)
+
+
+def written(folder: Path, head: EagleHead, config: TrainConfig | None = None) -> EagleHead:
+    """Write a head of the small target and read it as a user does."""
+    files = Eagle3Method(config or TrainConfig()).files(head, support.target(), {"bos_token_id": 1})
+    write.write_head(folder, *files)
+    return Eagle3.from_pretrained(folder, tree="chain:2").head
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eagle31": True},
+        {"layers": 3},
+        {"rope_theta": 5e5},
+        {"feature_layers": (2, 3)},
+        {"feature_layers": (1, 2, 3)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("drafted", [5, 40])
+def test_written_heads_load_with_the_same_bits_and_options(
+    tmp_path: Path, options: dict[str, Any], drafted: int
+) -> None:
+    config = TrainConfig(**{"feature_layers": support.STATES, **options})
+    ids = IDS if drafted == 5 else np.arange(40, dtype=np.int32)
+    head = Eagle3Method(config).create(support.target(), ids)
+    found = written(tmp_path, head, config)
+    own = head.replace(embed=None)
+    assert jax.tree.structure(found.replace(config=own.config)) == jax.tree.structure(own)
+    for (path, one), other in zip(jax.tree.leaves_with_path(own), jax.tree.leaves(found), strict=True):
+        assert one.dtype == other.dtype and np.array_equal(one, other), path
+    assert found.config.resized(source_format="jspec") == head.config
+    assert found.config.norm_output == found.config.fc_norm == config.eagle31
+
+
+def test_default_states_are_written_as_the_authors_write_them(tmp_path: Path) -> None:
+    target = tiny.model(40, layers=8)
+    head = Eagle3Method(TrainConfig()).create(target, IDS)
+    fields, tensors = Eagle3Method(TrainConfig()).files(head, target, {})
+    assert fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert np.array_equal(np.flatnonzero(tensors["t2d"]), IDS)
+    assert np.array_equal(tensors["d2t"] + np.arange(5), IDS)
+    write.write_head(tmp_path, fields, tensors)
+    assert Eagle3.from_pretrained(tmp_path, tree="chain:2").head.config.feature_layers == (2, 4, 5)
+
+
+def test_a_head_of_the_authors_is_read_and_written_with_the_same_tensors(tmp_path: Path) -> None:
+    tensors = folders.head_tensors()
+    given = Eagle3.from_pretrained(folders.write(tmp_path / "given", folders.HEAD, tensors), tree="chain:2").head
+    written(tmp_path / "own", given.replace(config=given.config.resized(feature_layers=(1, 2, 3))))
+    folders.assert_same(folders.stored(tmp_path / "own"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"rope": Rope(kind="linear", factor=2.0)}, "rope"),
+        ({"qk_norm": "head"}, "qk_norm"),
+        ({"feature_layers": (3, 2, 1)}, "feature_layers"),
+    ],
+)
+def test_heads_that_the_format_cannot_describe_are_refused_by_name(changes: dict[str, Any], name: str) -> None:
+    head = support.head()
+    head = head.replace(config=head.config.resized(**changes))
+    with pytest.raises(NotImplementedError, match=name):
+        Eagle3Method(TrainConfig()).files(head, support.target(), {})
+
+
+def test_bfloat16_weights_are_written_as_bfloat16(tmp_path: Path) -> None:
+    target = support.target().replace(embed=support.target().embed.astype(jnp.bfloat16))
+    head = support.head()
+    write.write_head(tmp_path, *Eagle3Method(TrainConfig()).files(head, target, {}))
+    assert folders.stored(tmp_path)["fc.weight"].dtype == folders.BFLOAT16
+    loaded = Eagle3.from_pretrained(tmp_path, tree="chain:2", dtype="float32").head
+    np.testing.assert_array_equal(loaded.fc, np.asarray(head.fc).astype(folders.BFLOAT16).astype(np.float32))
