@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         options["feature_layers"] = tuple(options["feature_layers"])
     target = demo.folder(arguments.target, "target")
     options |= {"resume": arguments.resume, "dtype": arguments.dtype}
-    options["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
+    options["tokenizer"] = arguments.tokenizer
     result = fit(target, arguments.data, arguments.out, **options)
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
     print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")
