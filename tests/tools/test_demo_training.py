@@ -75,7 +75,7 @@ def write_text(folder: Path) -> Path:
     folder.mkdir()
     for index in range(40):
         lines = [f"    number_of_item_{index}_{line} = {line * index}\n" for line in range(20)]
-        (folder / f"module{index}.py").write_text(f"def compute_{index}():\n{''.join(lines)}")
+        (folder / f"module{index}.py").write_text(f"def compute_{index}():\n{''.join(lines)}\n# block {index}\n" * 9)
     return folder
 
 
@@ -132,11 +132,36 @@ def test_prepared_tokens_are_the_documents_each_behind_an_end(data: Path) -> Non
 
 def test_parts_of_the_training_text_are_prompts_with_what_follows_them(data: Path) -> None:
     tokenizer, tokens = Tokenizer.from_file(str(data / "tokenizer.json")), np.load(data / prepare.TRAIN)
-    whole = tokenizer.decode(tokens.tolist())
-    parts = list(prepare.parts_of(tokens, tokenizer, 5))
+    whole, starts = tokenizer.decode(tokens.tolist()), np.load(data / prepare.STARTS)
+    parts = list(prepare.parts_of(tokens, starts, tokenizer, 5))
     assert len({part["prompt"] for part in parts}) == 5
-    assert all(part["prompt"] + part["completion"] in whole for part in parts)
-    assert list(prepare.parts_of(tokens, tokenizer, 5)) == parts
+    assert all(part["prompt"].startswith("# block") and part["prompt"] + part["completion"] in whole for part in parts)
+    assert list(prepare.parts_of(tokens, starts, tokenizer, 5)) == parts
+
+
+def test_blocks_start_at_lines_without_indentation_behind_empty_lines() -> None:
+    sample = "a = 1\nb = 2\n\nclass C:\n    x = 1\n\n    y = 2\n\n\n\n@d\ndef f():\n\t1\n\n\tz\n"
+    tokenizer = prepare.trained([sample], 280)
+    tokens = np.array(tokenizer.encode(sample).ids)
+    found = prepare.block_starts(tokenizer, tokens)
+    assert [tokenizer.decode(tokens[start:].tolist()).splitlines()[0] for start in found] == ["class C:", "@d"]
+
+
+def test_half_of_the_rows_begin_with_an_end_and_a_block() -> None:
+    tokens, blocks = jnp.arange(1, 101), jnp.array([20, 50, 95])
+    rows = np.asarray(fit.drawn(jax.random.key(0), tokens, blocks, 40, 11))
+    assert set(rows[:20, 0]) == {0} and set(rows[:20, 1]) == {21, 51, 91}, "the last block has too few tokens behind it"
+    assert (np.diff(rows[:, 1:]) == 1).all() and (np.diff(rows[20:]) == 1).all()
+    assert len(set(rows[20:, 0])) > 10 and rows.max() <= 100
+
+
+def test_newlines_and_indentation_are_tokens_of_their_own() -> None:
+    sample = "def f(x):\n    if x:\n        return x\n\n    return  1\n"
+    ids = prepare.trained([sample] * 9, 300).encode(sample, add_special_tokens=False)
+    pieces = [token.replace("Ġ", " ").replace("Ċ", "\n") for token in ids.tokens]
+    blank = [piece for piece in pieces if piece.isspace()]
+    assert blank == ["\n", "    ", "\n", "        ", "\n", "\n", "    ", "  ", "\n"]
+    assert not any("\n" in piece for piece in pieces if piece != "\n")
 
 
 def test_tokenizer_returns_every_text_unchanged(data: Path) -> None:
