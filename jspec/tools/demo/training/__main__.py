@@ -1,10 +1,13 @@
 """Trains and measures the target of the embedded pair.
 
-The one of this package was made of the archive of CPython 3.11.2's sources and an installed Python 3.12:
+The pair of this package was made of the sources of CPython 3.11.2 and of the libraries of four other versions:
 
-    python -m jspec.tools.demo.training --prepare data --text cpython/Lib cpython/Doc cpython/Tools
-    python -m jspec.tools.demo.training --data data --out target --minutes 4
+    python -m jspec.tools.demo.training --prepare data --prompts 20000 \\
+        --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
+    python -m jspec.tools.demo.training --data data --out target --minutes 4.5 --attention cudnn
     python -m jspec.tools.demo.training --data data --evaluate target
+    python -m jspec train --target target --data data/prompts.jsonl --out head --regenerate --max-tokens 128 \\
+        --temperature 0.6 --draft-vocab 1536 --length 1024 --batch 16 --ttt 5 --steps 2500 --learning-rate 2e-3
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
         if options.out is not None:
             _train(options, data)
+        if options.answers is not None:
+            from jspec.tools.demo.training.answers import answer
+
+            target, file = options.answers
+            answer(data / prepare.PROMPTS, target, file, seconds=60 * (options.minutes or 1), slots=options.slots)
         if options.evaluate is not None:
             from jspec.tools.demo.training.evaluate import evaluate
 
@@ -65,8 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=0, help="lines of prompts.jsonl to write, to train a head with")
     parser.add_argument("--data", type=Path, help="folder that --prepare wrote")
     parser.add_argument("--out", type=Path, help="folder to write a trained target to")
+    parser.add_argument(
+        "--answers", type=Path, nargs=2, metavar=("TARGET", "FILE"), help="let a target complete prompts.jsonl"
+    )
+    parser.add_argument("--slots", type=int, default=256, help="completions that run at once; default: 256")
     parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")
-    parser.add_argument("--minutes", type=float, help="time to train for")
+    parser.add_argument("--minutes", type=float, help="time to train or to complete prompts for")
     parser.add_argument("--updates", type=int, default=1000, help="updates to train for, without --minutes")
     for kind in (model.Shape, fit.Recipe):
         for field in fields(kind):

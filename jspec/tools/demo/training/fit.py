@@ -1,4 +1,4 @@
-"""Trains the embedded target: many updates in one compiled program, with all tokens in the memory of the device."""
+"""Trains the embedded target: each update is one compiled program, and all tokens are in the memory of the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recipe:
         rate: highest learning rate.
         decay: weight decay of linear weights.
         warmup: updates until the highest learning rate; it falls linearly to 0 from there on.
-        chunk: updates of one call of the compiled program.
+        chunk: updates between two lines of progress.
         attention: implementation of the attention.
         dtype: dtype of products; weights are float32.
         seed: seed of the weights and of the order of the texts.
@@ -70,7 +70,7 @@ def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = Non
         data: folder of `jspec.tools.demo.training.prepare.prepare`.
         shape: sizes of the target.
         recipe: how to train.
-        minutes: time to train for; the first two calls, which are measured, tell the number of updates.
+        minutes: time to train for; the clock tells the number of updates.
         updates: updates to train for, if ``minutes`` is None.
     """
     stored = np.load(data / TRAIN)
@@ -78,22 +78,23 @@ def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = Non
         raise ValueError(f"vocab: expected at least {stored.max() + 1}, the tokens of {data}, got {shape.vocab}")
     tokens, blocks = jnp.asarray(stored), jnp.asarray(np.load(data / STARTS))
     began = time.perf_counter()
-    state, run = prepared(shape, recipe)
-    # With a time limit the first two calls, which belong to the warm-up, do not know the number of updates yet.
+    state, update = prepared(shape, recipe)
+    # With a time limit, the clock tells the number of updates after each chunk but the first, which compiles.
     total, done = (updates if minutes is None else 2**30), 0
     while done < total:
-        start = time.perf_counter()
-        state, mean = run(state, tokens, blocks, jnp.float32(total))
-        loss = float(mean)
+        start, chunk = time.perf_counter(), min(recipe.chunk, total - done)
+        means = []
+        for _ in range(chunk):
+            state, mean = update(state, tokens, blocks, jnp.float32(total))
+            means.append(mean)
+        loss, done = float(jnp.mean(jnp.stack(means))), done + chunk
         seconds = time.perf_counter() - start
-        done += recipe.chunk
-        rate = recipe.chunk * recipe.rows * shape.context / seconds
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss after {done} updates is {loss}: lower --rate")
-        if minutes is not None and done == 2 * recipe.chunk:
+        if minutes is not None and done > recipe.chunk:
             left = 60 * minutes - (time.perf_counter() - began)
-            total = done + max(1, int(left / seconds)) * recipe.chunk
-        report(done, total, loss, rate, began)
+            total = done + max(0, int(left / seconds)) * recipe.chunk
+        report(done, total, loss, chunk * recipe.rows * shape.context / seconds, began)
     for group, windows in held_out(data, shape.context).items():
         bits = bits_per_byte(state.weights, windows, shape, recipe)
         print(f"held-out {group}: {bits:.3f} bits a byte ({windows.bytes} bytes)", flush=True)
@@ -112,10 +113,10 @@ def report(done: int, total: int, loss: float, rate: float, began: float) -> Non
 def prepared(
     shape: Shape, recipe: Recipe
 ) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
-    """Return the state before the first update, and the compiled program of ``recipe.chunk`` updates.
+    """Return the state before the first update, and the compiled program of an update.
 
     The program takes a state, all tokens, the starts of blocks and the number of all updates, and returns the new state
-    and the mean loss.
+    and the loss.
     """
     optimizer = _optimizer(recipe)
     weights = initial(shape, jax.random.key(recipe.seed))
@@ -126,22 +127,18 @@ def prepared(
         return jnp.mean(losses(cast, rows, shape, recipe.attention))
 
     @partial(jax.jit, donate_argnums=0)
-    def run(
+    def update(
         state: State, tokens: Int[Array, "tokens"], blocks: Int[Array, "blocks"], total: Float[Array, ""]
     ) -> tuple[State, Float[Array, ""]]:
-        def update(state: State, _: None) -> tuple[State, Float[Array, ""]]:
-            key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
-            rows = drawn(key, tokens, blocks, recipe.rows, shape.context + 1)
-            loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows)
-            changes, moments = optimizer.update(gradient, state.moments, state.weights)
-            rate = learning_rate(recipe, state.step, total)
-            changed = jax.tree.map(lambda value, change: value + rate * change, state.weights, changes)
-            return State(changed, moments, state.step + 1), loss
+        key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
+        rows = drawn(key, tokens, blocks, recipe.rows, shape.context + 1)
+        loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows)
+        changes, moments = optimizer.update(gradient, state.moments, state.weights)
+        rate = learning_rate(recipe, state.step, total)
+        changed = jax.tree.map(lambda value, change: value + rate * change, state.weights, changes)
+        return State(changed, moments, state.step + 1), loss
 
-        state, seen = jax.lax.scan(update, state, length=recipe.chunk)
-        return state, jnp.mean(seen)
-
-    return state, run
+    return state, update
 
 
 def drawn(
