@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jspec import Engine, Model
+from jspec import Engine, Model, SamplingParams
 from jspec.engine.tokenizer import load_tokenizer
 from jspec.tools.demo.training import evaluate, fit, model, prepare, text
 from jspec.tools.demo.training.__main__ import main
+from jspec.tools.demo.training.answers import answer
 from jspec.tools.replay import run_texts
 
 pytestmark = pytest.mark.once
@@ -204,6 +205,21 @@ def test_code_length_by_the_engine_is_that_of_the_function_with_half_a_context(f
         nats += float(losses[0 if start == 0 else width // 2 - 1 :].sum())
     with Engine.from_pretrained(folder, slots=2, max_len=32, dtype="float32") as engine:
         assert evaluate.code_length(engine, tokens, width) == pytest.approx(nats / math.log(2), rel=1e-5)
+
+
+def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tmp_path: Path) -> None:
+    shape = replace(SHAPE, context=256)
+    target, prompts, out = (tmp_path / name for name in ("target", "prompts.jsonl", "answers.jsonl"))
+    model.write(sharp_weights(), shape, target)
+    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), target)
+    prompts.write_text('{"prompt": "def f"}\n' * 7)
+    answer(prompts, target, out, seconds=0.01, slots=2)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["def f"] * 6, "the clock is read behind six completions"
+    texts = [line["completion"] for line in lines]
+    with Engine.from_pretrained(target, slots=1, max_len=256, dtype="float32") as engine:
+        (greedy,) = engine.generate("def f", SamplingParams(max_tokens=prepare.COMPLETION, temperature=0))
+    assert [text == greedy.text for text in texts] == [False, True, True] * 2 and texts[0] != texts[3]
 
 
 @pytest.mark.parametrize(
