@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from jspec.engine.api import Engine
 from jspec.engine.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ def answer(prompts: Path, target: Path, out: Path, *, seconds: float, slots: int
         slots: completions that run at once; a multiple of `SAMPLED` times as many are written before the clock is read.
     """
     lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
-    sizes = dict(slots=slots, buckets=(slots,), max_len=LENGTH, prefill_buckets=(8 * LENGTH,))
+    sizes: Any = dict(slots=slots, buckets=(slots,), max_len=LENGTH, prefill_buckets=(8 * LENGTH,))
     with (
         out.open("w") as file,
         Engine.from_pretrained(target, controls=False, prefix_cache=False, compile_ahead=True, **sizes) as engine,

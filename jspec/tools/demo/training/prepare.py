@@ -113,8 +113,9 @@ def encoded(tokenizer: Tokenizer, found: Sequence[Document]) -> tuple[np.ndarray
 
 def block_starts(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     """Return the places of tokens that begin a line without indentation behind an empty line."""
-    newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
-    spaces = [token for text, token in tokenizer.get_vocab().items() if text.startswith(("Ġ", "Ċ", "ĉ"))]
+    vocabulary = tokenizer.get_vocab()
+    newline, end = vocabulary["Ċ"], vocabulary[END]
+    spaces = [token for text, token in vocabulary.items() if text.startswith(("Ġ", "Ċ", "ĉ"))]
     is_newline = tokens == newline
-    is_start = is_newline[:-2] & is_newline[1:-1] & ~np.isin(tokens[2:], [*spaces, tokenizer.token_to_id(END)])
+    is_start = is_newline[:-2] & is_newline[1:-1] & ~np.isin(tokens[2:], [*spaces, end])
     return (np.flatnonzero(is_start) + 2).astype(np.uint32)
