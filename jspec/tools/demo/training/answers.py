@@ -40,6 +40,7 @@ def answer(prompts: Path, target: Path, out: Path, *, seconds: float, slots: int
                 for index in range(len(given))
             ]
             for prompt, one in zip(given, engine.generate(given, params), strict=True):
-                file.write(json.dumps({"prompt": prompt, "completion": one.raise_for_error().text}) + "\n")
+                if text := one.raise_for_error().text:  # none: the document ends there
+                    file.write(json.dumps({"prompt": prompt, "completion": text}) + "\n")
             done += len(given)
     print(f"{out}: {done} completions in {time.perf_counter() - began:.0f} s")
