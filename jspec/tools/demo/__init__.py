@@ -22,8 +22,8 @@ from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
 TARGET, HEAD = FOLDER / "target", FOLDER / "head"
-PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, "
-TOKENS = 160
+PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
+TOKENS = 96
 LENGTH = 3  # draft tokens per round
 NAME = "demo"  # name of the embedded pair on the command line
 EXPLANATION = "mean acceptance length: tokens per forward pass of the large model; plain decoding has 1.00"
