@@ -165,7 +165,8 @@ def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray], stored: Shape
     sources = row.sources if stored is None else dict.fromkeys(row.sources, stored)
 
     def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
-        return function(row.fill(source, replace(own, shape=stored or own.shape), dtype))
+        shape = own.shape if stored is None else next(iter(own.sources.values()))
+        return function(row.fill(source, replace(own, shape=shape), dtype))
 
     return replace(row, sources=sources, fill=fill)
 

@@ -18,7 +18,7 @@ from jspec.core.shorten import short
 ACCEPT_RULES = ("coupled", "rejection", "block", "traversal", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-QUANTIZE = ("int8", "fp8", "fp8_dynamic", "int4")
+QUANTIZE = ("int8", "fp8", "fp8_dynamic", "int4", "mxfp4")
 DEQUANTIZE = "none"  # instead of a kind: widen the weights that a checkpoint quantises
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
@@ -85,9 +85,9 @@ class EngineConfig:
 
     Attributes, computation:
         implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
-        quantize: quantisation of the target's matrix products: "int8", "fp8", "fp8_dynamic" or "int4"
-            (`jspec.models.quantize`); None: weights as loaded; "none": `Engine.from_pretrained` widens the weights that
-            a Hugging Face folder quantises. The drafter has an option of its own.
+        quantize: quantisation of the target's matrix products: "int8", "fp8", "fp8_dynamic", "int4", or for experts
+            alone "mxfp4" (`jspec.models.quantize`); None: weights as loaded; "none": `Engine.from_pretrained` widens
+            the weights that a Hugging Face folder quantises. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
             time, and needs weights that are not quantised.

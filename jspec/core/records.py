@@ -35,6 +35,9 @@ UNLIMITED = 2**30  # a number of tokens that no request reaches
 class KVCache:
     """A paged KV cache: one pool of keys and one of values per layer, [pages, kv_heads, page_size, head_dim].
 
+    A layer with latent attention has its latent vectors in the pool of values, [pages, 1, page_size, latent], and the
+    rotated keys in the pool of keys, [pages, 1, page_size, rotated].
+
     Page 0 is the null page, which no request owns.
     """
 

@@ -61,7 +61,7 @@ class Job:
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self.links = {
             other: Link(connection, self._receiver(other), self._loser(other))
-            for other, connection in connections.items()
+            for other, connection in sorted(connections.items())  # in the order of `names`
         }
 
     def start(self) -> None:
@@ -128,15 +128,14 @@ class Job:
             if "error" in found:
                 raise ValueError(found["error"])
             return found["values"]
-        values = [value]
-        for other in self.links:
-            found = self.take("exchange", other).fields
+        answers = [self.take("exchange", other).fields for other in self.links]
+        for name, found in zip(self.names[1:], answers, strict=True):
             if found["what"] != what:
-                text = f"{self.names[0]} is at its {what}, {self.names[other]} at its {found['what']}"
+                text = f"{self.names[0]} is at its {what}, {name} at its {found['what']}"
                 error = f"expected the same script in all processes, got another: {text}"
                 self.send(Message("exchanged", {"error": error}))
                 raise ValueError(error)
-            values.append(found["value"])
+        values = [value, *(found["value"] for found in answers)]
         self.send(Message("exchanged", {"values": values}))
         return values
 
@@ -176,7 +175,7 @@ class Job:
                 return future.result(timeout=POLL_SECONDS)
             except TimeoutError:
                 if future.done():
-                    raise  # the function's own
+                    return future.result()  # it has ended meanwhile, or the error is its own
                 self.check_whole()
 
     def _do_all(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 AFTER_SECONDS = 30.0
 
@@ -24,7 +25,7 @@ def start(address: str, num_processes: int) -> subprocess.Popen[bytes]:
     """
     command = [sys.executable, "-P", __file__, address, str(num_processes)]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+    process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
     assert process.stdout is not None
     if not process.stdout.readline():
         raise OSError(f"{address}: expected to start jax's coordination service, it ended ({process.wait()})")
@@ -32,10 +33,10 @@ def start(address: str, num_processes: int) -> subprocess.Popen[bytes]:
 
 
 def allow_end(process: subprocess.Popen[bytes]) -> None:
-    """Let the service end together with this process."""
+    """Let the service end together with this process, if it has not ended before."""
     assert process.stdin is not None
-    process.stdin.write(b"end\n")
-    process.stdin.flush()
+    with suppress(OSError):  # it has ended
+        process.stdin.write(b"end\n")
 
 
 def main(address: str, num_processes: int) -> None:

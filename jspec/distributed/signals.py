@@ -23,10 +23,11 @@ def end_at_sigterm() -> None:
 
 @contextmanager
 def end_at_second(name: str) -> Iterator[None]:
-    """Only log the first SIGINT and the first SIGTERM while the context is open; a second one does what it did before.
+    """Only log the first SIGINT and the first SIGTERM while the context is open.
 
-    A signal to all processes of a job, such as Ctrl-C in their terminal, thus ends none of those that process 0 still
-    needs. A signal that is ignored stays so.
+    A second one of the same kind does what it did before: it usually ends this process, and with it all. A signal to
+    all processes of a job, such as Ctrl-C in their terminal, thus ends none of those that process 0 still needs. A
+    signal that is ignored stays so.
 
     Args:
         name: name of this process.
@@ -34,7 +35,8 @@ def end_at_second(name: str) -> Iterator[None]:
 
     def log(number: int, frame: object) -> None:
         signal.signal(number, before[number])
-        logger.warning("%s ends when process 0 closes its engine; a second signal ends it at once", name)
+        second = signal.Signals(number).name
+        logger.warning("%s ends when process 0 closes its engine; a second %s ends all processes", name, second)
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if _is_main() else {}
     before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
@@ -44,7 +46,8 @@ def end_at_second(name: str) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is log:
+                signal.signal(number, handler)
 
 
 def _is_main() -> bool:

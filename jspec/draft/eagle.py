@@ -327,7 +327,7 @@ def write_pending_rows(
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
     pools = cache.k[-1], cache.v[-1]
     attended = attend_part(params.layers[-1], params.config.layers[-1], q, pools, pairs, start=FIRST_ROW)
-    return *output_logits(params, attended, residual, view.implementation), cache
+    return *output_logits(params, attended, residual, view.implementation, rows[1]), cache
 
 
 def _write_pending(
@@ -406,7 +406,7 @@ def draft_step(
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
     attended, residual, cache = run_on_cache(params, cache, pairs, *projected, attends=True)
-    return *output_logits(params, attended, residual, view.implementation), cache
+    return *output_logits(params, attended, residual, view.implementation, pairs.valid), cache
 
 
 def _pairs(

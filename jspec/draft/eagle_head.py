@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.draft_vocab import reduced_head
@@ -382,7 +382,12 @@ def run_on_cache(
 
 
 def finish_layers(
-    head: EagleHead, attended: Inputs, residual: Array, norms: Sequence[Norm], implementation: str
+    head: EagleHead,
+    attended: Inputs,
+    residual: Array,
+    norms: Sequence[Norm],
+    implementation: str,
+    used: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[Array, list[Array]]:
     """Run the last layer after its attention, and the norms that read its output.
 
@@ -392,17 +397,22 @@ def finish_layers(
         residual: residual stream before the last layer's attention.
         norms: the norm before the output head, if the head has one, then others.
         implementation: kernel implementation (`pallas_kernels.dispatch`).
+        used: as in `output_logits`.
 
     Returns:
         The feature for the tokens that follow, and the normed output for each norm (without norms, the output itself).
     """
-    options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "used": used, "implementation": implementation}
     hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
     return normed[0] if _is_output_normed(head.config) else hidden, normed
 
 
 def output_logits(
-    head: EagleHead, attended: Inputs, residual: Array, implementation: str
+    head: EagleHead,
+    attended: Inputs,
+    residual: Array,
+    implementation: str,
+    used: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[HeadOut, PartialSums]:
     """Run the last layer after its attention, the output norm and the output head.
 
@@ -414,6 +424,7 @@ def output_logits(
         attended: the last layer's attended values.
         residual: residual stream before the last layer's attention.
         implementation: kernel implementation (`pallas_kernels.dispatch`).
+        used: whether each row's result is used; None: all are. It spares experts that other rows choose.
 
     Returns:
         The head's output for each token, and the logits [1, batch, tokens, draft_vocab] as `limited` returns them.
@@ -423,7 +434,7 @@ def output_logits(
     norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
-    hidden, normed = finish_layers(head, attended, residual, norms, implementation)
+    hidden, normed = finish_layers(head, attended, residual, norms, implementation, used)
     projected = None
     with jax.named_scope("head"):
         product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)

@@ -46,7 +46,8 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         config, family = read_mtp(fields, norm_output=norm_output)
         prefix = f"model.layers.{fields.integer('num_hidden_layers')}."
         names = {name: stored for name, stored in names.items() if _is_read(name, prefix)}
-        source.tensors = {name: tensor for name, tensor in source.tensors.items() if name in names.values()}
+        stored = set(names.values())
+        source.tensors = {name: tensor for name, tensor in source.tensors.items() if name in stored}
         params, layer = head_params(config), {**family.layer_names(config), "input_norm": ("input_layernorm.weight",)}
         tensors = layer_tensors(params, "layers.0", prefix.removesuffix("."), layer)
         tensors |= {name: [f"{prefix}{tensor}.weight"] for name, tensor in JOINED.items()}

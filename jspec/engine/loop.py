@@ -136,7 +136,7 @@ class EngineLoop:
         """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
 
         In the main thread, the first Ctrl-C and the first SIGTERM are only logged, because process 0 may still have
-        requests.
+        requests. A second one of the same kind ends all processes.
 
         Raises:
             RuntimeError: the engine has no devices of other processes, or this is process 0.

@@ -77,8 +77,8 @@ class Model:
         Args:
             path: Hugging Face folder, folder written by ``python -m convert``, or hub id ("owner/name").
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weight matrices are quantised; "none": widen those
-                that a Hugging Face folder quantises; None: as stored (`jspec.models.load.load`).
+            quantize: "int8", "fp8", "fp8_dynamic", "int4" or "mxfp4", how weight matrices are quantised; "none": widen
+                those that a Hugging Face folder quantises; None: as stored (`jspec.models.load.load`).
         """
         checkpoint = load.load(path, dtype=dtype, quantize=quantize)
         return cls.from_weights(checkpoint.config, checkpoint.weights)

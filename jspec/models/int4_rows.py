@@ -158,7 +158,7 @@ def split_int4(
     """Return the rows of a parameter's packed values, its scales, and its zero points if it has any.
 
     Args:
-        row: row of the unquantised weight, whose sources are concatenated along axis 0.
+        row: row of the unquantised weight, whose sources are concatenated along axis 0, or of experts.
         scheme: how the checkpoint is quantised.
         tensors: headers of the tensors, by name.
         known: names of the tensors of all other rows.
@@ -168,7 +168,7 @@ def split_int4(
         CheckpointError: a packed tensor is not int32.
         NotImplementedError: groups do not divide the columns.
     """
-    layout, (out, columns) = LAYOUTS[scheme.method], row.shape
+    layout, (*out, columns) = LAYOUTS[scheme.method], row.shape
     size = columns if scheme.block is None else scheme.block[1]
     if columns % size:
         raise unsupported(f"{row.parameter}: group_size", size, f"a divisor of its {columns} input channels")
@@ -181,11 +181,11 @@ def split_int4(
     others = {name: tensors[name].shape for part in parts for name in (part.order, part.shape) if name}
     zero_biases = {name: (part.out,) for part in parts if (name := f"{part.module}.bias") in tensors.keys() - known}
     scales = {**_sources(parts, layout.scale, groups, None), **zero_biases}
-    shape = (out, columns if by_column else groups)
+    shape = (*out, columns if by_column else groups)
     fill_values = partial(_fill_values, parts, by_column)
     fill_scale = partial(_fill_scale, parts, tuple(zero_biases), by_column)
     rows = [
-        Row(f"{row.parameter}.values", values | others, (out, columns // block, block // 2), fill_values, "uint8"),
+        Row(f"{row.parameter}.values", values | others, (*out, columns // block, block // 2), fill_values, "uint8"),
         Row(f"{row.parameter}.scale", scales, shape, fill_scale, "float32"),
     ]
     if scheme.has_zeros:
@@ -208,11 +208,12 @@ def _sources(parts: list[Part], end: str, columns: int, axis: int | None) -> dic
 
 def _fill_values(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
+    flat = filled.reshape(-1, *row.shape[-2:])  # the rows of experts, one expert after another
     for part in parts:
         if not by_column:
             part.check_order(source)
         values = part.read(source, part.layout.values, part.columns, part.layout.axes[0])
-        filled[first : first + part.out] = pack(values, 2 * row.shape[2])
+        flat[first : first + part.out] = pack(values, 2 * row.shape[-1])
         first += part.out
     return filled
 
@@ -224,13 +225,13 @@ def _fill_scale(
         if any(piece.any() for piece in source.pieces(name)):
             raise _damage(source, name, "zeros, as the model has no such bias", "other values")
     found = [part.read(source, part.layout.scale, part.groups, None).astype(np.float32) for part in parts]
-    return _joined(parts, found, by_column, source)
+    return _joined(parts, found, by_column, source).reshape(row.shape)
 
 
 def _fill_zeros(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
     axis = parts[0].layout.axes[1]
     found = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
-    return _joined(parts, found, by_column, source)
+    return _joined(parts, found, by_column, source).reshape(row.shape)
 
 
 def _joined(parts: list[Part], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:

@@ -93,17 +93,18 @@ def load(
     such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
 
     4-bit checkpoints of GPTQ, AWQ and compressed-tensors stay packed, two values in a byte, as kind "int4"
-    (`jspec.models.int4_rows`). Their products widen parts of a weight in registers.
+    (`jspec.models.int4_rows`), and so do experts in mxfp4, as kind "mxfp4" (`jspec.models.mxfp4_rows`). Products of
+    up to 64 rows, and those of experts, widen parts of a weight in registers, others in memory.
 
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
         dtype: dtype of the weights, "float32", "bfloat16" or "float16", or the dtype of jax or numpy of that name;
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
-        quantize: how the weight matrices are quantised, "int8", "fp8", "fp8_dynamic" or "int4"
-            (`jspec.models.quantize`); None: as stored. Stored float8 weights may be loaded as "fp8" or "fp8_dynamic"
-            only, and stored 4-bit weights as "int4". "none" widens the quantised weights of a Hugging Face folder to
-            ``dtype``, which takes the memory of unquantised weights.
+        quantize: how the weight matrices are quantised, "int8", "fp8", "fp8_dynamic", "int4" or, of experts alone,
+            "mxfp4" (`jspec.models.quantize`); None: as stored. Stored float8 weights may be loaded as "fp8" or
+            "fp8_dynamic" only, and stored 4-bit weights as what they are. "none" widens the quantised weights of a
+            Hugging Face folder to ``dtype``, which takes the memory of unquantised weights.
         placement: sharding of each parameter, by name; None: the default device.
         mesh: mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`), instead of a placement;
             each device gets its own part only. None: as ``placement`` says.
@@ -220,7 +221,8 @@ def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str
     later = tuple(f"model.layers.{index}." for index in range(first, first + min(more, MAX_LAYERS)))
     if left_out := {name: stored for name, stored in names.items() if name.startswith(later)}:
         logger.info("the model's %d tensors of layers that predict further tokens are left out", len(left_out))
-    source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in left_out.values()}
+    without = set(left_out.values())
+    source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in without}
     return {name: stored for name, stored in names.items() if name not in left_out}
 
 

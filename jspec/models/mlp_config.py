@@ -93,13 +93,13 @@ class Router:
         if self.scores not in SCORES:
             raise unsupported("scoring_func", self.scores, " or ".join(map(repr, SCORES)))
         if self.groups > 1 and self.summed != (1 if self.scores == "softmax" else 2):
-            raise unsupported(
-                "topk_method", f"groups by the sum of {self.summed} {self.scores} scores", "1 or 2 of them"
-            )
-        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            best = "largest" if self.scores == "softmax" else "sum of the two largest"
+            expected = f"groups by the {best} of {self.scores} scores"
+            raise unsupported("topk_method", f"the sum of the {self.summed} largest", expected)
+        if self.count % self.groups or (self.groups > 1 and self.count < self.summed * self.groups):
             raise CheckpointError(
                 "n_group",
-                f"expected a divisor of the {self.count} experts, at least two a group, got {self.groups}; "
+                f"expected a divisor of the {self.count} experts, at least {self.summed} a group, got {self.groups}; "
                 "correct config.json",
             )
         if self.chosen_groups > self.groups:

@@ -1,4 +1,4 @@
-"""Quantises linear weights to int8, float8 or four bits.
+"""Quantises linear weights to int8, float8 or four bits; those of experts also to mxfp4.
 
 `pallas_kernels.layers.quantized` defines the products with quantised weights. Only the weights named in `NAMES` are
 quantised. Embeddings, tied output heads, norms and biases keep their dtype.
@@ -14,22 +14,15 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jspec.core.config import DEQUANTIZE
-from pallas_kernels.layers.grouped_matmul import unsupported
-from pallas_kernels.layers.quantized import KINDS, Quantized, has_group_scales, quantize
+from jspec.core.config import DEQUANTIZE, QUANTIZE
+from pallas_kernels.layers.expert_matmul import unsupported_experts
+from pallas_kernels.layers.grouped_matmul import MOST_ROWS, unsupported, widened_rows
+from pallas_kernels.layers.mxfp4 import GROUP
+from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, has_group_scales, quantize
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
 EXPERTS = ("experts_gate_up", "experts_down")
-NAMES = (
-    "qkv",
-    "q_up",
-    "o",
-    "gate_up",
-    "down",
-    *EXPERTS,
-    "fc",
-    "head",
-)  # last parts of the names of weights to quantise
+NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
 WIDENED = ("k_up", "v_up")  # those of small weights that a checkpoint may quantise, and that are widened when loaded
 
 Tree = TypeVar("Tree")
@@ -43,8 +36,8 @@ def check_scope(kind: object, model: str | None) -> None:
         kind: kind of quantisation; None: no quantisation.
         model: kind of checkpoint, one of `convert.detect.KINDS`; None: any kind that can be quantised.
     """
-    if kind is not None and kind != DEQUANTIZE and kind not in KINDS:
-        raise ValueError(f"quantize: expected None or one of {', '.join(KINDS)}, got {kind!r}; pass one of them")
+    if kind is not None and kind != DEQUANTIZE and kind not in QUANTIZE:
+        raise ValueError(f"quantize: expected None or one of {', '.join(QUANTIZE)}, got {kind!r}; pass one of them")
     if kind == DEQUANTIZE and model not in (None, "target"):
         raise ValueError(f"quantize: expected a target or a draft model for 'none', got a head ({model}); leave it out")
     if kind is not None and model == "medusa":
@@ -57,7 +50,7 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
     Args:
         model: the model or the head. Its weights must be unquantised, or quantised in the given kind. "fp8" weights
             may also become "fp8_dynamic", and vice versa.
-        kind: kind of quantisation, "int8", "fp8", "fp8_dynamic" or "int4".
+        kind: kind of quantisation, "int8", "fp8", "fp8_dynamic", "int4", or for experts alone "mxfp4".
 
     Returns:
         The model or the head with quantised weights.
@@ -74,7 +67,7 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
         return model
     quantized = quantize_parameters(model, kind)
     if quantized_as(quantized) is None:
-        raise ValueError(f"quantize: expected weights named {', '.join(NAMES)}, got none; leave it out")
+        raise ValueError(f"quantize: expected weights named {', '.join(_names(kind))}, got none; leave it out")
     return quantized
 
 
@@ -85,15 +78,19 @@ def check_stored(tree: Any, kind: str | None) -> None:
         tree: tree of weights, or of their shapes and dtypes.
         kind: wanted kind of quantisation; None: as stored.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_quantized):
-        if kind is not None:
-            _check_experts(path, kind)
-            if _is_quantized(leaf):
-                _of_kind(leaf, kind)
+    if kind is None:
+        return
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_quantized)
+    names = [_check_experts(path, kind) for path, _ in found]
+    if not set(names) & set(_names(kind)):
+        raise ValueError(f"quantize: expected weights named {', '.join(_names(kind))}, got none; leave it out")
+    for name, (_, leaf) in zip(names, found, strict=True):
+        if _is_quantized(leaf) and name in _names(kind):
+            _of_kind(leaf, kind)
 
 
 def quantize_parameters(tree: Tree, kind: str) -> Tree:
-    """Quantise the linear weights (`NAMES`) in any tree of parameters; other leaves stay unchanged."""
+    """Quantise the linear weights of a kind's names in any tree of parameters; other leaves stay unchanged."""
     return jax.tree_util.tree_map_with_path(partial(_leaf, kind), tree, is_leaf=_is_quantized)
 
 
@@ -124,13 +121,29 @@ def _check_packed(tree: Any) -> None:
     The activations of a record of weights, such as a model, have its ``dtype``.
     """
     for record in filter(_is_record, jax.tree.leaves(tree, is_leaf=_is_record)):
-        for weight in jax.tree.leaves(record, is_leaf=_is_quantized):
-            if not _is_quantized(weight) or weight.kind != "int4":
+        for path, weight in jax.tree_util.tree_leaves_with_path(record, is_leaf=_is_quantized):
+            if not _is_quantized(weight) or weight.kind not in ("int4", "mxfp4"):
                 continue
-            if reason := unsupported(weight.shape[1], weight.scale.shape[1], record.dtype):
+            if (name := _name(path)) in EXPERTS:
+                reason = unsupported_experts(weight, record.dtype, gated=name == EXPERTS[0])
+            else:
+                reason = unsupported(weight.shape[1], weight.scale.shape[1], record.dtype)
+            if reason:
                 raise ValueError(
-                    f"int4: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they are loaded"
+                    f"{weight.kind}: on a GPU {reason}; quantize='none' widens the weights of a checkpoint when they "
+                    "are loaded"
                 )
+
+
+def widened_bytes(tree: Any, rows: int) -> int:
+    """Return the bytes of the largest copy of a packed weight, or of a part of it, that products of rows write.
+
+    The copies have two bytes per value.
+    """
+    if rows <= MOST_ROWS:
+        return 0
+    weights = (leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf))
+    return max((2 * widened_rows(*w.shape) * w.shape[1] for w in weights if w.kind == "int4"), default=0)
 
 
 def _is_record(node: Any) -> bool:
@@ -141,24 +154,27 @@ def _is_record(node: Any) -> bool:
 def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the stored arrays of a quantised weight must have, by the arrays' names.
 
-    There may be a scale per row or per group of columns, and packed values may have blocks of any size.
+    There may be a scale per row or per group of columns, and packed values may have blocks of any size. Of experts,
+    only packed values have groups.
 
     Args:
         weight: shape of the weight.
         found: stored arrays of the weight, by name.
     """
-    shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": weight[:-1]}
+    *rows, inner = weight
+    shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": tuple(rows)}
     values, scale = found.get("values"), found.get("scale")
-    if len(weight) != 2 or values is None or scale is None or len(scale.shape) != 2:
+    if values is None or scale is None or len(scale.shape) != len(weight):
         return shapes
-    (out, inner), groups = weight, scale.shape[1]
-    if groups and inner % groups == 0:
-        shapes["scale"] = (out, groups)
-    if values.dtype != np.uint8 or len(values.shape) != 3:
+    is_packed = values.dtype == np.uint8 and len(values.shape) == len(weight) + 1
+    groups = inner // GROUP if scale.dtype == np.uint8 else scale.shape[-1]
+    if groups and inner % groups == 0 and (len(weight) == 2 or is_packed):
+        shapes["scale"] = (*rows, groups)
+    if not is_packed:
         return shapes
-    width = 2 * values.shape[2]
+    width = 2 * values.shape[-1]
     if width and inner % width == 0:
-        shapes["values"] = (out, inner // width, values.shape[2])
+        shapes["values"] = (*rows, inner // width, values.shape[-1])
     return shapes | ({"zeros": shapes["scale"]} if "zeros" in found else {})
 
 
@@ -173,16 +189,27 @@ def _is_quantized(node: Any) -> bool:
 
 def _leaf(kind: str, path: tuple[Any, ...], leaf: Any) -> Any:
     name = _check_experts(path, kind)
-    if _is_quantized(leaf):
-        return _of_kind(leaf, kind)
-    return _quantize(leaf, kind=kind) if name in NAMES else leaf
+    if name not in _names(kind):
+        return leaf
+    return _of_kind(leaf, kind) if _is_quantized(leaf) else _quantize(leaf, kind=kind)
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    """Return the last parts of the names of the weights that a kind of quantisation is for."""
+    return NAMES if kind in KINDS else EXPERTS
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Return the last part of a parameter's name."""
+    return jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
 
 
 def _check_experts(path: tuple[Any, ...], kind: str) -> str:
     """Return the last part of a parameter's name; raise ValueError if the kind is not one for experts."""
-    name = jax.tree_util.keystr(path[-1:], simple=True).rpartition(".")[2]
-    if name in EXPERTS and kind in ("fp8_dynamic", "int4"):
-        raise ValueError(f"quantize: expected int8 or fp8 for the experts of a mixture ({name}), got {kind}; pass fp8")
+    name = _name(path)
+    if name in EXPERTS and kind not in EXPERT_KINDS:
+        kinds = " or ".join(EXPERT_KINDS)
+        raise ValueError(f"quantize: expected {kinds} for the experts of a mixture ({name}), got {kind}; pass fp8")
     return name
 
 

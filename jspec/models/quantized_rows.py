@@ -118,7 +118,7 @@ def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str,
     name = row.parameter.rpartition(".")[2]
     if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
         raise unsupported(row.parameter, listed(quantized), "an unquantised parameter, as only linear weights may be")
-    if name in EXPERTS and (scheme.bits == 4 or (scheme.block is not None and not widens)):
+    if name in EXPERTS and scheme.bits == 8 and scheme.block is not None and not widens:
         expected = "float8 with a scale a row or a tensor in a mixture of experts, or quantize='none'"
         raise unsupported(row.parameter, str(scheme), expected)
     if others := [name for name in row.sources if name not in quantized]:
@@ -175,9 +175,8 @@ def _fill_scales(
         CheckpointError: a scale is negative, infinite or NaN.
     """
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
-    flat = (
-        filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
-    )  # scales of experts are stored one expert after another
+    # Scales of experts are stored one expert after another.
+    flat = filled.reshape(-1) if block is None else filled.reshape(-1, row.shape[-1])
     for name, (out, inner) in parts.items():
         scale = np.concatenate(list(source.pieces(name))).astype(np.float32)
         check_scales(source, name, scale)

@@ -60,7 +60,7 @@ def calls_on(mesh: Mesh | None) -> Calls:
     """Return what makes an engine's calls on the devices of a mesh; None: on one device.
 
     Raises:
-        RuntimeError: another engine of this process has devices of other processes.
+        RuntimeError: another engine of this process has devices of other processes, or a process is lost.
         ValueError: the mesh has devices of other processes, but not of all.
     """
     if not spans_processes(mesh):
@@ -70,6 +70,7 @@ def calls_on(mesh: Mesh | None) -> Calls:
         raise RuntimeError("mesh: expected devices of this process, got others'; call jspec.distributed.initialize")
     if len(used) < job.num_processes:
         raise ValueError(f"mesh: expected devices of all {job.num_processes} processes, got those of {sorted(used)}")
+    job.check_whole()
     if job.is_busy:
         raise RuntimeError("Engine: expected one engine at a time on the devices of several processes; close the other")
     return Follow(job) if job.process_id else Lead(job)
@@ -253,13 +254,20 @@ class Lead(Shared):
                 return answer
 
     def close(self) -> None:
-        if not self._is_open:
-            return
-        self._is_open = self.job.is_busy = False
-        self.job.at_end.remove(self.close)
-        if self.job.is_whole:
+        """Let the other processes return from `follow`.
+
+        If this is interrupted before they are told, the next call tells them.
+        """
+
+        def tell() -> None:
+            if self._is_open:
+                self._is_open = self.job.is_busy = False
+                self.job.at_end.remove(self.close)
+                self.job.send(Message("call", {"call": "close", "number": self._count}))
+
+        if self._is_open:
             with suppress(ProcessLost):  # then there is nobody to tell
-                self._everywhere("close", lambda: None)
+                self.job.do(tell)
 
 
 class Follow(Shared):
@@ -277,38 +285,43 @@ class Follow(Shared):
         Raises:
             ProcessLost: a process was lost.
         """
+        compiler = ThreadPoolExecutor(1, "jspec-compile")
         try:
             with end_at_second(self.job.names[self.job.process_id]):
-                self._follow(runner)
+                self._follow(runner, compiler)
+                compiler.shutdown()
         except ProcessLost:
             raise
         except Exception as error:
             self._fail(error, wait=NOTICE_SECONDS[1])
+        except BaseException as error:  # of a second signal
+            self.job.fail_by(error)
+            raise
         finally:
+            compiler.shutdown(wait=False, cancel_futures=True)
             self.job.is_busy = False
 
-    def _follow(self, runner: Runner) -> None:
-        compiler, outputs = ThreadPoolExecutor(1, "jspec-compile"), deque[Any]()
-        with compiler:
-            for count in itertools.count():
-                message = self.job.take("call")
-                fields = message.fields
-                if fields["number"] != count:
-                    raise RuntimeError(f"expected call {count} of {self.job.names[0]}, got call {fields['number']}")
-                match fields["call"]:
-                    case "close":
-                        return
-                    case "compile":
-                        keys = [ExecutableKey(**key) for key in fields["keys"]]
-                        compiler.submit(self._compile, runner, keys, fields["compilation"])
-                    case "reset":
-                        outputs.clear()
-                        self.job.do(partial(runner.reset_here, None))
-                    case "run":
-                        key = ExecutableKey(**fields["key"])
-                        outputs.append(self.job.do(partial(runner.run_here, key, *message.arrays)))
-                if len(outputs) > UNREAD:
-                    self.job.do(partial(jax.block_until_ready, outputs.popleft()))
+    def _follow(self, runner: Runner, compiler: ThreadPoolExecutor) -> None:
+        outputs = deque[Any]()
+        for count in itertools.count():
+            message = self.job.take("call")
+            fields = message.fields
+            if fields["number"] != count:
+                raise RuntimeError(f"expected call {count} of {self.job.names[0]}, got call {fields['number']}")
+            match fields["call"]:
+                case "close":
+                    return
+                case "compile":
+                    keys = [ExecutableKey(**key) for key in fields["keys"]]
+                    compiler.submit(self._compile, runner, keys, fields["compilation"])
+                case "reset":
+                    outputs.clear()
+                    self.job.do(partial(runner.reset_here, None))
+                case "run":
+                    key = ExecutableKey(**fields["key"])
+                    outputs.append(self.job.do(partial(runner.run_here, key, *message.arrays)))
+            if len(outputs) > UNREAD:
+                self.job.do(partial(jax.block_until_ready, outputs.popleft()))
 
     def _compile(self, runner: Runner, keys: Sequence[ExecutableKey], number: int) -> None:
         """Compile programs while other calls go on, and tell process 0 which ones they are."""
@@ -322,4 +335,4 @@ class Follow(Shared):
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    return {"error": f"{error!s:.1000}"}
+    return {"error": f"{type(error).__name__}: {error!s:.1000}"}

@@ -21,6 +21,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.records import KVCache, SlotState, block_rows
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
+from jspec.models.quantize import widened_bytes
 from jspec.step.program import Params, Program, init_state
 
 # With a prefix cache, the automatic number of pages is at most this multiple of what all slots can use at once.
@@ -169,7 +170,8 @@ class MemoryPlanner:
 
         The estimate counts two copies of each token's outputs of all matrix products in one layer. For each draft node
         and each piece of a prefill it also counts three copies of the logits: raw, with noise, and after top-k, top-p
-        and min-p. If the program applies controls, it counts a fourth copy for the edited logits.
+        and min-p. If the program applies controls, it counts a fourth copy for the edited logits. Products of many rows
+        with packed weights also write a widened copy of a weight.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.main.config, self.program.drafter.tree
@@ -181,7 +183,9 @@ class MemoryPlanner:
         node = token + (3 + self.program.controls) * 4 * own.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
-        return max(pool.slots * max(tree.nodes, tree.k) * node, size * token + pieces * node) + self.received(pool)
+        nodes = pool.slots * max(tree.nodes, tree.k)
+        largest = max(nodes * node, size * token + pieces * node)
+        return largest + widened_bytes(self.params, max(nodes, size)) + self.received(pool)
 
     def received(self, pool: PoolShape) -> int:
         """Return the bytes of two drafts that arrive from other devices, one of which a running program reads."""

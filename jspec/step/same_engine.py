@@ -40,5 +40,6 @@ def sample(params: Params) -> str:
     digest = hashlib.sha256()
     for _, leaf in _named(params):
         if leaf.sharding.is_fully_replicated:
-            digest.update(np.asarray(leaf.addressable_data(0)[:1]).tobytes())
+            data = leaf.addressable_data(0)
+            digest.update(np.asarray(data[:1] if data.ndim else data).tobytes())
     return digest.hexdigest()[:16]

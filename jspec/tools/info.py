@@ -176,7 +176,8 @@ def _parameters(found: Header) -> str:
     counts: Counter[str] = Counter()
     for name, leaf in found.parameters.items():
         if name.endswith(".values") and leaf.dtype == np.uint8:
-            counts["int4"] += 2 * int(np.prod(leaf.shape))
+            scale = found.parameters[f"{name.removesuffix('values')}scale"]
+            counts["mxfp4" if scale.dtype == np.uint8 else "int4"] += 2 * int(np.prod(leaf.shape))
         elif not name.endswith((".scale", ".zeros", "draft_to_target")):
             counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 # Loggers that report loading, compiling and training.
-SOURCES = ("jspec.models.load", "jspec.step.executables", "jspec.train.loop", "jspec.train.material")
+TRAINING = ("data", "regenerate", "material", "loop")
+SOURCES = ("jspec.models.load", "jspec.step.executables", *(f"jspec.train.{name}" for name in TRAINING))
 
 
 @contextlib.contextmanager

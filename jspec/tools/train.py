@@ -7,10 +7,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jspec.core.config import QUANTIZE
 from jspec.tools import demo
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
-from jspec.train.run import fit
 
 OPTIONS = {  # help of the option for each field of `TrainConfig`
     "method": f"method of drafting: {', '.join(METHODS)}",
@@ -40,6 +40,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "gamma": "depths over which the weight of a block's loss falls by e; default: half the block, for DSpark all of it",
     "mask_token": "id of the mask token of DFlash and DSpark; default: the last one of the vocabulary",
     "markov_rank": "channels of DSpark's Markov head",
+    "keep_activations": "keep what EAGLE-3's steps compute for the gradient: faster, and takes more memory",
     "devices": "devices between which the rows of an update are divided",
     "eagle31": "train an EAGLE-3.1 head: the normed output is fed on",
     "regenerate": "let the target write the answers of the data first",
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run that was begun in --out")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument("--dtype", help="dtype of the target; default: float32 on CPU, bfloat16 elsewhere")
+    kinds = ", ".join(QUANTIZE)
+    parser.add_argument("--quantize", metavar="KIND", help=f"quantise the target's weights: {kinds}")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of loss and acceptance, written at the end")
     for field in dataclasses.fields(TrainConfig):
         _add_field(parser, field)
@@ -81,12 +84,13 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print where the head is and how to use it."""
+    from jspec.train.run import fit  # here, because it imports the optimiser, which no other command needs
+
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
     if options["feature_layers"] is not None:
         options["feature_layers"] = tuple(options["feature_layers"])
     target = demo.folder(arguments.target, "target")
-    options |= {"resume": arguments.resume, "dtype": arguments.dtype}
-    options["tokenizer"] = arguments.tokenizer
+    options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize", "tokenizer")}
     result = fit(target, arguments.data, arguments.out, **options)
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
     print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")

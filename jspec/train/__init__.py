@@ -1,6 +1,28 @@
-"""Training of draft heads: `fit` trains a head for a target; `TrainConfig` has its options."""
+"""Training of draft heads: `fit` trains a head for a target; `TrainConfig` has its options.
 
-from jspec.train.config import TrainConfig
-from jspec.train.run import Result, fit
+Names are imported when they are first used, so that the options can be read without the optimiser.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec.train.config import TrainConfig
+    from jspec.train.run import Result, fit
+
+MODULES = {"Result": "jspec.train.run", "TrainConfig": "jspec.train.config", "fit": "jspec.train.run"}
 
 __all__ = ["Result", "TrainConfig", "fit"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name not in MODULES:
+        raise AttributeError(f"module 'jspec.train' has no attribute {name!r}")
+    value = getattr(import_module(MODULES[name]), name)
+    globals()[name] = value
+    return value

@@ -3,6 +3,10 @@
 Column i of step j is a pair whose feature is the head's own output of step j - 1 for column i; at step 0, features are
 the target's. It sees what it would see in a round whose root is column i: the rows of step 0 up to column i, which a
 round has in its cache, and column i of the steps 1 to j, the draft tokens before it.
+
+The rows of step 0 are an attention by themselves, with output o and log-sum-exp l (`interval_attention`). The diagonals
+are one score s_n a step. With the log-sum-exp L of l and all s_n, the result is o exp(l - L) + sum_n exp(s_n - L) v_n.
+Its gradient is that of an attention to all these keys at once, so the gradient of the rows takes L, not l.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jspec.models.block import LayerWeights
 from jspec.models.layer_config import LayerConfig
 from jspec.models.rope import tables
-from jspec.train.products import einsum32
+from jspec.train.rows import Rows
+from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 from pallas_kernels.attention.rope_append import HeadTransform, split_qkv
 from pallas_kernels.layers.quantized import PartialSums
 
-SCORES = 2**28  # most scores of one step that exist at a time
+ATTENDED = "attended"  # name of what a step keeps for its gradient, so that it attends once
 
 
 class Keys(NamedTuple):
@@ -60,92 +66,87 @@ def split_heads(
 
 
 def attend(
-    config: LayerConfig,
-    q: Float[Array, "rows size heads head_dim"],
-    steps: Sequence[Keys],
-    segments: Int[Array, "rows size"],
+    config: LayerConfig, q: Float[Array, "rows size heads head_dim"], steps: Sequence[Keys], rows: Rows
 ) -> Float[Array, "rows size width"]:
     """Attend with the queries of the last step to the rows of step 0 and to the same column of later steps.
 
     Args:
-        config: config of the layer.
+        config: config of the layer, which limits no scores and has no sinks.
         q: rotated queries of the last step.
         steps: keys and values of each step so far, step 0 first.
-        segments: document of each column; a column sees columns of its own document only.
+        rows: packed rows; a column sees columns of its own document only.
 
     Returns:
         The attended values of all heads, concatenated. Scores and softmax are computed in float32.
     """
-    attention = config.gqa
-    rows, size, heads, dim = q.shape
-    groups = rows, size, attention.kv_heads, heads // attention.kv_heads, dim
-    scale = 1 / math.sqrt(dim) if attention.scale is None else attention.scale
-    block = largest_divisor(size, SCORES // (rows * heads * size))
-    own = [jnp.stack(of, axis=2) for of in ([s.k for s in steps[1:]], [s.v for s in steps[1:]]) if of]
-    options: dict[str, Any] = {"ahead": len(steps) - 1, "scale": scale}
-    options |= {"softcap": attention.softcap, "window": attention.window}
-    run = jax.checkpoint(partial(_attend_block, steps[0].k, steps[0].v, segments, **options))
-
-    def cut(values: Array) -> Array:
-        return jnp.moveaxis(values.reshape(rows, size // block, block, *values.shape[2:]), 1, 0)
-
-    blocks = (jnp.arange(0, size, block), cut(q.reshape(groups)), *map(cut, own))
-    out = jax.lax.map(lambda of: run(*of), blocks)
-    return jnp.moveaxis(out, 0, 1).reshape(rows, size, heads * dim)
+    attention, ahead = config.gqa, len(steps) - 1
+    assert attention.softcap is None and not attention.sinks, "no family of heads has them"
+    starts = rows.starts
+    if attention.window is not None:
+        starts = jnp.maximum(starts, jnp.arange(q.shape[1]) + ahead - attention.window + 1)
+    scale = 1 / math.sqrt(q.shape[-1]) if attention.scale is None else attention.scale
+    out = _attend(scale, q, steps[0], list(steps[1:]), starts, rows.ends)
+    return out.reshape(*q.shape[:2], -1)
 
 
-def _attend_block(
-    k: Float[Array, "rows size kv_heads dim"],
-    v: Float[Array, "rows size kv_heads dim"],
-    segments: Int[Array, "rows size"],
-    first: Int[Array, ""],
-    q: Float[Array, "rows block kv_heads group dim"],
-    own_k: Float[Array, "rows block ahead kv_heads dim"] | None = None,
-    own_v: Float[Array, "rows block ahead kv_heads dim"] | None = None,
-    *,
-    ahead: int,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Float[Array, "rows block kv_heads group dim"]:
-    """Attend with a block of queries.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(scale: float, q: Array, rows: Keys, own: list[Keys], starts: Array, ends: Array) -> Array:
+    """Attend to the rows of step 0 from ``starts`` on, and to one's own column of later steps.
 
     Args:
-        k, v: keys and values of step 0.
-        segments: document of each column.
-        first: first column of the block.
+        scale: factor of the scores.
         q: queries.
-        own_k, own_v: keys and values of the same columns at later steps; None: the step is step 0.
-        ahead: number of later steps.
-        scale, softcap, window: how scores are computed.
+        rows: keys and values of step 0.
+        own: keys and values of later steps.
+        starts: first row that each column sees.
+        ends: a place after all columns that see each row.
     """
-
-    def limit(scores: Array) -> Array:
-        scores = scores * scale
-        return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-
-    columns, places = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
-    documents = jax.lax.dynamic_slice_in_dim(segments, first, q.shape[1], axis=1)
-    visible = (columns[:, None] >= places) & (documents[:, :, None] == segments[:, None])
-    if window is not None:
-        visible &= columns[:, None] + ahead - places < window
-    scores = limit(einsum32("btkgd,bskd->bkgts", q, k))
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    if own_k is None or own_v is None:
-        weights = jnp.exp(scores - jax.lax.stop_gradient(top))
-        total = jnp.sum(weights, axis=-1)
-        out = einsum32("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
-    else:
-        own = limit(einsum32("btkgd,btnkd->bkgtn", q, own_k))
-        top = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(own, axis=-1, keepdims=True)))
-        weights, own = jnp.exp(scores - top), jnp.exp(own - top)
-        total = jnp.sum(weights, axis=-1) + jnp.sum(own, axis=-1)
-        out = einsum32("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
-        out += einsum32("bkgtn,btnkd->btkgd", own.astype(v.dtype), own_v)
-    return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype)
+    return _forward(scale, q, rows, own, starts, ends)[0]
 
 
-def largest_divisor(size: int, most: int) -> int:
-    """Return the largest divisor of ``size`` that is at most ``most``, or 1."""
-    return next((part for part in range(min(size, max(most, 1)), 0, -1) if size % part == 0), 1)
+def _forward(scale: float, q: Array, rows: Keys, own: list[Keys], starts: Array, ends: Array) -> tuple[Array, Any]:
+    found, lse = interval_attention(q, rows.k, rows.v, starts, scale=scale)
+    scores = _diagonals(scale, q, own)
+    total = jnp.moveaxis(lse, 1, 2)
+    for score in scores:
+        total = jnp.logaddexp(total, score)
+    out = found.astype(jnp.float32) * jnp.exp(jnp.moveaxis(lse, 1, 2) - total)[..., None]
+    for score, step in zip(scores, own, strict=True):
+        out += jnp.exp(score - total)[..., None] * _of_queries(step.v, q)
+    out, total = checkpoint_name(out.astype(q.dtype), ATTENDED), checkpoint_name(total, ATTENDED)
+    return out, (q, rows, own, starts, ends, out, total)
+
+
+def _backward(scale: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
+    q, rows, own, starts, ends, out, total = kept
+    dout = gradient.astype(jnp.float32)
+    delta = jnp.sum(out.astype(jnp.float32) * dout, axis=-1)
+    sums = jnp.moveaxis(total, 2, 1), jnp.moveaxis(delta, 2, 1)
+    dq, dk, dv = interval_attention_gradient(q, rows.k, rows.v, gradient, starts, ends, *sums, scale=scale)
+    of_own = []
+    for score, step in zip(_diagonals(scale, q, own), own, strict=True):
+        p = jnp.exp(score - total)
+        ds = p * (jnp.sum(dout * _of_queries(step.v, q), axis=-1) - delta) * scale
+        dq += ds[..., None] * _of_queries(step.k, q)
+        weighted = ds[..., None] * q.astype(jnp.float32), p[..., None] * dout
+        of_own.append(Keys(*(_of_keys(of, step.k) for of in weighted)))
+    return dq.astype(q.dtype), Keys(dk.astype(rows.k.dtype), dv.astype(rows.v.dtype)), of_own, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _diagonals(scale: float, q: Array, own: list[Keys]) -> list[Float[Array, "rows size heads"]]:
+    """Return the score of each column with itself at each later step, in float32."""
+    return [scale * jnp.sum(q.astype(jnp.float32) * _of_queries(step.k, q), axis=-1) for step in own]
+
+
+def _of_queries(keys: Array, q: Array) -> Float[Array, "rows size heads head_dim"]:
+    """Return the key or value of each query head, in float32."""
+    return jnp.repeat(keys.astype(jnp.float32), q.shape[2] // keys.shape[2], axis=2)
+
+
+def _of_keys(values: Array, keys: Array) -> Array:
+    """Add up the values of the query heads that share a key, in the dtype of the keys."""
+    grouped = values.reshape(*keys.shape[:3], -1, keys.shape[3])
+    return jnp.sum(grouped, axis=3).astype(keys.dtype)

@@ -18,15 +18,15 @@ from jspec.draft.dflash_head import BoundDFlash, context_keys
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.decoder import run_layers
 from jspec.models.layer_config import GQA
-from jspec.train import attention
-from jspec.train.attention import Keys, largest_divisor, split_heads
-from jspec.train.products import einsum32
+from jspec.train.attention import Keys, split_heads
+from jspec.train.products import REFERENCE, einsum32
 from jspec.train.rows import Rows, ahead
+from pallas_kernels.attention.interval_reference import largest_divisor
 from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
-REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
+SCORES = 2**28  # most scores that exist at a time
 
 
 @struct.dataclass
@@ -140,7 +140,7 @@ def attend_blocks(
     count, tokens, heads, dim = q.shape
     blocks, kv = anchors.shape[1], config.kv_heads
     size = tokens // blocks
-    part = largest_divisor(blocks, attention.SCORES // (count * heads * size * rows.tokens.shape[1]))
+    part = largest_divisor(blocks, SCORES // (count * heads * size * rows.tokens.shape[1]))
 
     def cut(values: Array, *shape: int) -> Array:
         return jnp.moveaxis(values.reshape(count, blocks // part, part, *shape), 1, 0)

@@ -76,7 +76,9 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def write_errors(folder: Path, checkpoints: list[int]) -> Iterator[None]:
-    """Turn any error of writing in the context into an OSError that names the cause, the folder and what is left.
+    """Turn an error of writing in the context into an OSError that names the cause, the folder and what is left.
+
+    Errors of the device, such as a memory that is full, are raised as they are.
 
     Args:
         folder: folder that is written.
@@ -88,9 +90,9 @@ def write_errors(folder: Path, checkpoints: list[int]) -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # threads of tensorstore print tracebacks
             yield
-    except MemoryError:
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
         raise
-    except Exception as error:  # any class: orbax, tensorstore and safetensors raise many
+    except (OSError, ValueError, RuntimeError) as error:  # orbax and tensorstore raise all of these
         texts = [os.strerror(cause) for cause in CAUSES]
         reason = next((text for text in texts if text in str(error)), str(error)[:200])
         free = shutil.disk_usage(folder).free

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.train.losses import LOSSES
 
 METHODS = ("eagle3", "dflash", "dspark", "medusa")
-LOSS_KINDS = ("soft", "lk")
+LOSS_KINDS = tuple(LOSSES)
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),
     "epochs": (0, False),
@@ -76,6 +77,8 @@ class TrainConfig:
             for DSpark the number of draft tokens.
         mask_token: DFlash and DSpark: id of the mask token; None: the last one of the vocabulary.
         markov_rank: DSpark: channels of the Markov head, at most those of a hidden state.
+        keep_activations: EAGLE-3: keep what all steps compute until the gradient needs it, instead of computing a step
+            again: fewer operations, and more memory.
         devices: number of devices, between which the rows of a batch are divided.
         eagle31: EAGLE-3: train an EAGLE-3.1 head: the normed output is fed on, and each state of the target is normed.
         regenerate: whether the target writes the answers of the data first (`jspec.train.regenerate`).
@@ -111,6 +114,7 @@ class TrainConfig:
     gamma: float | None = None
     mask_token: int | None = None
     markov_rank: int = 256
+    keep_activations: bool = False
     devices: int = 1
     eagle31: bool = False
     regenerate: bool = False
@@ -119,6 +123,8 @@ class TrainConfig:
     init: str | None = None
 
     def __post_init__(self) -> None:
+        if self.feature_layers is not None:
+            object.__setattr__(self, "feature_layers", _indices(self.feature_layers))
         for name, choices in (("method", METHODS), ("loss", LOSS_KINDS)):
             if getattr(self, name) not in choices:
                 raise _wrong(name, f"one of {', '.join(choices)}", getattr(self, name))
@@ -142,6 +148,13 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def _indices(value: Any) -> tuple[int, ...]:
+    """Return a list or tuple of indices as a tuple."""
+    if not isinstance(value, list | tuple) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+        raise _wrong("feature_layers", "a list of ints", value)
+    return tuple(value)
 
 
 def _wrong(name: str, expected: str, got: Any) -> ValueError:

@@ -22,10 +22,10 @@ from jspec.train.blocks import Blocks, run_blocks
 from jspec.train.dflash import block_logits
 from jspec.train.losses import in_blocks
 from jspec.train.observe import Observed, target_logits
+from jspec.train.products import REFERENCE
 from jspec.train.rows import Rows, cast
 
 CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three terms
-REFERENCE = "reference"
 
 
 def predict(

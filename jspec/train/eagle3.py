@@ -7,14 +7,16 @@ head's p, the loss is
 
     sum_j decay^j * sum_i m_ij * loss(p_ij, q_ij) / (rows * size)
 
-where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the target's argmax behind it is one of the
-draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
+where m_ij is 1 if token i + 1 + j belongs to the document and counts, and the token that the target holds most probable
+after it is in the draft vocabulary; else 0. The target, its embedding and the vocabulary map have no gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +25,15 @@ from jaxtyping import Array, Bool, Float
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
 from jspec.models.decoder import Model
 from jspec.models.layers import limited
-from jspec.train.attention import Keys, attend, split_heads
+from jspec.train.attention import ATTENDED, Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
-from jspec.train.products import einsum32
+from jspec.train.products import REFERENCE, einsum32
 from jspec.train.rows import Rows, ahead, behind, cast
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
-REFERENCE = "reference"  # implementation of products and norms: kernels have no gradients
+KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,13 @@ class Eagle3Loss:
         steps: number of steps; a head drafts chains of this length as it was trained.
         decay: factor of the loss of each further step.
         kind: one of `LOSSES`.
+        keeps: whether what all steps compute is kept for the gradient; if not, the gradient computes a step again.
     """
 
     steps: int = 7
     decay: float = 0.8
     kind: str = "soft"
+    keeps: bool = False
 
 
 def loss(
@@ -89,7 +93,8 @@ def unroll(
         by = step + 1
         places = rows.reaches(by) & ahead(rows.counted, by)
         weights = behind((places & ahead(drafted, by)).astype(jnp.float32), by)
-        run = jax.checkpoint(partial(_run_step, step=step, kind=options.kind))
+        run: Callable[..., Any] = partial(_run_step, step=step, kind=options.kind)
+        run = run if options.keeps else jax.checkpoint(run, policy=KEPT)
         features, keys, *results = run(head, features, before, rows, (teacher, seen.choices, weights))
         before.append(keys)
         found.append((*(ahead(of, by) for of in results), places))
@@ -130,7 +135,7 @@ def _run_step(
         layer, config = own.layers[index], own.config.layers[index]
         q, new = split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype)
         keys.append(new)
-        return attend(config, q, [*(earlier[index] for earlier in before), new], rows.segments)
+        return attend(config, q, [*(earlier[index] for earlier in before), new], rows)
 
     residual, qkv = project_inputs(own, ahead(rows.tokens, by), features, REFERENCE)
     attended, residual = run_layers(own, residual, qkv, attend_rows, REFERENCE)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jspec.train.files import write_text
 from jspec.train.measured import Figures
 
 
@@ -22,7 +23,7 @@ class Journal:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         whole = [line for line in lines if line.endswith("\n")]  # a line that was being written is incomplete
         self.entries = [entry for entry in map(json.loads, whole) if entry["step"] <= step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries), encoding="utf-8")
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, kind: str, step: int, figures: Figures, **more: Any) -> None:
         """Append a measurement.
@@ -40,10 +41,10 @@ class Journal:
 
     @property
     def best(self) -> Figures | None:
-        """The evaluation of largest predicted acceptance length; None: there was none."""
-        found = [entry for entry in self.entries if entry["kind"] == "eval"]
-        best = max(found, key=lambda entry: entry["acceptance"], default=None)
-        return None if best is None else Figures(best["loss"], tuple(best["hits"]), best["acceptance"])
+        """The best evaluation (`Figures.rank`), or else the last measurement; None: there is none."""
+        found = [entry for entry in self.entries if entry["kind"] == "eval"] or self.entries[-1:]
+        figures = [Figures(entry["loss"], tuple(entry["hits"]), entry["acceptance"]) for entry in found]
+        return max(figures, key=lambda one: one.rank, default=None)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -154,7 +154,7 @@ class Loop:
             figures = self.measure(state)
             journal.add("eval", step, figures)
             logger.info("update %d of %d, held-out rows: %s", step, self.steps, figures)
-            if best is not None and best.acceptance >= figures.acceptance:
+            if best is not None and best.rank >= figures.rank:
                 return best
         export(self.program.head(state))
         return figures

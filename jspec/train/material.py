@@ -18,7 +18,8 @@ from jspec.draft.draft_vocab import frequent_tokens
 from jspec.engine.tokenizer import Tokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
-from jspec.train.data import DataError, read_documents
+from jspec.train.data import DataError, Document, check_file, read_documents
+from jspec.train.files import write_text
 from jspec.train.pack import Corpus, Packed
 from jspec.train.rows import Rows
 
@@ -58,28 +59,37 @@ def prepare(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, f
 
     Raises:
         DataError: lines are bad, or there are too few documents.
-        OSError: the files cannot be written.
+        OSError: there is no such file, or files cannot be written.
     """
-    status = path.stat() if path.is_file() else None
+    check_file(path)
     about = {"data": str(path.absolute()), "length": config.length, "held_out": config.held_out, "seed": config.seed}
-    about |= {"size": status.st_size, "changed": status.st_mtime_ns} if status else {}
+    about |= {"size": path.stat().st_size, "changed": path.stat().st_mtime_ns}
     file = folder / ABOUT
     if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == about):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         _pack(path, tokenizer, vocab, config, folder)
-        file.write_text(json.dumps(about), encoding="utf-8")
+        write_text(file, json.dumps(about))
     has_held_out = (folder / f"{HELD_OUT}.lines.npy").is_file()
     return Material(pack.load(folder, TRAIN), pack.load(folder, HELD_OUT) if has_held_out else None)
 
 
 def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, folder: Path) -> None:
-    """Read all documents, and pack those to train on and those held out."""
+    """Read all documents, and pack those to train on and those held out, which are at least one."""
     corpora = {name: Corpus(folder, name) for name in (TRAIN, HELD_OUT)}
     draws = np.random.default_rng(config.seed)
-    for line, document in read_documents(path, tokenizer, vocab):
-        is_held_out = draws.random() < config.held_out
+
+    def add(line: int, document: Document, *, is_held_out: bool) -> None:
         corpora[HELD_OUT if is_held_out else TRAIN].add(line, document, config.length)
+
+    waiting: tuple[int, Document] | None = None  # the last document is held out if no other was
+    for found in read_documents(path, tokenizer, vocab):
+        if waiting is not None:
+            add(*waiting, is_held_out=draws.random() < config.held_out)
+        waiting = found
+    if waiting is not None:
+        is_needed = config.held_out > 0 and bool(corpora[TRAIN].sizes) and not corpora[HELD_OUT].sizes
+        add(*waiting, is_held_out=is_needed or draws.random() < config.held_out)
     for name, corpus in corpora.items():
         if corpus.sizes:
             pack.pack(corpus, folder, name, config.length)
@@ -117,6 +127,11 @@ def draft_vocabulary(
         return np.arange(vocab, dtype=np.int32), 1.0
     counted = (tokens[counts] for tokens, counts in zip(rows.tokens, rows.counted, strict=True))
     ids = frequent_tokens(counted, size, always=always)
+    return ids, coverage_of(rows, ids, vocab)
+
+
+def coverage_of(rows: Packed, ids: Integer[np.ndarray, "draft_vocab"], vocab: int) -> float:
+    """Return the share of the tokens that count which are among some ids; warn if it is below `COVERAGE`."""
     member = np.zeros(vocab, bool)
     member[ids] = True
     known = sum(int(member[tokens[counts]].sum()) for tokens, counts in zip(rows.tokens, rows.counted, strict=True))
@@ -124,9 +139,9 @@ def draft_vocabulary(
     if coverage < COVERAGE:
         logger.warning(
             "the draft vocabulary of %d tokens has %.1f %% of the tokens that count; a larger draft_vocab drafts the "
-            "others too", size, 100 * coverage,
+            "others too", len(ids), 100 * coverage,
         )  # fmt: skip
-    return ids, coverage
+    return coverage
 
 
 def rows_of(packed: Packed, chosen: Integer[np.ndarray, "chosen"], count: int) -> Rows:

@@ -20,8 +20,8 @@ class Measured:
         loss: sum of the losses.
         places: number of columns that predict a token that counts.
         hits: number of these where the head's argmax is the target's.
-        chained: number of columns of which all draft positions predict tokens that count.
-        accepted: number of these where the head's argmax is the target's at this and at all earlier positions.
+        chained: number of columns that predict tokens that count at this and at all earlier positions.
+        accepted: number of these where the head's argmax is the target's at all of these positions.
     """
 
     loss: Float[Array, "depth"]
@@ -44,11 +44,10 @@ class Measured:
             hits: whether the head's argmax is the target's.
             places: whether the predicted token counts.
         """
-        axes, whole = tuple(range(1, losses.ndim)), jnp.all(places, axis=0)
+        axes, whole = tuple(range(1, losses.ndim)), jnp.cumprod(places, axis=0)
         total = partial(jnp.sum, axis=axes, dtype=jnp.float32)
-        chained = jnp.full(len(losses), jnp.sum(whole, dtype=jnp.float32))
         accepted = total(jnp.cumprod(hits, axis=0) * whole)
-        return jax.lax.stop_gradient(cls(total(losses), total(places), total(hits & places), chained, accepted))
+        return jax.lax.stop_gradient(cls(total(losses), total(places), total(hits & places), total(whole), accepted))
 
     def figures(self) -> Figures:
         """Return the figures that follow, on the host."""
@@ -68,13 +67,19 @@ class Figures:
     Attributes:
         loss: mean loss of a prediction.
         hits: share of predictions that are the target's argmax, by draft position.
-        acceptance: predicted mean acceptance length of greedy chains of all draft positions, if every place is as
-            often a root as any other.
+        acceptance: predicted mean acceptance length of greedy chains, if every place is as often a root as any other.
+            Each draft position adds the share of the chains up to it that are accepted whole; 0 where a text is never
+            long enough.
     """
 
     loss: float
     hits: tuple[float, ...]
     acceptance: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """A larger value is a better head: of equal acceptance, that of the lower loss."""
+        return self.acceptance, -self.loss
 
     def to_json(self) -> dict[str, Any]:
         return {"loss": self.loss, "hits": list(self.hits), "acceptance": self.acceptance}

@@ -114,7 +114,7 @@ class Method(abc.ABC):
         """Return the weights to train, in float32, and the other fields."""
         rest = {name: getattr(head, name) for name in self.frozen}
         trained = head.replace(**dict.fromkeys(self.frozen))
-        return jax.tree.map(lambda x: x.astype(jnp.float32), trained), rest
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained), rest  # copies, because updates reuse them
 
 
 def layer_sizes(target: Model) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class Eagle3Method(Method):
         return head.config.states_of(target.config.num_layers)
 
     def loss(self, head: EagleHead, target: Model, seen: Observed, rows: Rows, keys: Array) -> Found:
-        options = eagle3.Eagle3Loss(self.config.ttt, self.config.decay, self.config.loss)
+        config = self.config
+        options = eagle3.Eagle3Loss(config.ttt, config.decay, config.loss, config.keep_activations)
         return eagle3.loss(head, target, seen, rows, options)
 
     def files(self, head: EagleHead, target: Model, tokens: Mapping[str, Any]) -> Files:

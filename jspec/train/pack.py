@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
+import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +119,7 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     tokens, counted = corpus.close()
     rows, places = first_fit(corpus.sizes, length)
     shape = (max(rows, default=-1) + 1, length)
-    filled = {
-        field: np.lib.format.open_memmap(folder / f"{name}.{field}.npy", "w+", dtype, shape)
-        for field, dtype in FIELDS.items()
-    }
+    filled = {field: _new_array(folder / f"{name}.{field}.npy", dtype, shape) for field, dtype in FIELDS.items()}
     held, at = np.zeros(shape[0], np.int64), 0
     for row, place, size in zip(rows, places, corpus.sizes, strict=True):
         held[row] += 1
@@ -135,6 +134,15 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     del tokens, counted
     corpus.remove()
     return load(folder, name)
+
+
+def _new_array(path: Path, dtype: type, shape: tuple[int, int]) -> np.memmap:
+    """Make an array of zeros in a file; raise OSError if the disk has no room for all of it."""
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):  # without room, a write to the mapped file would end the process
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def load(folder: Path, name: str) -> Packed:
@@ -168,10 +176,6 @@ class Order:
 
 
 def fingerprint(packed: Packed) -> str:
-    """Return a text that differs for other rows: their number, and sums over their tokens."""
-    places = np.arange(1, packed.tokens.shape[1] + 1, dtype=np.uint64) if len(packed) else np.zeros(0, np.uint64)
-    sums = [0, 0]
-    for index, row in enumerate(packed.tokens):
-        own = int((row.astype(np.uint64) * places).sum(dtype=np.uint64))
-        sums = [(sums[0] + own) % 2**61, (sums[1] * 31 + own + index) % 2**61]
-    return json.dumps([len(packed), *sums])
+    """Return a text that differs for other rows: their number, and a checksum of each field."""
+    values = [np.ascontiguousarray(getattr(packed, field.name)) for field in fields(packed)]  # no copies of maps
+    return json.dumps([len(packed), *(zlib.crc32(value.reshape(-1).view(np.uint8).data) for value in values)])

@@ -10,12 +10,12 @@ import jax
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.step.memory import tree_bytes
-from jspec.train import attention, observe
+from jspec.train import observe
 from jspec.train.config import TrainConfig
 
 MOMENTS = 3  # float32 copies of a weight that a run keeps: the weight and both moments of AdamW
-SCORES, LOGITS = 3, 3  # float32 copies of a block's scores and logits that exist at a time
-PASSES = 4  # forward, forward again for the gradient, and the gradient's two products for each of the forward's
+LOGITS = 3  # float32 copies of a block's logits that exist at a time
+PASSES = 3  # products of a gradient, and the forward's; a forward that is computed again is one more
 
 
 def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str, int]:
@@ -30,9 +30,8 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     width, tokens = target.embed.dtype.itemsize, config.batch * config.length
     layers = [layer.gqa for layer in own.layers]
-    kept = own.hidden_size + 2 * sum(layer.kv_size for layer in layers)
+    kept = own.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
     states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
-    scores = min(attention.SCORES, tokens * config.length * layers[0].heads)
     activations = 4 * own.intermediate_size + 6 * own.hidden_size
     cache = sum(layer.attention.kv_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
     return {
@@ -44,8 +43,7 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
         "cache of the target": width * tokens * cache,
         "probabilities of the target": width * tokens * own.draft_vocab_size,
         "kept between steps": width * tokens * kept * config.ttt,
-        "activations of a step": width * tokens * activations,
-        "scores": 4 * SCORES * scores,
+        "activations": width * tokens * activations * (config.ttt if config.keep_activations else 1),
         "logits": 4 * LOGITS * min(observe.LOGITS, tokens * own.draft_vocab_size),
     }
 
@@ -53,16 +51,19 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
 def head_flops(config: TrainConfig, head: EagleHead) -> float:
     """Return the floating-point operations of the head for one token of an update.
 
-    The gradient computes each step again. Of the scores of a row, half are visible on average.
+    The gradient computes logits again, and all other products of a step unless activations are kept. Of the scores of a
+    row, half are visible on average; their gradient computes them again.
     """
     own = head.config
-    weights: list[Any] = [head.head]
+    weights: list[Any] = []
     for layer in head.layers:
         weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
     products = sum(2 * weight.size for weight in weights)
+    logits = 2 * own.draft_vocab_size * own.hidden_size
     scores = sum(4 * layer.gqa.q_size * config.length / 2 for layer in own.layers)
     fused = 0 if head.fc is None else 2 * head.fc.size  # type: ignore[union-attr]
-    return PASSES * config.ttt * (products + scores) + (PASSES - 1) * fused
+    step = (PASSES + (not config.keep_activations)) * products + (PASSES + 1) * logits + PASSES * scores + scores / 2
+    return config.ttt * step + PASSES * fused
 
 
 def target_logit_flops(target: Model, head: EagleHead) -> float:

@@ -149,11 +149,11 @@ class Program:
 
         def loss(weights: Any) -> tuple[Array, Measured]:
             keys = self._keys(state.step, rows)
-            total, measured = self._method.loss(weights.replace(**rest), target, seen, rows, keys)
-            return total / size, measured
+            return self._method.loss(weights.replace(**rest), target, seen, rows, keys)
 
         found, gradient = jax.value_and_grad(loss, has_aux=True)(state.weights)
         (value, measured), gradient = self._sum((found, gradient))
+        value, gradient = jax.tree.map(lambda x: x / size, (value, gradient))  # in float32; small terms are not lost
         is_finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         changes, optimizer = self._optimizer.update(gradient, state.optimizer, state.weights)
         new = TrainState(optax.apply_updates(state.weights, changes), optimizer, state.step + 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -33,8 +34,9 @@ def regenerate(
 ) -> Path:
     """Write a data file whose answers are the target's, or go on with one that was interrupted; return its path.
 
-    A line of ``text`` or of ``prompt`` and ``completion`` becomes ``prompt`` and ``completion``; the text is the
-    prompt. In ``messages``, each of the assistant's answers is replaced, one after the other.
+    A line of ``text``, or of ``prompt`` with or without ``completion``, becomes ``prompt`` and ``completion``; the text
+    is the prompt. In ``messages``, each of the assistant's answers is replaced, one after the other; messages that end
+    with the user's get one more.
 
     Args:
         data: file of JSON lines (`jspec.train.data`).
@@ -43,7 +45,7 @@ def regenerate(
         tokenizer: its tokenizer.
         eos: tokens that end answers.
         config: options of the run: `max_tokens` and `temperature` of an answer, and `length`, which prompt and answer
-            may have together; lines with a longer prompt are left out.
+            may have together; lines whose prompts are longer, or shorter than `LEAST` tokens, are left out.
 
     Raises:
         DataError: lines are bad; nothing is generated then.
@@ -67,7 +69,10 @@ def regenerate(
             file.flush()
             bar.update(len(chunk))
     if skipped:
-        logger.warning("%d of %d lines were left out: their prompts are longer than length", skipped, lines)
+        logger.warning(
+            "%d of %d lines were left out: their prompts have fewer than %d tokens, or leave no room for an answer "
+            "within length", skipped, lines, LEAST,
+        )  # fmt: skip
     return out
 
 
@@ -77,7 +82,7 @@ def _check(data: Path) -> int:
     for number, value in read_lines(data):
         count += 1
         try:
-            parse(value)
+            parse(value, is_answered=False)
         except DataError as error:
             bad.append(f"line {number}: {error}")
     refuse(data, bad, count)
@@ -86,11 +91,11 @@ def _check(data: Path) -> int:
 
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of a file that are whole, and cut a last one that is not."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    whole = text[: text.rfind("\n") + 1]
+    text = path.read_bytes() if path.is_file() else b""
+    whole = text[: text.rfind(b"\n") + 1]
     if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return whole.splitlines()
+        os.truncate(path, len(whole))
+    return whole.decode("utf-8").splitlines()
 
 
 def _answer(
@@ -123,22 +128,25 @@ class _Talk:
 
     def __init__(self, value: Any, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.waits = tokenizer, True
-        self._turns: Iterator[Any] = iter(value.get("messages", ()))
-        if "messages" in value:
-            self.line: dict[str, Any] = {"messages": []}
-            self._next_turn()
-        else:
-            text = value["prompt"] if "prompt" in value else value["text"]
-            self.line, self.prompt = {"prompt": text}, tokenizer.encode(text)
+        self._turns: Iterator[Any] = iter(())
+        match parse(value, is_answered=False):
+            case {"messages": messages}:
+                self.line: dict[str, Any] = {"messages": []}
+                self._turns = iter(messages)
+                self._next_turn()
+            case {"prompt": text} | {"text": text}:
+                self.line, self.prompt = {"prompt": text}, tokenizer.encode(text)
 
     def _next_turn(self) -> None:
-        """Take over messages up to the next answer of the assistant; there may be none."""
+        """Take over messages up to the next answer of the assistant, or the end; there may be no more to answer."""
         for message in self._turns:
             if message["role"] == "assistant":
-                self.prompt = self._tokenizer.chat(self.line["messages"])
-                return
+                break
             self.line["messages"].append(message)
-        self.waits = False
+        else:
+            self.waits = bool(self.line["messages"]) and self.line["messages"][-1]["role"] == "user"
+        if self.waits:
+            self.prompt = self._tokenizer.chat(self.line["messages"])
 
     def add(self, answer: str) -> None:
         """Enter the target's answer."""

@@ -30,11 +30,22 @@ class Rows:
     counted: Bool[Array, "rows size"]
 
     @property
+    def starts(self) -> Int[Array, "rows size"]:
+        """The place of the first token of each token's document."""
+        first = self.segments != jnp.pad(self.segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+        return jax.lax.cummax(jnp.where(first, jnp.arange(self.tokens.shape[1]), 0), axis=1)
+
+    @property
+    def ends(self) -> Int[Array, "rows size"]:
+        """The place after the last token of each token's document."""
+        size = self.tokens.shape[1]
+        last = self.segments != jnp.pad(self.segments, ((0, 0), (0, 1)), constant_values=-1)[:, 1:]
+        return jax.lax.cummin(jnp.where(last, jnp.arange(1, size + 1), size), axis=1, reverse=True)
+
+    @property
     def positions(self) -> Int[Array, "rows size"]:
         """The position of each token in its document."""
-        places = jnp.arange(self.tokens.shape[1])
-        first = self.segments != jnp.pad(self.segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-        return places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)
+        return jnp.arange(self.tokens.shape[1]) - self.starts
 
     def reaches(self, by: int) -> Bool[Array, "rows size"]:
         """Return whether the token ``by`` places ahead belongs to the same document; False for padding."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors
 from jspec.train.config import TrainConfig
+from jspec.train.data import check_file
+from jspec.train.files import write_text
 from jspec.train.journal import Journal
 from jspec.train.loop import Loop
-from jspec.train.material import Material, draft_vocabulary, prepare
+from jspec.train.material import Material, coverage_of, draft_vocabulary, prepare
 from jspec.train.measured import Figures
 from jspec.train.method import Method
 from jspec.train.methods import METHODS
@@ -29,6 +34,11 @@ from jspec.train.program import Program, mesh_of
 from jspec.train.regenerate import regenerate
 
 STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of what a run needs to go on; its description
+DATA, CHECKPOINTS, JOURNAL = "data", "checkpoints", "journal.jsonl"  # parts of that folder
+ANSWERS = "regenerated"  # name of the files of the target's answers and of their description
+ANSWERED = ("target", "tokenizer", "quantize", "data", "length", "max_tokens", "temperature")  # what answers depend on
+BLOCK = 2**24  # bytes of the data that are read at a time for its checksum
+CORNER = 4  # values along each axis of an array of the target by which it is recognised
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ def fit(
     resume: bool = False,
     tokenizer: Any = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     **options: Any,
 ) -> Result:
     """Train a draft head for a target.
@@ -83,6 +94,7 @@ def fit(
             run without interruption, bit for bit.
         tokenizer: as in `Engine.from_pretrained`; None: the target's.
         dtype: dtype of the target and of the head's products; None: float32 on CPU, bfloat16 elsewhere.
+        quantize: how the target's weights are quantised, as in `Model.from_pretrained`; the head's are not.
         options: fields of `TrainConfig`.
 
     Raises:
@@ -95,26 +107,32 @@ def fit(
         config = TrainConfig(**options)
     except TypeError as error:
         raise ValueError(f"train: {error}; the options are the fields of jspec.train.TrainConfig") from None
-    out = Path(out)
+    out, data = Path(out), Path(data)
+    check_file(data)
     _check_folder(out, resume)
-    pair = _load(target, tokenizer, dtype)
+    pair = _load(target, tokenizer, dtype=dtype, quantize=quantize)
     method = METHODS[config.method](config)
     if config.init is None:
         method.check(pair.target)
-    vocab = pair.target.config.vocab_size
-    material = prepare(_data(pair, Path(data), out, config), pair.tokenizer, vocab, config, out / STATE / "data")
-    head, coverage = _head(method, pair, material)
-    steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
-    _check_same(out / STATE / ABOUT, _describe(config, pair.target, material, steps))
-    program = Program(method, pair.target, head, steps, mesh_of(config.devices))
-    state, checkpoints = program.start(head), Checkpoints(out / STATE / "checkpoints")
-    state = checkpoints.restore(state) if checkpoints.steps else state
-    journal = Journal(out / STATE / "journal.jsonl", int(state.step))
+    mesh = mesh_of(config.devices)
     tokens = write.special_ids(pair.folder) if pair.folder is not None else {}
+    about = {**config.to_json(), "quantize": quantize, **_identity(pair.target, tokenizer, data)}
+    with _described(out / STATE, about):
+        data = _answers(method, pair, data, out / STATE, about) if config.regenerate else data
+        material = prepare(data, pair.tokenizer, pair.target.config.vocab_size, config, out / STATE / DATA)
+        head, coverage = _head(method, pair, material)
+        method.files(head, pair.target, tokens)  # a head that the format cannot hold is refused before it is trained
+        steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
+        _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
+    program = Program(method, pair.target, head, steps, mesh)
+    state, checkpoints = program.start(head), Checkpoints(out / STATE / CHECKPOINTS)
+    state = checkpoints.restore(state) if checkpoints.steps else state
+    journal = Journal(out / STATE / JOURNAL, int(state.step))
 
     def export(head: Any) -> None:
+        files = method.files(head, pair.target, tokens)
         with write_errors(out, checkpoints.steps[-1:]):
-            write.write_head(out, *method.files(head, pair.target, tokens), method.weights_file)
+            write.write_head(out, *files, method.weights_file)
 
     figures = Loop(config, material, program, steps).run(state, checkpoints, journal, export)
     return Result(out, steps, figures, coverage, journal.path)
@@ -124,13 +142,14 @@ def _check_folder(out: Path, resume: bool) -> None:
     """Raise OSError if a new run finds a folder that is not empty, or a run that goes on finds none."""
     if resume and not (out / STATE).is_dir():
         raise FileNotFoundError(f"{out}: expected a run to resume, got none; leave out --resume to begin one")
-    if not resume and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    begun = (out / STATE / ABOUT).is_file()
+    if not resume and out.exists() and (not out.is_dir() or begun or any(path.name != STATE for path in out.iterdir())):
         raise FileExistsError(f"{out}: expected a new folder, got one with files; pass --resume, or name another")
 
 
-def _load(target: str | Path | Model, tokenizer: Any, dtype: str | None) -> Pair:
+def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> Pair:
     folder = None if isinstance(target, Model) else find(target)
-    model = target if isinstance(target, Model) else Model.from_pretrained(find(target), dtype=dtype)
+    model = target if isinstance(target, Model) else Model.from_pretrained(find(target), **options)
     made = load_tokenizer(folder if tokenizer is None else tokenizer)
     if made is None:
         raise ValueError(
@@ -141,44 +160,82 @@ def _load(target: str | Path | Model, tokenizer: Any, dtype: str | None) -> Pair
 
 
 def _eos(pair: Pair) -> tuple[int, ...]:
-    return () if pair.folder is None else eos_ids(pair.folder, pair.tokenizer, pair.target.config.vocab_size)
+    """Return the tokens that end texts: those of the target's folder; without a folder, the tokenizer's."""
+    vocab, own = pair.target.config.vocab_size, getattr(pair.tokenizer, "eos_id", None)
+    if pair.folder is not None:
+        return eos_ids(pair.folder, pair.tokenizer, vocab)
+    return () if own is None or not 0 <= own < vocab else (own,)
 
 
-def _data(pair: Pair, data: Path, out: Path, config: TrainConfig) -> Path:
-    """Return the file to train on: the given one, or that with the target's answers."""
-    if not config.regenerate:
-        return data
-    (out / STATE).mkdir(parents=True, exist_ok=True)
-    return regenerate(data, out / STATE / "regenerated.jsonl", pair.target, pair.tokenizer, _eos(pair), config)
+def _answers(method: Method, pair: Pair, data: Path, folder: Path, about: dict[str, Any]) -> Path:
+    """Return the file of the data with the target's answers; answers that were made otherwise are deleted first."""
+    answers, described = (folder / f"{ANSWERS}.{kind}" for kind in ("jsonl", "json"))
+    own = {name: about[name] for name in ANSWERED}
+    if not described.is_file() or json.loads(described.read_text(encoding="utf-8")) != own:
+        answers.unlink(missing_ok=True)
+        write_text(described, json.dumps(own))
+    return regenerate(data, answers, pair.target, pair.tokenizer, _eos(pair), method.config)
 
 
 def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
     """Make the head, or load the one to go on with; return it with the coverage of its draft vocabulary."""
     config, vocab = method.config, pair.target.config.vocab_size
     if config.init is not None:
-        return method.load(config.init, pair.target), 1.0
+        head = method.load(config.init, pair.target)
+        ids = getattr(head, "draft_to_target", None)
+        return head, 1.0 if ids is None else coverage_of(material.train, np.asarray(ids), vocab)
     if not method.has_vocabulary:
         return method.create(pair.target, np.arange(vocab, dtype=np.int32)), 1.0
     ids, coverage = draft_vocabulary(material.train, config.draft_vocab, vocab, _eos(pair))
     return method.create(pair.target, ids), coverage
 
 
-def _describe(config: TrainConfig, target: Model, material: Material, steps: int) -> dict[str, Any]:
-    """Return what must be equal when a run goes on, as JSON values."""
-    sample = np.asarray(jax.device_get(target.norm)).tobytes() + np.asarray(jax.device_get(target.embed[:8])).tobytes()
-    about = {"steps": steps, "target": zlib.crc32(sample), "data": material.describe()}
-    return {**config.to_json(), **about, "steps": steps}
+def _identity(target: Model, tokenizer: Any, data: Path) -> dict[str, Any]:
+    """Return JSON values that differ for another target (a few values of each array), tokenizer (its name) or data."""
+    corners = jax.jit(lambda leaves: [leaf[(slice(CORNER),) * leaf.ndim] for leaf in leaves])
+    values = b"".join(np.asarray(leaf).tobytes() for leaf in jax.device_get(corners(jax.tree.leaves(target))))
+    is_named = tokenizer is None or isinstance(tokenizer, str | Path)
+    name = None if tokenizer is None else str(tokenizer) if is_named else type(tokenizer).__name__
+    checksum = 0
+    with data.open("rb") as file:
+        while block := file.read(BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return {"target": zlib.crc32(values), "tokenizer": name, "data": checksum}
+
+
+@contextlib.contextmanager
+def _described(folder: Path, about: dict[str, Any]) -> Iterator[None]:
+    """Describe a run before its data is made; a new run that is refused in the context may begin again with others.
+
+    Args:
+        folder: folder of what the run needs to go on; without a description, its files are of no run and deleted,
+            except answers of the target.
+        about: what must be equal when a run goes on, as JSON values.
+    """
+    file = folder / ABOUT
+    is_new = not file.is_file()
+    if is_new:
+        for part in (DATA, CHECKPOINTS):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / JOURNAL).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    _check_same(file, about)
+    try:
+        yield
+    except (ValueError, NotImplementedError):
+        if is_new:
+            file.unlink()
+        raise
 
 
 def _check_same(file: Path, about: dict[str, Any]) -> None:
-    """Write the description of a new run, or raise ValueError if that of the run to resume is another."""
-    if not file.is_file():
-        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        return
-    before = json.loads(file.read_text(encoding="utf-8"))
+    """Add to the description of a run, or raise ValueError if that of the run to resume is another."""
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for name, value in about.items():
-        if before.get(name) != value:
+        if name in before and before[name] != value:
             raise ValueError(
-                f"train: {name}: expected {short(before.get(name))}, with which {file.parent.parent} was begun, got "
+                f"train: {name}: expected {short(before[name])}, with which {file.parent.parent} was begun, got "
                 f"{short(value)}; resume with the same options, or begin a new run with init= of this head"
             )
+    if before.keys() < before.keys() | about.keys():
+        write_text(file, json.dumps({**before, **about}, indent=1) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from convert.fields import read_json
@@ -26,6 +27,7 @@ from jspec.models.layer_config import unsupported
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params
 from jspec.models.weight_map import layer_tensors
+from jspec.train.files import write_text
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys that a head's config.json takes from the target's
@@ -58,15 +60,12 @@ def write_head(
     try:
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, work, metadata={"format": "pt"})
-        (folder / f".{CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        os.replace(folder / f".{CONFIG}.new", folder / CONFIG)
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         os.replace(work, folder / weights)
-    except Exception as error:
-        for name in (weights, CONFIG):
-            (folder / f".{name}.new").unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise
+    except SafetensorError as error:
         raise OSError(f"{folder}: the head could not be written ({error}); is the disk full?") from error
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def eagle3_files(

@@ -199,6 +199,11 @@ def _pairs(*pools: Array) -> list[Array]:
     return [jax.lax.bitcast_convert_type(pool, jnp.uint16) for pool in by_pair]
 
 
+def most_query_heads(value_dim: int) -> int:
+    """Returns the most query heads per KV head of deterministic attention, if a value has this number of channels."""
+    return MOST_OF_QUERY // value_dim
+
+
 def unsupported(
     q: Array | jax.ShapeDtypeStruct, k_pool: Array, bits: Array | None, *, deterministic: bool = False
 ) -> str | None:
@@ -208,8 +213,7 @@ def unsupported(
     for dim in (k_pool.shape[3], value_dim):
         if dim not in HEAD_DIMS:
             return f"head_dim must be a multiple of 16 up to 512, got {dim}"
-    if deterministic and group * value_dim > MOST_OF_QUERY:
-        most = MOST_OF_QUERY // value_dim
+    if deterministic and group > (most := most_query_heads(value_dim)):
         return f"deterministic attention must have at most {most} query heads per KV head, got {group}"
     if page > 128:
         return f"the page size must be at most 128, got {page}"

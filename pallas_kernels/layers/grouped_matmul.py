@@ -5,8 +5,10 @@
 Of packed weights (`int4`), which may have zero points too, values[n, k] - zeros[n, k // group] is multiplied.
 
 The sum over s is x @ w.T. The kernel reads the weight's bytes, widens a tile of them in registers, and multiplies the
-sum over a step of k by the step's scales, so no widened copy of the weight is written to memory. The scales of blocks
-of rows and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block.
+sum over a step of k by the step's scales, so no widened copy of the weight is written to memory, and no value is
+rounded. More than 64 rows are multiplied by a copy of a packed weight, whose values are rounded to the rows' dtype. The
+scales of blocks of rows and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each
+row of a block.
 """
 
 import functools
@@ -25,6 +27,7 @@ STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 MOST_ROWS = 64  # most rows of x per Pallas program
+MOST_WIDENED = 2**27  # most values of a packed weight that are widened at once for many rows, 256 MiB
 
 
 def widened(
@@ -40,11 +43,37 @@ def widened(
 
 def _reference(x, values, scale, *zeros, parts, dtype):
     """Computes the product from a widened copy of the weight; the sums are float32."""
-    pieces, weights = (
-        array.astype(jnp.float32).reshape(array.shape[0], parts, -1) for array in (x, widened(values, scale, *zeros))
-    )
+    return _product(x.astype(jnp.float32), widened(values, scale, *zeros), parts, jnp.float32).astype(dtype)
+
+
+def _product(x, weight, parts, dtype):
+    """Returns x @ weight.T as partial sums [parts, rows, out] of this dtype, by XLA."""
+    pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((2,), (2,)), ((1,), (1,)))
-    return jax.lax.dot_general(pieces, weights, dims, precision=jax.lax.Precision.HIGHEST).astype(dtype)
+    return jax.lax.dot_general(pieces, weights, dims, precision=precision, preferred_element_type=dtype)
+
+
+def _by_widening(x, *weight, parts, dtype):
+    """Computes the product of many rows from a copy of a packed weight in x's dtype, of which it writes pieces of rows.
+
+    The kernel would unpack the values again for each 64 rows, which takes longer than to write and read the copy. The
+    barriers keep XLA from unpacking values again for each of its tiles, and from widening pieces or weights of other
+    products before they are needed.
+    """
+    out = len(weight[0])
+    rows = widened_rows(out, 2 * weight[0][0].size)
+    found: list[Array] = []
+    for first in range(0, out, rows):
+        x, weight, found = jax.lax.optimization_barrier((x, weight, found))
+        piece = widened(*(array[first : first + rows] for array in weight)).astype(x.dtype)
+        found.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
+    return jnp.concatenate(found, axis=2)
+
+
+def widened_rows(out: int, inner: int) -> int:
+    """Returns how many rows of a packed weight [out, inner] are widened at once for a product of many rows."""
+    return math.ceil(out / math.ceil(out * inner / MOST_WIDENED))
 
 
 def _kernel(
@@ -97,11 +126,12 @@ def _kernel(
 
 
 def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
+    if values.dtype == jnp.uint8 and len(x) > MOST_ROWS:
+        return _by_widening(x, values, scale, *zeros, parts=parts, dtype=dtype)
     (rows, inner), (out, groups) = x.shape, scale.shape
     group, half = inner // groups, values.shape[2] if values.dtype == jnp.uint8 else 0
     is_few = rows <= MOST_ROWS
-    # With 128 columns of a packed weight, more rows would exceed the registers of compute capability 8.0.
-    step = math.gcd(group, STEP if is_few or not half else STEP // 2)
+    step = math.gcd(group, STEP)
     row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
     out_tile = 64 if rows > FEW_ROWS and is_few else 128
     sizes = {"rows": rows, "row_tile": row_tile, "out_tile": out_tile, "steps": inner // parts // step}
@@ -155,7 +185,7 @@ def grouped_matmul(
         zeros: zero points of packed values [out, groups]; None: 8.
         parts: number of equal parts into which the sum over k is divided.
         implementation: as in `paged_attention`. The kernel needs activations of two bytes per value and groups that are
-            multiples of 32 columns. The reference writes a widened copy of the weight.
+            multiples of 32 columns. The reference writes a widened copy of the weight, and rounds none of its values.
 
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the call.

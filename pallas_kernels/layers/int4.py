@@ -10,7 +10,7 @@ column half a block later. So a kernel that loads a row of bytes gets two rows o
 """
 
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ def pack(values: Values, block: int | None = None) -> Values:
 
 def unpack(packed: Values) -> Values:
     """Returns the values [*rows, columns] of bytes [*rows, blocks, block / 2]; the inverse of `pack`."""
-    stack: Any = np.stack if isinstance(packed, np.ndarray) else jnp.stack
-    return stack([packed & 15, packed >> 4], axis=-2).reshape(*packed.shape[:-2], -1)
+    shifts = np.array([[0], [4]], np.uint8)
+    return (packed[..., None, :] >> shifts & 15).reshape(*packed.shape[:-2], -1)
 
 
 def reblocked(packed: Values, parts: int) -> Values:

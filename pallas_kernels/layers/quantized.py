@@ -11,7 +11,8 @@ in the last bit of a float32 sum into a relative difference of 1/16. Therefore "
 decoding only up to such rounding errors, not bit for bit.
 
 A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`). A
-weight of int4 always has such scales, and may have zero points (`int4`).
+weight of int4 always has such scales, and may have zero points (`int4`). Only experts may be of mxfp4, whose scales are
+powers of two, stored in a byte (`mxfp4`).
 """
 
 import math
@@ -23,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from pallas_kernels.layers import int4
+from pallas_kernels.layers import int4, mxfp4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
-Kind = Literal["int8", "fp8", "fp8_dynamic", "int4"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["int8", "fp8", "fp8_dynamic", "int4", "mxfp4"]
+EXPERT_KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4", "mxfp4")  # kinds of the weights of experts
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "mxfp4")  # kinds of other weights
 FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
 STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
 
@@ -40,13 +42,13 @@ class Quantized:
     """A quantised weight [out, inner], equal to values * scale[:, None]; or one of experts [experts, out, inner].
 
     With group scales [out, groups], each scale belongs to the next inner / groups columns of its row. The scales of
-    experts are [experts, out].
+    experts are [experts, out], or of packed values [experts, out, groups].
     """
 
-    values: Num[Array, "*experts out inner"] | UInt8[Array, "out blocks bytes"]  # int8 or float8_e4m3fn, or packed
-    scale: Float[Array, "*experts out"] | Float[Array, "out groups"]  # float32
+    values: Num[Array, "*experts out inner"] | UInt8[Array, "*experts out blocks bytes"]  # int8, float8 or packed
+    scale: Num[Array, "*experts out"] | Num[Array, "*experts out groups"]  # float32; of mxfp4 uint8
     dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
-    zeros: UInt8[Array, "out groups"] | None = None  # zero points of int4; None: 8
+    zeros: UInt8[Array, "*experts out groups"] | None = None  # zero points of int4; None: 8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +60,7 @@ class Quantized:
     @property
     def kind(self) -> Kind:
         if self.values.dtype == jnp.uint8:
-            return "int4"
+            return "mxfp4" if self.scale.dtype == jnp.uint8 else "int4"
         if self.values.dtype == INT8:
             return "int8"
         return "fp8_dynamic" if self.dynamic else "fp8"
@@ -66,10 +68,10 @@ class Quantized:
     @property
     def group(self) -> int | None:
         """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim < len(self.shape) else self.shape[1] // self.scale.shape[1]
+        return None if self.scale.ndim < len(self.shape) else self.shape[-1] // self.scale.shape[-1]
 
-    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
-        """Returns some rows of the weight, as a weight with the same values."""
+    def rows(self, index: Int[Array, "*rows"]) -> "Quantized":
+        """Returns some rows of the weight, or one of its experts, as a weight with the same values."""
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
 
@@ -88,6 +90,8 @@ class Quantized:
 
     def widened(self) -> Float[Array, "out inner"]:
         """Returns the weight in float32."""
+        if self.kind == "mxfp4":
+            return mxfp4.widened(self.values, self.scale)
         return widened(self.values, self.scale.reshape(self.shape[0], -1), self.zeros)
 
 
@@ -137,9 +141,13 @@ def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
 
 
 def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantized:
-    """Returns a weight quantised to one byte per value, with one scale per output channel, or to `int4` in groups."""
+    """Returns a weight quantised to one byte per value with a scale per output channel, or to four bits in groups."""
+    if kind == "mxfp4":
+        return Quantized(*mxfp4.round_to_mxfp4(weight))
     if kind == "int4":
-        return Quantized(*int4.round_to_int4(weight))
+        values, scale = int4.round_to_int4(weight.reshape(-1, weight.shape[-1]))
+        rows = weight.shape[:-1]
+        return Quantized(values.reshape(*rows, *values.shape[1:]), scale.reshape(*rows, -1))
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 

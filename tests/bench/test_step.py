@@ -62,9 +62,9 @@ def test_step_command_writes_table_json_and_trace(
     trace = tmp_path / "traces" / "1"
     _, heads, _, row, where, last = capsys.readouterr().out.splitlines()
     clock = ["SM", "MHz", "of", "MHz", "W", "capped"]
-    assert heads.split() == [*CASE, "ms", "p90-p10", "floor", "ratio", *clock, "tokens", "compile", "s"]
+    assert heads.split() == [*CASE, "ms", "p90-p10", "floor", "ratio", *clock, "tokens", "host", "ms", "compile", "s"]
     assert row.split()[:7] == ["tiny", "2", "16", "none", "16", "float32", "1"]
-    assert row.split()[-6:-1] == ["1560", "1980", "692", "75%", "1.00"]  # a token a row
+    assert row.split()[-7:-2] == ["1560", "1980", "692", "75%", "1.00"]  # a token a row
     assert where == f"trace: {trace}" and last == "no launches of a GPU in the trace"
     assert [path.suffix for path in trace.rglob("*.pb")] == [".pb"]
     (result,) = json.loads((tmp_path / "step.json").read_text())["results"]
@@ -85,7 +85,9 @@ def test_step_command_on_cpu_measures_tiny_shape_without_floors(
     assert main(["bench", "step", "--tree", "none", "--context", "16"]) == 0
     about, heads, _, row = capsys.readouterr().out.splitlines()
     assert about.endswith("floors: none, as the memory bandwidth of this device is unknown")
-    assert heads.split() == [*CASE, "ms", "p90-p10", "tokens", "compile", "s"] and row.split()[0] == "tiny"
+    assert (
+        heads.split() == [*CASE, "ms", "p90-p10", "tokens", "host", "ms", "compile", "s"] and row.split()[0] == "tiny"
+    )
 
 
 def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pytest.CaptureFixture) -> None:
@@ -134,6 +136,17 @@ def test_floor_of_a_mixture_of_experts_counts_the_experts_that_random_choices_hi
     assert read == pytest.approx(stored * (1 - (1 - 8 / 128) ** (batch * rows)))
 
 
+def test_floor_with_experts_in_mxfp4_counts_their_packed_bytes_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step of gpt-oss-20b reads 4 of 32 experts a layer, 17 bytes for 32 values instead of 64."""
+    monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
+    plain, packed, int4 = (
+        step.floor_milliseconds(Case("gpt-oss-20b", 1, 1024, None, quantize=kind)) or 0
+        for kind in (None, "mxfp4", "int4")
+    )
+    values = 24 * 4 * 3 * 2880 * 2880
+    assert plain - packed == pytest.approx(1000 * values * (2 - 17 / 32) / 3.02e12) and int4 < packed
+
+
 def test_least_bytes_of_a_dflash_block_are_its_weights_and_its_caches() -> None:
     config, target = random_models.dflash_config("llama3-8b"), random_models.TARGETS["llama3-8b"]
     head, cache = target.vocab_size * target.hidden_size, 2 * 5 * 1024 * 8 * 1024  # keys and values of 8 rows
@@ -163,7 +176,7 @@ def test_step_command_with_draft_quantize_quantises_only_the_head(
 
     def measure(case: step.Case, target: Model, head: EagleHead, **_: Any) -> step.Timing:
         seen.append([type(model.layers[0].qkv) for model in (target, head)])
-        return step.Timing(case, 1.0, 0.1, 0.5, 2.0, None, 1.0, 9.0)
+        return step.Timing(case, 1.0, 0.1, 0.5, 2.0, None, 1.0, 0.3, 9.0)
 
     monkeypatch.setattr(step, "measure", measure)
     for more in ([], ["--quantize", "fp8"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -47,8 +48,13 @@ def test_plan_of_an_8b_target_has_the_sizes_and_the_arithmetic_of_its_shapes() -
     assert planned["target"] == pytest.approx(16.06e9, rel=1e-3)
     assert planned["probabilities of the target"] == 2 * 16384 * 32000
     assert 30e9 < sum(planned.values()) < 60e9
-    products = 2 * (layer + 32000 * 4096)
-    assert plan.head_flops(config, head) == 4 * 7 * (products + 4 * 4096 * 1024) + 3 * 2 * 3 * 4096 * 4096
+    products, logits, scores, fused = 2 * layer, 2 * 32000 * 4096, 4 * 4096 * 1024, 2 * 3 * 4096 * 4096
+    step = 4 * products + 4 * logits + 3.5 * scores
+    assert plan.head_flops(config, head) == 7 * step + 3 * fused
+    keeps = replace(config, keep_activations=True)
+    assert plan.head_flops(keeps, head) == 7 * (step - products) + 3 * fused
+    more = plan.memory_plan(keeps, target, head)["activations"] - planned["activations"]
+    assert more == 6 * planned["activations"] > 6e9
     flops = train._flops(config, target, head)
     assert 36e9 < flops < 41e9
     assert train._flops(TrainConfig(draft_vocab=32000, ttt=3), target, head) < flops - 10e9

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import socket
+import subprocess
 import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
+from jspec.distributed import job as module_of_jobs
 from jspec.distributed import link as module
 from jspec.distributed.frames import Message
 from jspec.distributed.job import ProcessLost
+from jspec.distributed.service import allow_end
 from tests.support.jobs import in_all, jobs
 
 
@@ -29,6 +34,12 @@ def test_exchange_of_different_things_is_refused_in_all_processes() -> None:
         errors = in_all(found, lambda job: job.exchange("memory" if job.process_id == 1 else "Engine", 1))
     expected = "expected the same script in all processes, got another: process 0 (a) is at its Engine, process 1 (b)"
     assert all(isinstance(error, ValueError) and str(error).startswith(expected) for error in errors)
+
+
+def test_exchange_after_a_refused_one_gives_the_values_of_the_new_one() -> None:
+    with jobs() as (found, _):
+        in_all(found, lambda job: job.exchange("memory" if job.process_id == 1 else "Engine", "old"))
+        assert in_all(found, lambda job: job.exchange("memory", job.process_id)) == [[0, 1, 2]] * 3
 
 
 def test_check_same_names_each_difference_in_all_processes() -> None:
@@ -81,6 +92,23 @@ def test_call_of_the_devices_that_never_returns_ends_with_the_loss() -> None:
         blocked.set()
 
 
+def test_call_of_the_devices_that_ends_just_when_the_wait_times_out_gives_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(Future[str]):
+        """A call that ends after the first wait for it has timed out."""
+
+        def result(self, timeout: float | None = None) -> str:
+            found = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr(module_of_jobs, "Future", Late)
+    with jobs() as (found, _):
+        assert found[0].do(lambda: "result") == "result"
+
+
 def test_process_that_has_ended_is_lost_for_those_that_still_need_it() -> None:
     with jobs() as (found, _):
         found[1]._tell(Message("bye"))
@@ -126,6 +154,18 @@ def test_all_functions_of_the_end_are_called_also_if_one_removes_itself(monkeypa
         at_end += [close, lambda: called.append("allow the service to end")]
         in_all(found, lambda job: job._end())
     assert called == ["close", "allow the service to end"] and all(job.is_whole for job in found)
+
+
+def test_end_goes_on_if_the_coordination_service_has_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    called: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", ""], bufsize=0, stdin=subprocess.PIPE) as served:
+        served.wait()
+        with jobs() as (found, _):
+            found[0].at_end += [partial(allow_end, served), lambda: called.append("next")]
+            assert in_all(found, lambda job: job._end()) == [None] * 3
+            assert all(job.is_whole for job in found)
+    assert called == ["next"]
 
 
 def test_process_that_sends_a_message_without_its_field_is_lost() -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jspec import MTP, Completion, Eagle, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
-from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_inputs, run_layers
+from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.quantize import quantized_as
 from jspec.tools.convert import main
@@ -55,8 +55,8 @@ def run_padded(head: EagleHead, tokens: Any, features: Any) -> tuple[Any, Any]:
     )
     shape = PoolShape(1, 2, LONGEST, LONGEST, "float32", "float32")
     caches = create(head.config.layers, shape, "float32")
-    inputs = project_inputs(head, pairs, features[None])
-    attended, residual, _ = run_layers(head, caches, pairs, *inputs, attends=True)
+    inputs = project_inputs(head, pairs.tokens, features[None], pairs.implementation)
+    attended, residual, _ = run_on_cache(head, caches, pairs, *inputs, attends=True)
     out, product = output_logits(head, attended, residual, "reference")
     return reduce_partials(product, jnp.float32)[0], out.hidden[0]
 

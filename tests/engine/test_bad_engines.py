@@ -14,7 +14,7 @@ from jspec.core.config import QUANTIZE
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
-from pallas_kernels.layers.quantized import KINDS
+from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS
 from tests.support import folders, small, tiny
 
 pytestmark = pytest.mark.once
@@ -80,7 +80,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(kv_dtype="int3"), r"kv_dtype: expected one of .* got 'int3'"),
     (
         dict(quantize="int3"),
-        r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'none'\), got 'int3'",
+        r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'mxfp4', 'none'\), got 'int3'",
     ),
     (dict(quantize=True), r"quantize: expected one of .* got True"),
     (dict(memory_fraction=0), r"memory_fraction: expected in \(0, 1\], got 0"),
@@ -108,7 +108,7 @@ def test_engine_with_impossible_option_raises_naming_the_option(options: dict[st
 
 
 def test_engine_config_with_each_kind_of_quantisation_raises_nothing() -> None:
-    assert QUANTIZE == KINDS
+    assert set(QUANTIZE) == {*KINDS, *EXPERT_KINDS}
 
 
 def test_engine_with_unknown_option_raises_naming_the_option() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from jspec.draft.base import Drafter
 from jspec.engine import draft_length
 from jspec.engine.draft_length import DispatchResult, Policy, RoundSize
 from tests.support import small, tiny
+from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
 
@@ -83,6 +85,21 @@ def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str
             assert {result.size for result in policy.results} == set(sizes)
             accepted = np.concatenate([r.accepted[r.accepted >= 0] for r in policy.results if r.size.nodes])
             assert name.startswith("eagle") or accepted.sum() > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformers(family: str, golden: Path) -> None:
+    """Latent vectors of packed rows are unpacked before attention; with and without latent queries."""
+    folder, sizes = golden / "families" / family, [RoundSize(3, 1)]
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
+    drafter = DraftModel(target, Tree.chain(3))
+    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 3), controls=False, **own) as engine:
+        engine.policy = policy = Random(sizes)
+        prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
+        done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
+    assert [one.token_ids for one in done] == [data[f"greedy{i}"].tolist()[:32] for i in (0, 1, 0, 1)]
+    assert {result.size for result in policy.results} == set(sizes)
 
 
 def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:

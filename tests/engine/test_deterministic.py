@@ -14,6 +14,7 @@ import pytest
 from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
+from jspec.engine.model_runner import check_deterministic
 from jspec.models.decoder import forward
 from jspec.models.layer_config import MLA, Rope
 from jspec.models.mlp_config import Experts, Router
@@ -242,6 +243,23 @@ def test_deterministic_engine_with_quantised_weights_raises() -> None:
         Engine(quantised, deterministic=True)
     with pytest.raises(ValueError, match="deterministic: expected a bool"):
         engine(deterministic=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("heads", "implementation", "warnings"), [(64, "auto", 0), (128, "auto", 1), (128, "reference", 0)]
+)
+def test_deterministic_latent_attention_of_too_many_heads_for_the_kernel_on_a_gpu_is_logged(
+    heads: int, implementation: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = model("float32", layers=1)
+    layer = replace(target.config.layers[0], attention=MLA(heads, 512, 64, 32, 16, 0.2))
+    target = target.replace(config=replace(target.config, layers=(layer,)))
+    check_deterministic(target, implementation)
+    assert "reference" not in caplog.text, "control: not on a GPU"
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    check_deterministic(target, implementation)
+    expected = f"{heads} query heads per KV head runs its slow reference, as its kernel has at most 64; raise tensor_pa"
+    assert caplog.text.count("reference") == caplog.text.count(expected) == warnings
 
 
 def test_ancestors_by_depth_of_each_tree_node_start_at_the_root() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec import DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, Medusa, Model, PEagle, SamplingParams, Tree
+from jspec import MTP, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, Medusa, Model, PEagle, SamplingParams, Tree
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.draft import draft_model, dspark
@@ -193,6 +193,7 @@ def test_sampled_tokens_with_a_draft_model_of_padded_vocabulary_have_the_target_
 
 BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
     "peagle": lambda target, tree: PEagle(tiny.peagle_head(target, draft_vocab=VOCAB, feature_layers=(0, 1)), tree),
+    "mtp": lambda target, tree: MTP(tiny.mtp_head(target), tree),
     "dflash": lambda target, tree: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), tree),
     "dspark": lambda target, tree: DSpark(tiny.dspark_head(target, block_size=3, feature_layers=(0, 1)), tree),
     "rnn": lambda target, tree: DSpark(
@@ -218,6 +219,8 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
         ),
         pytest.param("dflash", "rejection", Tree.chain(3), marks=pytest.mark.long),
         pytest.param("rnn", "rejection", Tree.chain(3), marks=pytest.mark.long),
+        pytest.param("mtp", "rejection", Tree.chain(3), marks=pytest.mark.long),
+        pytest.param("mtp", "multi_candidate", PAIRS, marks=pytest.mark.long),
         pytest.param("peagle", "rejection", Tree.chain(3), marks=pytest.mark.long),
         pytest.param("peagle", "multi_candidate", PAIRS, marks=pytest.mark.long),
     ],

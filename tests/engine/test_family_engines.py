@@ -57,6 +57,22 @@ def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
             assert time == 0 or done[2].metrics.num_cached_tokens >= 64
 
 
+def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golden: Path) -> None:
+    """Without a drafter; a float8 cache has a quarter of the bytes of a float32 one, and changes some tokens."""
+    folder = golden / "families" / "deepseek_v3"
+    target, data = tiny.load_target(folder), recording(folder / "expect.npz")
+    own: dict[str, Any] = dict(slots=1, max_len=96, pages=13, page_size=8, buckets=(1,), prefill_buckets=(32,))
+    found = {}
+    for dtype, size in (("float32", 4), ("float8_e4m3fn", 1)):
+        with Engine(target, kv_dtype=dtype, **own) as engine:
+            pools = 13 * 8 * (16 + 16) * size * target.config.num_layers  # latent and rotated channels
+            assert engine.memory_plan.target_pool == pools
+            (done,) = engine.generate(data["prompt1"].tolist(), SamplingParams(max_tokens=32, temperature=0))
+            found[dtype] = done.token_ids
+    assert found["float32"] == data["greedy1"].tolist()[:32]
+    assert len(found["float8_e4m3fn"]) == 32 and found["float8_e4m3fn"][0] == found["float32"][0]
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt_oss", "deepseek_v2"])
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family

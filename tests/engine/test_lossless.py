@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jspec import (
+    MTP,
     Completion,
     DFlash,
     Drafter,
@@ -37,7 +38,7 @@ STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sib
 DYNAMIC = "topk:12,4,3"
 TREES = ("chain:1", "chain:2", "chain:5", STATIC, DYNAMIC)
 DRAFTERS = (
-    *("eagle3", "peagle", "eagle", "dflash", "dspark", "medusa", "small", "ngram", "suffix"),
+    *("eagle3", "peagle", "eagle", "mtp", "dflash", "dspark", "medusa", "small", "ngram", "suffix"),
     *("right", "wrong", "random"),
 )
 FAKES = ("right", "wrong", "random")
@@ -85,6 +86,7 @@ def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], par
         "eagle3": lambda: Eagle3(pair.head, tree),
         "peagle": lambda: PEagle(tiny.peagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4)), tree),
         "eagle": lambda: Eagle(tiny.eagle1_head(target), tree),
+        "mtp": lambda: MTP(tiny.mtp_head(target), tree),
         "dflash": lambda: DFlash(tiny.dflash_head(target, block_size=6, feature_layers=(1, 3, 4)), tree),
         "dspark": lambda: DSpark(tiny.dspark_head(target, block_size=5, feature_layers=(1, 3, 4)), tree),
         "medusa": lambda: Medusa(tiny.medusa_heads(target, heads=5), tree),
@@ -241,6 +243,7 @@ MORE = (  # -m long; the whole product: -m matrix
     ("trained", "dflash", "chain:5", 64, (1, 20)),
     ("random", "peagle", STATIC, 1, (1, 20)),
     ("trained", "peagle", "chain:5", 64, (20,)),
+    ("random", "mtp", DYNAMIC, 64, (1, 20)),
     ("random", "dspark", DYNAMIC, 64, (20,)),
     ("random", "dspark", STATIC, 1, (1, 20)),
     ("trained", "dspark", "chain:5", 1, (20,)),

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
+import re
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.expert_matmul import (
-    FEW_ROWS,
-    MANY_ROWS,
-    MOST_CHOICES,
-    REFERENCE_ROWS,
-    Gate,
-    blocks_of,
-    expert_matmul,
-    unsupported_experts,
-)
+from pallas_kernels.layers.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICES, blocks_of
+from pallas_kernels.layers.expert_matmul import REFERENCE_ROWS, Gate, expert_matmul, unsupported_experts
+from pallas_kernels.layers.int4 import pack
 from pallas_kernels.layers.quantized import Quantized, quantize
 from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
@@ -98,6 +94,25 @@ def test_product_of_few_rows_equals_a_loop_over_rows(
         assert np.abs(got - other).max() > 0.1, "control: another expert gives another product"
 
 
+@pytest.mark.parametrize("experts", [40, 3])
+def test_row_that_chooses_an_expert_more_often_than_a_block_has_places_gets_each_product(experts: int) -> None:
+    x, weight, *_ = problem(1, experts=experts)
+    each = jnp.stack([x * (1 + j) for j in range(2 * FEW_ROWS + 1)])
+    chosen = np.full((len(each), 1), 2, np.int32)
+    chosen[5], chosen[7] = 1, -1
+    got = expert_matmul(each, weight, jnp.asarray(chosen), implementation="pallas")
+    np.testing.assert_allclose(got, loop(each, weight, chosen), atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 8), (8, 64), (33, 129), (64, 129)])
+def test_few_rows_start_a_program_for_each_expert_or_choice(rows: int, programs: int) -> None:
+    """A program compares all choices before it can end, so those without rows take time."""
+    shapes = [((rows, 2048), jnp.bfloat16), ((128, 1536, 2048), jnp.bfloat16), ((8, rows), jnp.int32)]
+    product = functools.partial(expert_matmul, gate=Gate(), implementation="pallas")
+    text = str(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct(*one) for one in shapes]))
+    assert set(re.findall(r"grid=\((.*?)\)", text)) == {f"12, {programs}"}
+
+
 @pytest.mark.parametrize("gate", [Gate(), Gate("gelu_tanh"), LIMITED])
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementation: Any) -> None:
@@ -147,6 +162,52 @@ def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementati
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
 
 
+def packed(kind: str, inner: int, group: int) -> tuple[Quantized, np.ndarray]:
+    """Return random experts in a kind of four bits, and the weights that they stand for, computed value by value."""
+    rng = np.random.default_rng(inner)
+    values, groups = rng.integers(0, 16, (5, 128, inner), np.uint8), (5, 128, inner // group)
+    if kind == "mxfp4":
+        scale, zeros = rng.integers(120, 130, groups, np.uint8), None
+        numbers, factor = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64), 2.0 ** (scale.astype(int) - 127)
+    else:
+        scale, zeros = (rng.normal(size=groups) / 20).astype(np.float32), rng.integers(0, 16, groups, np.uint8)
+        numbers, factor = values.astype(np.float64) - zeros.repeat(group, -1), scale.astype(np.float64)
+    arrays = [None if array is None else jnp.asarray(array) for array in (pack(values, 32), scale, zeros)]
+    return Quantized(arrays[0], arrays[1], zeros=arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(("kind", "inner", "group"), [("mxfp4", 96, 32), ("mxfp4", 384, 32), ("int4", 384, 64)])
+def test_packed_experts_have_the_products_of_their_values(
+    kind: str, inner: int, group: int, rows: int, implementation: Any
+) -> None:
+    weight, wide = packed(kind, inner, group)
+    assert weight.kind == kind and weight.group == group and weight.shape == wide.shape
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, inner)), jnp.bfloat16)
+    chosen = choices("rows without experts" if rows > 1 else "any", 5, 2, rows)
+    product = functools.partial(expert_matmul, dtype=jnp.float32, implementation=implementation)
+    got, wanted = product(x, weight, jnp.asarray(chosen)), loop(x, wide, chosen)
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    gated = product(x, weight, jnp.asarray(chosen), gate=LIMITED)
+    np.testing.assert_allclose(gated, loop(x, wide, chosen, LIMITED), atol=1e-4)
+    wrong = [replace(weight, values=weight.values << 4 | weight.values >> 4)]
+    wrong += [replace(weight, scale=jnp.roll(weight.scale, 1, axis)) for axis in (1, 2)]
+    wrong += [] if weight.zeros is None else [replace(weight, zeros=None)]
+    for other in wrong:
+        found = product(x, other, jnp.asarray(chosen))
+        assert np.abs(found - wanted).max() > 0.05 * np.abs(wanted).max(), "control"
+
+
+def test_packed_experts_that_the_kernel_does_not_support_are_named() -> None:
+    (weight, _), (fine, _) = packed("mxfp4", 96, 32), packed("int4", 96, 16)
+    chosen, shape = jnp.zeros((1, 1), jnp.int32), (1, 96)
+    with pytest.raises(NotImplementedError, match="x must be bfloat16 for experts in mxfp4, got float16"):
+        expert_matmul(jnp.zeros(shape, jnp.float16), weight, chosen, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="groups must be multiples of 32 columns, got 16"):
+        expert_matmul(jnp.zeros(shape, jnp.bfloat16), fine, chosen, implementation="pallas")
+
+
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(implementation: Any) -> None:
     x, weight, bias, factors = problem(150)
@@ -160,6 +221,7 @@ def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(i
 
 # ---- on GPUs
 
+STORED = [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32"), ("mxfp4", "bfloat16"), ("int4", "bfloat16")]
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}  # experts, chosen, hidden, width
 
 
@@ -172,8 +234,14 @@ def both_products(deterministic: bool, x: Any, weights: Any, chosen: Any) -> Any
     return expert_matmul(inner, weights[1], chosen, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        *((shape, *stored) for shape in SHAPES for stored in STORED[:3]),
+        ("gpt-oss-20b", *STORED[3]),
+        ("qwen3-30b-a3b", *STORED[4]),
+    ],
+)
 @pytest.mark.parametrize(("rows", "deterministic"), [(1, False), (40, False), (320, False), (5, True)])
 def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     shape: str, kind: Any, dtype: Any, rows: int, deterministic: bool
@@ -204,7 +272,7 @@ def test_ragged_dot_compiled_for_an_h200_multiplies_all_rows_by_all_experts() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), [(None, "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(("kind", "dtype"), STORED)
 @pytest.mark.parametrize("rows", [1, 5, 60, 320])
 def test_products_on_a_gpu_equal_those_of_the_reference(
     rows: int, kind: str | None, dtype: Any, deterministic: bool
@@ -227,9 +295,10 @@ def test_products_on_a_gpu_equal_those_of_the_reference(
 
 def test_weights_that_the_kernel_does_not_support_are_named() -> None:
     x, weight, *_ = problem(3, out=96)
-    assert unsupported_experts(jax.ShapeDtypeStruct((8, 1536, 2048), jnp.bfloat16), gated=True) is None  # type: ignore[arg-type]
+    wide: Any = jax.ShapeDtypeStruct((8, 1536, 2048), jnp.bfloat16)
+    assert unsupported_experts(wide, jnp.bfloat16, gated=True) is None
     for gate in (None, Gate()):
         with pytest.raises(NotImplementedError, match=r"multiple of .*, multiple of .*got \(5, 96, 64\)"):
             expert_matmul(x, weight, jnp.zeros((2, 3), jnp.int32), gate=gate, implementation="pallas")
-    huge = jax.ShapeDtypeStruct((128, 16384, 5120), jnp.bfloat16)
-    assert "less than 2147483648" in str(unsupported_experts(huge, gated=True))  # type: ignore[arg-type]
+    huge: Any = jax.ShapeDtypeStruct((128, 16384, 5120), jnp.bfloat16)
+    assert "less than 2147483648" in str(unsupported_experts(huge, jnp.bfloat16, gated=True))

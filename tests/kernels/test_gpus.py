@@ -19,7 +19,12 @@ from pallas_kernels import (
     ancestor_bits,
     append,
     append_attention,
+    append_latent,
     gather_rows,
+    head_products,
+    interval_attention,
+    interval_attention_gradient,
+    latent_queries,
     move_rows,
     norm_columns,
     paged_attention,
@@ -108,12 +113,37 @@ def latent(rows: int, heads: int, *, batch: int = 1, dtype: Any = BF16, determin
     return attend, (q, *pool, table, shape(batch, dtype=I32), *bits)
 
 
+def latent_rows(rows: int, heads: int) -> Case:
+    """Return the case of the products of heads around attention over a latent cache, and of its new rows."""
+    q, tables, where = shape(1, rows, heads * 192), shape(2, 1, rows, 32, dtype=F32), shape(1, 128, dtype=I32)
+    pool = [shape(PAGES, 1, PAGE, dim) for dim in (64, 512)]
+
+    def run(q: Any, up: Any, tables: Any, down: Any, new: Any, *cache: Any) -> Any:
+        queries = latent_queries(q, up, tables, implementation="pallas")
+        values = head_products(queries[..., :512].reshape(1, rows, -1), down, implementation="pallas")
+        return values, append_latent(*cache[:2], new, tables, *cache[2:], implementation="pallas")
+
+    weights = shape(heads, 128, 512), shape(heads, 128, 512)
+    cache = *pool, where, shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)
+    return run, (q, weights[0], tables, weights[1], shape(1, rows, 576), *cache)
+
+
 def prefill(dim: int) -> Case:
     def attend(*arrays: Any) -> Any:
         return paged_attention(*arrays, None, implementation="pallas")
 
     q, table = shape(1, 2048, HEADS, dim), shape(1, 256, dtype=I32)
     return attend, (q, *pools(dim, BF16), table, shape(1, dtype=I32))
+
+
+def intervals(dim: int, dtype: Any = BF16, *, gradient: bool) -> Case:
+    """Return the case of attention in training, or of its gradient."""
+    q, k, places = shape(2, 2048, HEADS, dim, dtype=dtype), shape(2, 2048, KV_HEADS, dim, dtype=dtype), (2, 2048)
+    options: dict[str, Any] = {"scale": 0.1, "implementation": "pallas"}
+    if not gradient:
+        return partial(interval_attention, **options), (q, k, k, shape(*places, dtype=I32))
+    sums = [shape(2, HEADS, 2048, dtype=F32)] * 2
+    return partial(interval_attention_gradient, **options), (q, k, k, q, *[shape(*places, dtype=I32)] * 2, *sums)
 
 
 def rotation(dim: int, dtype: Any = BF16, transform: HeadTransform | None = None) -> Case:
@@ -227,7 +257,11 @@ CASES: dict[str, Case] = {
         f"attention after append {dim}, all options": appended(5, dim, head_transform(5, dim), window=512, softcap=30.0)
         for dim in (80, 96, *DIMS)
     },
+    **{f"intervals {dim}": intervals(dim, gradient=False) for dim in (64, 96, 128)},
+    **{f"gradient of intervals {dim}": intervals(dim, gradient=True) for dim in (64, 96, 128)},
+    "gradient of intervals 128, float32": intervals(128, F32, gradient=True),
     **{f"latent attention {rows} x {heads}": latent(rows, heads) for rows in (1, 5, 61) for heads in (16, 128)},
+    **{f"latent rows {rows} x {heads}": latent_rows(rows, heads) for rows, heads in ((5, 16), (61, 128))},
     "latent attention 5 x 16, batch 32": latent(5, 16, batch=32),
     "latent attention 5 x 16, deterministic": latent(5, 16, deterministic=True),
     "append": append_or_move(BF16, move=False),
@@ -290,6 +324,8 @@ DEFAULT = {
         "sampling threshold",
         "sample tokens",
         "gelu and quantise",
+        "intervals 128",
+        "gradient of intervals 128",
         "norms before and after the sum",
         "top 10 of a vocabulary",
         "attention 61, deterministic",
@@ -306,6 +342,7 @@ DEFAULT = {
         "attention after append 128, all options",
         "attention 60, all options, deterministic",
         "latent attention 61 x 16",
+        "latent rows 5 x 16",
     ),
 }
 
@@ -315,11 +352,13 @@ def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
     spilling = {(gpu, f"prefill {dim}") for gpu in ("A100", "L40") for dim in (96, 128)}
     spilling |= {("L40", "attention 61 x 128")}
     spilling |= {(gpu, f"{name} 128, all options") for gpu in ("A100", "L40") for name in ("attention 60 x", "prefill")}
+    spilling |= {(gpu, "gradient of intervals 128, float32") for gpu in GPUS}
     if jax_version < (0, 12):
         return spilling | {("A100", f"attention 61 x {dim}") for dim in (80, 96)}
     spilling -= {("A100", "prefill 96")}
     spilling |= {("L40", name) for name in ("attention 61 x 80", "attention 61 x 96", "ancestor bits")}
-    return spilling | {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
+    spilling |= {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
+    return spilling | {("B200", "gradient of intervals 128")}
 
 
 SPILLS = spilling_cases(jax.__version_info__)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from jspec.models.layers import head_product
+from jspec.models.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers import int4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.quantized import Quantized, matmul, quantize_activation, reduce_partials
 from tests.reference import int4 as reference
 from tests.support.gpus import H100, compile_for
+from tests.support.h200 import H200Program
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
@@ -95,7 +97,10 @@ def test_product_with_a_packed_weight_has_the_sums_of_each_groups_differences_ti
     x, weight = packed_problem(rows, out, inner, group, has_zeros)
     run = partial(grouped_matmul, dtype=F32, parts=parts, implementation=implementation)
     wide = reference.device(weight.values, weight.scale, weight.zeros).astype(np.float64)  # type: ignore[arg-type]
-    wanted = np.asarray(x, np.float64) @ wide.T
+    wanted = exact = np.asarray(x, np.float64) @ wide.T
+    if rows > 64 and implementation == "pallas":  # the weight is rounded to the dtype of x
+        wanted = np.asarray(x, np.float64) @ wide.astype(BF16).astype(np.float64).T
+        assert error(exact, wanted) > 1e-4, "control: the weight is not rounded"
     got = run(x, weight.values, weight.scale, zeros=weight.zeros)
     assert got.shape == (parts, rows, out)
     assert error(got.sum(0), wanted) < 1e-6  # float32 sums of exact products
@@ -193,20 +198,43 @@ def test_product_in_groups_compiled_for_h100_writes_no_widened_weight(name: str,
     assert [launch.name for launch in program.launches if "multiply" not in launch.name] == ["grouped_matmul"]
 
 
-@pytest.mark.parametrize("rows", [1, 61, pytest.param(2048, marks=pytest.mark.long)])
+def compile_packed(name: str, rows: int, dtype: jnp.dtype = BF16) -> H200Program:
+    """Compile a product of Llama-3.1-8B with a packed weight, which has zero points, for an H100."""
+    out, inner, function = PRODUCTS[name]
+    x, groups = jax.ShapeDtypeStruct((1, rows, inner), dtype), (out, inner // 128)
+    values, zeros = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((out, inner // 32, 16), groups))
+    weight = Quantized(values, jax.ShapeDtypeStruct(groups, F32), zeros=zeros)
+    return compile_for(H100, function, x, weight, fail_on_spills=True)
+
+
+@pytest.mark.parametrize("rows", [1, 61])
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(jnp.dtype("float16"), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_with_a_packed_weight_compiled_for_h100_writes_no_widened_weight(
     name: str, dtype: jnp.dtype, rows: int
 ) -> None:
-    out, inner, function = PRODUCTS[name]
-    x, groups = jax.ShapeDtypeStruct((1, rows, inner), dtype), (out, inner // 128)
-    values, zeros = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((out, inner // 32, 16), groups))
-    weight = Quantized(values, jax.ShapeDtypeStruct(groups, F32), zeros=zeros)
-    program = compile_for(H100, function, x, weight, fail_on_spills=True)
-    activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
+    program = compile_packed(name, rows, dtype)
+    activations = 2 * rows * PRODUCTS[name][0] if name == "gate and up" else 0  # in bytes, before silu
     assert program.temp_bytes <= activations
     assert [launch.name for launch in program.launches if "multiply" not in launch.name] == ["grouped_matmul"]
+
+
+@pytest.mark.parametrize("rows", [160, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_of_many_rows_with_a_packed_weight_compiled_for_h100_widens_at_most_2_27_values_at_once(
+    name: str, rows: int
+) -> None:
+    program = compile_packed(name, rows)
+    (out, inner, _), pieces = PRODUCTS[name], 4 if name == "head" else 1
+    assert sum(launch.name.startswith("gemm") for launch in program.launches) == pieces
+    assert program.count("grouped_matmul") == 0
+    copy = 2 * out * inner // pieces
+    sums = 4 * 4 * rows * out  # bytes of float32 results of up to four parts of k, or of a piece
+    assert copy <= program.temp_bytes <= copy + sums
+    shape = jax.ShapeDtypeStruct((out, inner // 32, 16), jnp.uint8)
+    weight = Quantized(shape, jax.ShapeDtypeStruct((out, inner // 128), F32))  # type: ignore[arg-type]
+    assert widened_bytes({"weight": weight}, rows) == copy
+    assert widened_bytes({"weight": weight}, 64) == 0
 
 
 def test_reference_of_a_product_in_groups_compiled_for_h100_writes_a_widened_weight() -> None:

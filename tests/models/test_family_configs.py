@@ -118,7 +118,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["full_attention"]}, "layer_types: expected 3 types, one for each layer, got"),
     ],
     "glm4_moe": [
-        ({"n_group": 3}, "n_group: expected a divisor of the 8 experts, at least two a group, got 3"),
+        ({"n_group": 3}, "n_group: expected a divisor of the 8 experts, at least 2 a group, got 3"),
         ({"n_group": 2, "topk_group": 4}, "topk_group: expected at most n_group 2, got 4"),
         ({"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ({"routed_scaling_factor": -2}, "routed_scaling_factor: expected a finite number above 0, got -2"),

@@ -31,7 +31,7 @@ from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
-from pallas_kernels.layers.quantized import KINDS, Quantized, matmul, quantize, reduce_partials
+from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, matmul, quantize, reduce_partials
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
 from tests.support.h200 import compile_for_h200
@@ -186,16 +186,21 @@ def test_quantised_model_or_head_has_only_its_linear_weights_quantised() -> None
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
 def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: str, golden: Path) -> None:
     """A model whose weights are rounded and then stored in float32 again has the same logits."""
-    folder = golden / "families" / "glm4_moe"
+    folder = golden / "families" / ("mixtral" if kind == "mxfp4" else "glm4_moe")
     target = tiny.load_target(folder)
     own = quantize_weights(target, kind)
     assert isinstance(own.layers[1].experts_gate_up, Quantized) and not isinstance(own.layers[1].router, Quantized)
 
     def wide(leaf: Any) -> Any:
-        return leaf.values.astype(jnp.float32) * leaf.scale[..., None] if isinstance(leaf, Quantized) else leaf
+        if not isinstance(leaf, Quantized):
+            return leaf
+        if leaf.group is None:
+            return leaf.values.astype(jnp.float32) * leaf.scale[..., None]
+        rows = [leaf.rows(jnp.int32(expert)) for expert in range(leaf.shape[0])] if len(leaf.shape) == 3 else [leaf]
+        return jnp.stack([one.widened() for one in rows]).reshape(leaf.shape)
 
     rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     ids = list(range(40))
@@ -207,9 +212,9 @@ def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: st
 @pytest.mark.once
 def test_activations_of_experts_are_not_quantised(golden: Path) -> None:
     folder = golden / "families" / "qwen3_moe"
-    with pytest.raises(ValueError, match=r"expected int8 or fp8 for the experts .*, got fp8_dynamic"):
+    with pytest.raises(ValueError, match=r"expected int8 or .* for the experts .*, got fp8_dynamic"):
         Model.from_pretrained(folder, quantize="fp8_dynamic")
-    with pytest.raises(ValueError, match=r"expected int8 or fp8 for the experts .*, got fp8_dynamic"):
+    with pytest.raises(ValueError, match=r"expected int8 or .* for the experts .*, got fp8_dynamic"):
         quantize_weights(quantize_weights(tiny.load_target(folder), "fp8"), "fp8_dynamic")
 
 
@@ -218,7 +223,7 @@ def test_quantisation_of_unsupported_kind_or_model_raises(tmp_path: Path, capsys
     model = tiny.model(40)
     with pytest.raises(
         ValueError,
-        match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'none'\), got 'int3'",
+        match=r"quantize: expected one of \(None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'mxfp4', 'none'\), got 'int3'",
     ):
         Engine(model, quantize="int3", slots=1, max_len=32)
     with pytest.raises(ValueError, match="got 'int3'"):

@@ -22,6 +22,8 @@ ROUTERS = {
     "sigmoid": Router(8, 3, scores="sigmoid", is_normalised=False),
     "sigmoid, normalised, corrected": Router(8, 3, scores="sigmoid", factor=2.5, correction=True),
     "groups": Router(12, 4, scores="sigmoid", correction=True, groups=4, chosen_groups=2),
+    "groups by their largest": Router(8, 3, groups=4, chosen_groups=2, summed=1),
+    "groups of one": Router(4, 2, groups=4, chosen_groups=3, summed=1),
     "one of one": Router(1, 1),
     "all": Router(5, 5, is_normalised=False),
 }
@@ -35,7 +37,9 @@ def loop(logits: np.ndarray, router: Router, correction: np.ndarray | None) -> t
         scores = shifted / shifted.sum() if router.scores == "softmax" else 1 / (1 + np.exp(-row))
         keys = scores if correction is None else scores + correction
         groups = keys.reshape(router.groups, -1)
-        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1), kind="stable")[: router.chosen_groups]
+        best = np.argsort(-np.sort(groups, axis=1)[:, -router.summed :].sum(axis=1), kind="stable")[
+            : router.chosen_groups
+        ]
         allowed = np.isin(np.arange(router.groups), best).repeat(groups.shape[1])
         chosen = np.argsort(-np.where(allowed, keys, -np.inf), kind="stable")[: router.chosen]
         own = scores[chosen]
@@ -187,3 +191,27 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
     for chosen in seen:
         assert chosen.shape == (2, 6)
         assert [(row >= 0).tolist() for row in chosen] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (
+            Router(8, 3, groups=4, chosen_groups=2),
+            "expected groups by the largest of softmax scores, got .*sum of the 2",
+        ),
+        (
+            Router(8, 3, scores="sigmoid", groups=4, chosen_groups=2, summed=1),
+            "topk_method: expected groups by the sum of the two largest of sigmoid scores, got .*sum of the 1 largest",
+        ),
+        (Router(4, 3, scores="sigmoid", groups=4, chosen_groups=3), "n_group: .* 4 experts, at least 2 a group, got 4"),
+    ],
+)
+def test_router_whose_groups_do_not_fit_its_scores_or_experts_is_refused(router: Router, message: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        router.check()
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+def test_routers_of_these_tests_are_supported(router: Router) -> None:
+    router.check()

@@ -113,6 +113,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("quantized/qwen3_fp8_block", {}),  # scales of blocks
     ("deepseek_v2", {}),
     ("deepseek_v3", dict(quantize="int8")),
+    ("quantized/gpt_oss_mxfp4", {}),  # packed experts
 )
 
 
@@ -140,10 +141,13 @@ def test_checkpoint_read_for_a_mesh_has_the_weights_that_division_in_memory_give
     for name, array in got.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(wanted[name]), err_msg=name)
         assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim), name
-    experts = ("layers.1.experts_gate_up", "layers.1.experts_down") if family == "glm4_moe" else ()
-    queries = "layers.0.q_up" if family == "deepseek_v3" else "layers.0.qkv"  # qkv of the former is not divided
-    for name in (queries, "layers.0.o", "layers.0.gate_up", "layers.0.down", *experts):
-        array = next(got[full] for full in (name, f"{name}.values") if full in got)
+    layer = 0 if family.startswith("deepseek") else 1
+    queries = "q_up" if family == "deepseek_v3" else "qkv"  # qkv of the former is not divided
+    names = [queries, "o", "gate_up", "down", "experts_gate_up", "experts_down"]
+    names = [f"layers.{layer}.{name}" for name in names]
+    arrays = [got[full] for name in names for full in (name, f"{name}.values") if full in got]
+    assert len(arrays) == {"glm4_moe": 6}.get(family, 4)
+    for array in arrays:
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // devices}
 
 

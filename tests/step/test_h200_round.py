@@ -243,6 +243,14 @@ def test_h200_round_with_quantised_weights_and_float8_cache_reads_them_unconvert
 
 
 @pytest.mark.long
+def test_h200_round_of_160_rows_with_packed_weights_holds_one_widened_piece_of_a_weight_at_a_time() -> None:
+    """All widened weights would take 15 GB; the largest piece, of the output head, takes 250 MiB."""
+    program = check(*compile_round(Tree.chain(4), "int4", batch=32), launches=580, temp_mib=370)
+    assert program.count("gemm") == 4 * 32 + 4 + 2  # of the target, of pieces of its head, and of the draft
+    assert program.temp_bytes > 250 << 20
+
+
+@pytest.mark.long
 def test_h200_round_of_32_rows_with_fp8_has_no_separate_scaling_kernels() -> None:
     """A separate kernel that scales the logits would read and write 82 MB."""
     program, _ = compile_round(Tree.chain(4), "fp8_dynamic", "float8_e4m3fn", batch=32)
@@ -274,6 +282,25 @@ def test_h200_round_of_a_mixture_of_experts_is_one_cuda_graph_that_copies_no_wei
     program = check(*compiled, launches=launches, temp_mib=temp_mib)
     assert program.count("expert_matmul") == 2 * layers
     assert not [launch for launch in program.launches if launch.kind in ("kConditional", "kWhile", "kSort")]
+
+
+@pytest.mark.parametrize(
+    ("tree", "layers", "batch", "launches"),
+    [
+        (None, 4, 1, 105),
+        pytest.param(Tree.chain(4), 8, 1, 300, marks=pytest.mark.long),
+        pytest.param(Tree.chain(4), 8, 32, 350, marks=pytest.mark.long),
+        pytest.param(Tree.topk(32, 6, 6), 8, 1, 350, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_h200_round_of_latent_attention_is_one_cuda_graph_that_copies_no_pool(
+    tree: Tree | None, layers: int, batch: int, launches: int
+) -> None:
+    """DeepSeek-V2-Lite's first layers; XLA pads the down projection of the dense one, of 43 MB."""
+    compiled = compile_round(tree, batch=batch, shape="deepseek-v2-lite", layers=layers)
+    program = check(*compiled, launches=launches, temp_mib=180)
+    assert [program.count(name) for name in ("latent_queries", "append_latent", "head_products")] == [layers] * 3
 
 
 @pytest.mark.long

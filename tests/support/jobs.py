@@ -24,7 +24,8 @@ def connected() -> tuple[socket.socket, socket.socket]:
 def jobs(*, started: bool = True) -> Iterator[tuple[list[Job], list[socket.socket]]]:
     """Yield the jobs of three processes, and the sockets of processes 1 and 2; nothing ends this process."""
     pairs = [connected(), connected()]
-    first = Job(0, NAMES, {i + 1: pair[0] for i, pair in enumerate(pairs)})
+    arrived = {2: pairs[1][0], 1: pairs[0][0]}  # the last process is the first to connect
+    first = Job(0, NAMES, arrived)
     found = [first, *(Job(i + 1, NAMES, {0: pair[1]}) for i, pair in enumerate(pairs))]
     for job in found if started else found[:1]:
         threading.Thread(target=job._do_all, daemon=True).start()

@@ -153,7 +153,7 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--max-tokens", "0"), "max_tokens"),
         (
             ("--quantize", "int3"),
-            "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'none'), got 'int3'",
+            "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'mxfp4', 'none'), got 'int3'",
         ),
         (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
         (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),

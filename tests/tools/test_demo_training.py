@@ -151,7 +151,9 @@ def test_blocks_start_at_lines_without_indentation_behind_empty_lines() -> None:
 def test_half_of_the_rows_begin_with_an_end_and_a_block() -> None:
     tokens, blocks = jnp.arange(1, 101), jnp.array([20, 50, 95])
     rows = np.asarray(fit.drawn(jax.random.key(0), tokens, blocks, 40, 11))
-    assert set(rows[:20, 0]) == {0} and set(rows[:20, 1]) == {21, 51, 91}, "the last block has too few tokens behind it"
+    assert set(rows[:20, 0]) == {0} and set(rows[:20, 1]) == {21, 51, 91}, (
+        "too few tokens follow the start of the last block"
+    )
     assert (np.diff(rows[:, 1:]) == 1).all() and (np.diff(rows[20:]) == 1).all()
     assert len(set(rows[20:, 0])) > 10 and rows.max() <= 100
 

@@ -12,7 +12,7 @@ from jspec.tools import progress
 
 pytestmark = pytest.mark.once
 
-LOADING, COMPILING = map(logging.getLogger, progress.SOURCES)
+LOADING, COMPILING, *_ = map(logging.getLogger, progress.SOURCES)
 
 
 class Terminal(io.StringIO):

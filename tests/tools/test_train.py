@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     assert main([*words, "--resume"]) == 0
     assert main(["generate", "--target", paths[1], "--eagle3", paths[3], "--tokenizer", "bytes", "--max-len", "64",
                  "--max-tokens", "4", "--tree", "chain:2", "abc"]) == 0  # fmt: skip
+
+
+def test_parser_of_the_commands_does_not_import_the_optimiser() -> None:
+    code = (
+        "import sys, jspec; from jspec.tools.command_line import make_parser; make_parser(); "
+        "print('optax' in sys.modules); jspec.train.fit; print('optax' in sys.modules)"
+    )
+    folder = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_every_field_of_the_options_has_a_help_text() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec.tools.replay import run_texts
-from jspec.train import attention, losses, observe
+from jspec.train import blocks, losses, observe
 from jspec.train.blocks import choose_blocks
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
@@ -19,6 +19,8 @@ from jspec.train.observe import Observed
 from tests.reference import dflash, dspark
 from tests.reference.head import norm
 from tests.train import support
+
+pytestmark = pytest.mark.once
 
 DEPTH, ANCHORS, LENGTH = 3, 5, 48
 OPTIONS: dict[str, Any] = dict(ttt=DEPTH, anchors=ANCHORS, length=LENGTH, feature_layers=(1, 3), layers=2)
@@ -77,11 +79,11 @@ class Case:
     def places(self) -> list[tuple[int, int]]:
         """Return the document and the position of each anchor that training draws."""
         keys = jax.random.split(jax.random.key(0), len(self.rows.tokens))
-        blocks = choose_blocks(self.rows, self.rows.tokens, keys, ANCHORS, DEPTH)
+        drawn = choose_blocks(self.rows, self.rows.tokens, keys, ANCHORS, DEPTH)
         found = []
         tokens, segments = np.asarray(self.rows.tokens), np.asarray(self.rows.segments)
         for row in range(len(tokens)):
-            for place in np.asarray(blocks.anchors)[row]:
+            for place in np.asarray(drawn.anchors)[row]:
                 segment = segments[row, place]
                 start = int(np.flatnonzero(segments[row] == segment)[0])
                 own = tokens[row, segments[row] == segment]
@@ -179,7 +181,7 @@ def test_loss_and_gradient_equal_the_equations(method: str) -> None:
 def test_blocks_of_tokens_and_anchors_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(method)
     value, gradient, _ = run(method, case.head, case.rows)
-    for module, name, size in ((losses, "LOGITS", 500), (attention, "SCORES", 2 * 4 * 4 * LENGTH)):
+    for module, name, size in ((losses, "LOGITS", 500), (blocks, "SCORES", 2 * 4 * 4 * LENGTH)):
         monkeypatch.setattr(module, name, size)
     again, own, _ = run(method, case.head, case.rows)
     assert again == pytest.approx(value, rel=1e-6)
@@ -197,8 +199,8 @@ def test_loss_that_ignores_segments_differs(method: str) -> None:
 def test_anchors_are_distinct_tokens_that_count_before_others_that_count() -> None:
     case = Case("dflash")
     keys = jax.random.split(jax.random.key(3), len(case.rows.tokens))
-    blocks = choose_blocks(case.rows, case.rows.tokens, keys, 40, DEPTH)
-    counts, anchors = np.asarray(blocks.counts), np.asarray(blocks.anchors)
+    drawn = choose_blocks(case.rows, case.rows.tokens, keys, 40, DEPTH)
+    counts, anchors = np.asarray(drawn.counts), np.asarray(drawn.anchors)
     counted, segments = np.asarray(case.rows.counted), np.asarray(case.rows.segments)
     for row in range(len(anchors)):
         used = anchors[row][counts[row, :, 0]]

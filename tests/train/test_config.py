@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from jspec.train import config, methods
 from jspec.train.config import TrainConfig
+
+pytestmark = pytest.mark.once
 
 
 @pytest.mark.parametrize(
@@ -22,8 +25,18 @@ from jspec.train.config import TrainConfig
         ({"learning_rate": "fast"}, "learning_rate: expected a number"),
         ({"held_out": 1.5}, "held_out: expected at most 1"),
         ({"epochs": float("nan")}, "epochs: expected more than 0, got nan"),
+        ({"feature_layers": 3}, "feature_layers: expected a list of ints, got 3"),
+        ({"feature_layers": [1, "2"]}, "feature_layers: expected a list of ints"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
+
+
+def test_methods_that_can_be_chosen_are_those_that_can_be_trained() -> None:
+    assert tuple(methods.METHODS) == config.METHODS
+
+
+def test_feature_layers_may_be_a_list() -> None:
+    assert TrainConfig(feature_layers=[1, 2]) == TrainConfig(feature_layers=(1, 2))  # type: ignore[arg-type]

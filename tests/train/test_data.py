@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from jspec.draft.draft_vocab import frequent_tokens
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
-from jspec.train.data import DataError, read_documents
+from jspec.train.data import DataError, read_documents, read_lines
 from jspec.train.material import draft_vocabulary, prepare
 from jspec.train.rows import ALIGN
+
+pytestmark = pytest.mark.once
 
 
 class ChatBytes(ByteTokenizer):
@@ -67,8 +70,8 @@ def test_lines_of_all_shapes_count_what_the_target_would_generate(tmp_path: Path
         ("[1]", "list"),
         ({"txt": "abc"}, "txt"),
         ({"text": 3}, "text"),
-        ({"text": "ab"}, "3 tokens or more"),
-        ({"prompt": "abc", "completion": ""}, "some count"),
+        ({"text": None, "prompt": None, "messages": None}, "text.*prompt.*messages"),
+        ({"text": None, "prompt": "abc"}, "text.*prompt"),
         ({"messages": [{"role": "user", "content": "x"}]}, "assistant"),
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b!"}]}, "only appends"),
@@ -79,6 +82,46 @@ def test_bad_lines_are_named_by_number_with_the_reason(tmp_path: Path, line: Any
     file = write(tmp_path / "d", {"text": "good"}, line, {"text": "good"}, line)
     with pytest.raises(DataError, match=rf"got 2 bad of 4: line 2: .*{reason}.*; line 4: "):
         read(file, vocab=128)
+
+
+def test_columns_of_other_shapes_that_are_null_are_ignored(tmp_path: Path) -> None:
+    empty = {"messages": None, "prompt": None, "completion": None, "text": None}
+    pair = {"prompt": "de", "completion": "fg"}
+    lines = [{**empty, "text": "abc"}, {"text": "abc", "prompt": "x"}, {**empty, **pair}, {**pair, "text": "abc"}]
+    assert [text for _, text, _ in read(write(tmp_path / "d", *lines))] == ["abc", "abc", "defg", "defg"]
+
+
+def test_lines_that_are_too_short_or_do_not_count_are_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    useless: list[Any] = [{"text": "ab"}, {"text": ""}, {"prompt": "abc", "completion": ""}]
+    file = write(tmp_path / "d", *useless, {"text": "good"}, *useless)
+    assert read(file) == [(4, "good", "good")]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: 6 of 7 lines are left out, because they have fewer than 3 tokens or none that counts: "
+        "lines 1, 2, 3, 5, 6 and 1 more"
+    ]
+    with pytest.raises(DataError, match=r"3 tokens or more, of which some count, got none \(lines 1, 2, 3\)"):
+        read(write(tmp_path / "d", *useless))
+    with pytest.raises(DataError, match="got 1 bad of 2: line 2: "):
+        read(write(tmp_path / "d", {"text": "ab"}, {"text": 3}))
+
+
+def test_the_bar_of_reading_counts_bytes(tmp_path: Path) -> None:
+    file, seen = write(tmp_path / "d", {"text": "abc"}, "", {"text": "é" * 9}), list[int]()
+    assert len(list(read_lines(file, seen.append))) == 2
+    assert sum(seen) == file.stat().st_size and len(seen) == 3
+
+
+def test_a_document_is_held_out_of_even_a_small_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", {"text": "first"}, {"text": "second"}, {"text": "third"})
+    for seed in range(3):
+        config = TrainConfig(length=32, held_out=1e-6, seed=seed)
+        material = prepare(file, ByteTokenizer(), 256, config, tmp_path / "rows")
+        assert material.held_out is not None
+        assert material.held_out.lines[:, 1].tolist() == [3] and sorted(material.train.lines[:, 1]) == [1, 2]
+    with pytest.raises(DataError, match="got none of the latter"):
+        prepare(write(tmp_path / "d", {"text": "one"}), ByteTokenizer(), 256, config, tmp_path / "rows")
 
 
 def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -131,6 +174,16 @@ def test_packed_rows_hold_every_token_and_name_their_lines(tmp_path: Path) -> No
         tmp_path / "other",
     )
     assert other.describe() != material.describe() and other.held_out is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "segments", "counted", "lines"])
+def test_fingerprint_covers_each_field_of_packed_rows(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / "d", {"text": "abcd"}, {"text": "efgh"})
+    rows = prepare(file, ByteTokenizer(), 256, TrainConfig(length=32, held_out=0), tmp_path / "rows").train
+    values = np.array(getattr(rows, name))
+    assert pack.fingerprint(replace(rows, **{name: values})) == pack.fingerprint(rows)
+    values[0, 1] = not values[0, 1]
+    assert pack.fingerprint(replace(rows, **{name: values})) != pack.fingerprint(rows)
 
 
 def test_order_reads_every_row_once_an_epoch_in_another_order() -> None:

@@ -13,6 +13,8 @@ from jspec.train.methods import Eagle3Method
 from jspec.train.program import Program, TrainState, mesh_of
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 UPDATES = 3
 
 

@@ -20,6 +20,8 @@ from jspec.train.rows import Rows
 from tests.support import byte_pair, tiny
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 DEPTH, PROMPT, COUNT = 4, 24, 56
 TEXTS = 16
 TARGET = tiny.load_target(byte_pair.TARGET)
@@ -39,7 +41,7 @@ def texts() -> Texts:
 
 @pytest.fixture(scope="module")
 def accepted(texts: Texts) -> dict[tuple[int, int], int]:
-    """The number of accepted draft tokens at every root behind the prompts, by text and position of the root."""
+    """The number of accepted draft tokens at every root after the prompts, by text and position of the root."""
     rounds = Replay(DRAFTER, TARGET)(texts, layers=LAYERS, start=[PROMPT] * TEXTS, stepwise=[True] * TEXTS)
     where = np.argwhere(rounds.is_round)
     return {(int(text), int(rounds.positions[i, text])): int(rounds.accept_len[i, text]) for i, text in where}

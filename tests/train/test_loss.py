@@ -12,12 +12,15 @@ import pytest
 
 from jspec.draft.eagle_head import EagleHead
 from jspec.tools.replay import run_texts
-from jspec.train import attention, eagle3, losses, observe
+from jspec.train import eagle3, losses, observe
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.rows import Rows
+from pallas_kernels.attention import interval_reference
 from tests.reference import training
 from tests.train import support
+
+pytestmark = pytest.mark.once
 
 STEPS, DECAY = 3, 0.7
 FIELDS = ("qkv", "o", "gate_up", "down", "mlp_norm", "input_norm", "hidden_norm")  # weights of the layer
@@ -43,14 +46,14 @@ def expected(weights: dict[str, np.ndarray], head: EagleHead, found: list[Any], 
     return total
 
 
-def trained(head: EagleHead, rows: Rows, kind: str = "soft") -> tuple[float, EagleHead]:
+def trained(head: EagleHead, rows: Rows, kind: str = "soft", *, keeps: bool = False) -> tuple[float, EagleHead]:
     """Return the loss of packed rows and its gradient."""
     target = support.target()
     weights, rest = Eagle3Method(TrainConfig()).split(head)
 
     def loss(weights: EagleHead, rest: Any, rows: Rows) -> jax.Array:
         seen = observe.observe(target, rows, support.STATES)
-        options = eagle3.Eagle3Loss(STEPS, DECAY, kind)
+        options = eagle3.Eagle3Loss(STEPS, DECAY, kind, keeps)
         return eagle3.loss(weights.replace(**rest), target, seen, rows, options)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(weights, rest, rows)
@@ -91,11 +94,29 @@ def test_lk_loss_equals_its_equation() -> None:
     assert float(jnp.abs(gradient.head).max()) > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", losses.LOSSES)
+def test_gradient_of_rounded_probabilities_has_the_sum_zero(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(4, 4096)), jnp.float32)
+    teacher = jax.nn.softmax(2 * logits[::-1]).astype(jnp.bfloat16).astype(jnp.float32)
+    assert float(jnp.abs(teacher.sum(axis=-1) - 1).max()) > 1e-4
+    gradient = jax.grad(lambda logits: losses.LOSSES[kind](logits, teacher).sum())(logits)
+    np.testing.assert_allclose(gradient.sum(axis=-1), 0, atol=1e-6)
+    assert float(jnp.abs(gradient).max()) > 1e-3
+
+
+def test_trained_weights_are_copies_of_those_of_the_head() -> None:
+    head = support.head()
+    weights = Eagle3Method(TrainConfig()).split(head)[0]
+    assert weights.fc.unsafe_buffer_pointer() != head.fc.unsafe_buffer_pointer()  # type: ignore[union-attr]
+    np.testing.assert_array_equal(weights.fc, head.fc)
+
+
 def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> None:
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value = trained(head, rows)[0]
-    merged = rows.replace(segments=(rows.segments > 0).astype(jnp.int32))
+    merged = rows.replace(segments=jnp.ones_like(rows.segments))
     every = rows.replace(counted=rows.segments > 0)
     others = [trained(head, other)[0] for other in (merged, every)]
     assert all(abs(other - value) > 1e-2 * value for other in others)
@@ -110,10 +131,11 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value, gradient = trained(head, rows)
-    for module, name, size in ((observe, "LOGITS", 400), (losses, "LOGITS", 400), (attention, "SCORES", 4 * 48 * 8)):
+    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_reference, "SCORES", 4 * 48 * 8)
+    for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens
-    blocks, own = trained(head, rows)
+    blocks, own = trained(head, rows, keeps=True)  # and nothing is computed again
     assert blocks == pytest.approx(value, rel=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), own, gradient)
 

@@ -18,6 +18,8 @@ from jspec.train.regenerate import regenerate
 from tests.support import tiny
 from tests.train.test_data import ChatBytes
 
+pytestmark = pytest.mark.once
+
 CONFIG = TrainConfig(length=64, max_tokens=6, temperature=0.7)
 TARGET = tiny.model(256, sharpness=4.0)
 LINES: list[dict[str, Any]] = [
@@ -34,6 +36,8 @@ LINES: list[dict[str, Any]] = [
     },
     {"text": "x" * 80},
     {"text": "four five"},
+    {"prompt": "no answer", "text": None},
+    {"messages": [{"role": "user", "content": "question"}], "text": None},
 ]
 
 
@@ -60,8 +64,8 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
 ) -> None:
     monkeypatch.setattr(module, "SLOTS", 4)
     found = run(data)
-    assert [line["line"] for line in found] == [1, 2, 3, 5]
-    assert "1 of 5 lines were left out" in caplog.text
+    assert [line["line"] for line in found] == [1, 2, 3, 5, 6, 7]
+    assert "1 of 7 lines were left out" in caplog.text
     with Engine(TARGET, tokenizer=Chat(), slots=1, max_len=64) as engine:
 
         def answer(prompt: Any, seed: int) -> str:
@@ -71,9 +75,12 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
         assert found[0] == {"line": 1, "prompt": "one two", "completion": answer("one two", 1)}
         assert found[1]["completion"] == answer("three", 2) != answer("three", 3)
         talk = found[2]["messages"]
-        assert [one["role"] for one in talk] == ["user", "assistant", "user", "assistant", "user"]
-        for index in (1, 3):
+        assert [one["role"] for one in talk] == ["user", "assistant"] * 3
+        for index in (1, 3, 5):
             assert talk[index]["content"] == answer(Chat().chat(talk[:index]), 3)
+        assert found[4] == {"line": 6, "prompt": "no answer", "completion": answer("no answer", 6)}
+        asked = LINES[6]["messages"]
+        assert found[5]["messages"] == [*asked, {"role": "assistant", "content": answer(Chat().chat(asked), 7)}]
 
 
 def test_an_interrupted_file_is_completed_with_the_same_lines(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +93,6 @@ def test_an_interrupted_file_is_completed_with_the_same_lines(data: Path, monkey
 
 def test_bad_lines_are_refused_before_anything_is_generated(data: Path) -> None:
     data.write_text(data.read_text() + "[]\n")
-    with pytest.raises(DataError, match="line 6: "):
+    with pytest.raises(DataError, match="line 8: "):
         run(data)
     assert not data.with_name("out").exists()

@@ -26,6 +26,8 @@ from jspec.train.observe import Observed, observe
 from jspec.train.rows import Rows
 from tests.support import tiny
 
+pytestmark = pytest.mark.once
+
 VOCAB, DEPTH, PROMPT, SIZE, TEXTS = 6, 2, 4, 48, 16
 TARGET = tiny.model(VOCAB, layers=3, sharpness=4.0)
 Predicted = Callable[[Observed, Rows], Any]

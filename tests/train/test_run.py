@@ -7,6 +7,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.medusa import Medusa
 from jspec.models.decoder import Model
 from jspec.tools.testing import check_lossless
-from jspec.train import loop
+from jspec.train import fit, loop, run
 from jspec.train.checkpoints import Checkpoints
 from jspec.train.journal import read_journal
 from jspec.train.run import Result
 from tests.train import runs
+from tests.train.test_data import ChatBytes
+
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +76,9 @@ def test_a_run_lowers_the_loss_and_writes_the_head_of_its_best_evaluation(folder
     ("method", "reader", "options"),
     [
         ("eagle3", Eagle3, {"eagle31": True}),
-        ("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}),
+        pytest.param("dflash", DFlash, {"feature_layers": (1, 2), "layers": 1}, marks=pytest.mark.long),
         ("dspark", DSpark, {"feature_layers": (1, 2), "layers": 1, "markov_rank": 4}),
-        ("medusa", Medusa, {"feature_layers": None}),
+        pytest.param("medusa", Medusa, {"feature_layers": None}, marks=pytest.mark.long),
     ],
 )
 def test_heads_of_each_method_are_trained_and_draft(
@@ -153,10 +157,103 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
     (folder / "moved" / "unbroken").symlink_to(folder / "unbroken")
     with pytest.raises(ValueError, match=r"data: expected"):
         runs.train(folder / "moved", "unbroken", resume=True)
+    (folder / "swapped").mkdir()
+    (folder / "swapped" / "data.jsonl").symlink_to(folder / "data.jsonl")
+    (folder / "swapped" / "unbroken").symlink_to(folder / "unbroken")
+    tensors = runs.folders.target_tensors(runs.TARGET)
+    runs.folders.write(folder / "swapped" / "target", runs.TARGET, {n: 2 * tensor for n, tensor in tensors.items()})
+    with pytest.raises(ValueError, match=r"target: expected"):
+        runs.train(folder / "swapped", "unbroken", resume=True)
     with pytest.raises(FileExistsError, match="pass --resume, or name another"):
         runs.train(folder, "unbroken")
     with pytest.raises(FileNotFoundError, match="got none; leave out --resume"):
         runs.train(folder, "nowhere", resume=True)
+
+
+def test_a_run_does_not_go_on_with_other_words_for_the_target_or_one_other_weight(
+    folder: Path, unbroken: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda *arguments: pytest.fail("data was made"))
+    for options in ({"quantize": "int8"}, {"tokenizer": ChatBytes()}, {"seed": 1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: expected .*unbroken was begun"):
+            runs.train(folder, "unbroken", resume=True, **options)
+    (folder / "nudged").mkdir()
+    (folder / "nudged" / "data.jsonl").symlink_to(folder / "data.jsonl")
+    (folder / "nudged" / "unbroken").symlink_to(folder / "unbroken")
+    tensors = runs.folders.target_tensors(runs.TARGET)
+    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1
+    runs.folders.write(folder / "nudged" / "target", runs.TARGET, tensors)
+    with pytest.raises(ValueError, match="target: expected"):
+        runs.train(folder / "nudged", "unbroken", resume=True)
+
+
+def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[int]()
+
+    def answer(data: Path, out: Path, *arguments: Any) -> Path:
+        """Take the data as the target's answers; note whether there were some already."""
+        kept.append(out.is_file())
+        return shutil.copy(data, out)
+
+    (tmp_path / "target").symlink_to(runs.target_folder(tmp_path / "made"))
+    file = runs.data_file(tmp_path / "data.jsonl", lines=8)
+    good = file.read_text()
+    file.write_text(good + "[]\n")
+    with pytest.raises(ValueError, match="line 9: "):
+        runs.train(tmp_path, "head", steps=1)
+    file.write_text(good)
+    with pytest.raises(NotImplementedError, match="ascending states"):  # before any update
+        runs.train(tmp_path, "head", steps=1, feature_layers=[3, 1, 0])
+    assert not (tmp_path / "head" / "training" / "journal.jsonl").exists()
+    target = Model.from_pretrained(tmp_path / "target")
+    tokenizer = ChatBytes()
+    tokenizer.eos_id = 250
+    options = {**runs.OPTIONS, "steps": 1, "tokenizer": tokenizer}
+    result = fit(target, file, tmp_path / "head", **options)
+    ids = np.asarray(Eagle3.from_pretrained(result.out, tree="chain:2").head.draft_to_target)
+    assert 250 in ids and result.coverage < 1
+    again = runs.train(tmp_path, "again", init=str(result.out), steps=1)
+    assert again.coverage == pytest.approx(result.coverage)
+    monkeypatch.setattr(run, "regenerate", answer)
+    own: dict[str, Any] = dict(regenerate=True, steps=1, max_tokens=6)
+    for layers, temperature, known in (
+        ((3, 1, 0), 0.5, 0),
+        ((3, 1, 0), 0.5, 1),
+        ((3, 1, 0), 0.7, 0),
+        ((0, 1, 3), 0.7, 1),
+    ):
+        refused = nullcontext() if layers == (0, 1, 3) else pytest.raises(NotImplementedError, match="ascending")
+        with refused:
+            runs.train(tmp_path, "own", feature_layers=layers, temperature=temperature, **own)
+        assert kept.pop() == known  # answers that were made with the same options are kept
+    with pytest.raises(FileExistsError, match="pass --resume"):
+        fit(target, file, tmp_path / "head", **options)
+
+
+def test_a_run_without_held_out_rows_keeps_its_last_head_and_has_nothing_left_to_do(folder: Path) -> None:
+    result = runs.train(folder, "whole", held_out=0, steps=4)
+    assert {entry["kind"] for entry in measured(result.out)} == {"train"}
+    assert runs.train(folder, "whole", held_out=0, steps=4, resume=True).figures == result.figures
+    kept = (result.out / "training" / "data" / "train.tokens.npy").read_bytes()
+    (folder / "data.jsonl").rename(folder / "elsewhere.jsonl")
+    try:
+        with pytest.raises(FileNotFoundError, match="got no such file; check --data"):
+            runs.train(folder, "whole", held_out=0, steps=4, resume=True)
+    finally:
+        (folder / "elsewhere.jsonl").rename(folder / "data.jsonl")
+    assert (result.out / "training" / "data" / "train.tokens.npy").read_bytes() == kept
+
+
+@pytest.mark.long
+def test_a_run_on_the_targets_own_answers_goes_on_with_the_same_answers(folder: Path) -> None:
+    options: dict[str, Any] = dict(regenerate=True, max_tokens=6, steps=2)
+    result = runs.train(folder, "own", **options)
+    answers = (result.out / "training" / "regenerated.jsonl").read_text()
+    assert answers.count("completion") == answers.count("\n") > 20
+    assert runs.train(folder, "own", resume=True, **options).figures == result.figures
+    assert (result.out / "training" / "regenerated.jsonl").read_text() == answers
 
 
 def test_options_and_data_that_do_not_fit_the_target_are_refused_before_anything_is_written(folder: Path) -> None:
@@ -201,6 +298,14 @@ def small_files() -> Iterator[Any]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_while_data_is_packed_is_an_error_that_names_it(folder: Path, small_files: Any) -> None:
+    small_files(900)
+    with pytest.raises(OSError, match="File too large"):
+        runs.train(folder, "unpacked", steps=1)
+    small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert runs.train(folder, "unpacked", resume=True, steps=1).steps == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's tasks

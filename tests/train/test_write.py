@@ -19,6 +19,8 @@ from jspec.train.methods import Eagle3Method
 from tests.support import folders, tiny
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 IDS = np.array([1, 5, 6, 30, 39], np.int32)
 
 

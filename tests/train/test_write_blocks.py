@@ -19,6 +19,8 @@ from jspec.train.methods import METHODS
 from tests.support import tiny
 from tests.train import support
 
+pytestmark = pytest.mark.once
+
 READERS: dict[str, Any] = {"eagle3": Eagle3, "dflash": DFlash, "dspark": DSpark, "medusa": Medusa}
 OPTIONS: dict[str, Any] = dict(ttt=3, feature_layers=(1, 3), layers=2, markov_rank=4)
 

@@ -24,7 +24,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 class GptOss(Llama):
     """gpt-oss: each layer is a mixture of experts, whose gates and ups have a limit."""
 
-    published: ClassVar = "gpt-oss 20b, 120b (bfloat16)"
+    published: ClassVar = "gpt-oss 20b, 120b (mxfp4, bfloat16)"
     defaults: ClassVar = {
         "head_dim": 64,
         "num_key_value_heads": 8,

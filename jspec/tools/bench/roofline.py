@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -45,6 +45,7 @@ class Widths:
     """The bytes of one weight and of one cache entry, and the speed of products relative to bf16."""
 
     weight: float = 2  # bytes of a weight
+    expert: float | None = None  # bytes of a weight of experts; None: as of others
     cache: int = 2  # bytes of a K or V cache entry
     speed: int = 1  # rate of matrix products over that of bf16
 
@@ -113,7 +114,7 @@ def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cos
     costs = [matmul("router", rows, count, hidden, widths)]
     hit = count * (1 - (1 - chosen / count) ** rows)
     for name, out, inner in (("experts_gate_up", 2 * c.width, hidden), ("experts_down", hidden, c.width)):
-        one = matmul(name, rows * chosen, out, inner, widths)
+        one = matmul(name, rows * chosen, out, inner, replace(widths, weight=widths.expert or widths.weight))
         costs.append(Cost(name, one.bytes * hit, one.flops))
     if c.shared:
         costs.append(matmul("gate_up", rows, 2 * c.shared, hidden, widths))

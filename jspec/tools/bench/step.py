@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import KV_DTYPES
+from jspec.core.config import KV_DTYPES, QUANTIZE
 from jspec.core.records import KVCache, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
@@ -40,6 +40,7 @@ from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layers import mxfp4
 from pallas_kernels.layers.quantized import KINDS
 
 
@@ -59,7 +60,9 @@ HEADS = {  # by method
 }
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
+UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
 WARM_UP = 3
+MXFP4_BYTES = 1 / 2 + 1 / mxfp4.GROUP  # of a weight in mxfp4, with its part of a scale
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Timing:
     ratio: Annotated[float | None, Column("ratio", ".2f")]  # measured over least time
     clock: profiling.Clock | None  # clock of the GPU, during further steps that are not timed
     tokens: Annotated[float, Column("tokens", ".2f")]  # mean number of tokens emitted a step and row
+    host: Annotated[float, Column("host ms", ".2f")]  # median time in which the host dispatches a step, milliseconds
     compile_seconds: Annotated[float, Column("compile s", ".1f")]  # time to compile the step, seconds
 
 
@@ -143,18 +147,22 @@ def compile_step(
     return lowered.compile(compiler_options=program.compiler_options)
 
 
+class Group(NamedTuple):
+    """What a group of steps took."""
+
+    milliseconds: float  # per step
+    tokens: float  # that an active row emitted in the last step, on average
+    host: float  # milliseconds in which the host dispatched one of the first steps
+
+
 class Runner:
     """A timer of steps; each call times a group of steps that are dispatched without waiting for results."""
 
     def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
 
-    def __call__(self) -> tuple[float, float]:
-        """Run `GROUP` steps, starting with ``case.context`` committed tokens in each row.
-
-        Returns:
-            Milliseconds per step, and the tokens that an active row emitted in the last step, on average.
-        """
+    def __call__(self) -> Group:
+        """Run `GROUP` steps, starting with ``case.context`` committed tokens in each row."""
         case, state = self.case, self.state
         slots = jnp.arange(case.batch, dtype=jnp.int32)
         lengths = jnp.full(case.batch, case.context, jnp.int32)
@@ -162,12 +170,15 @@ class Runner:
         state = replace(state, lengths=lengths)
         jax.block_until_ready((state, slots))
         began = time.perf_counter()
-        for _ in range(GROUP):
+        for index in range(GROUP):
             state, output = self.executable(self.params, state, slots)
+            if index < UNHINDERED:
+                host = (time.perf_counter() - began) / (index + 1)
         jax.block_until_ready((state, output))
-        milliseconds = (time.perf_counter() - began) / GROUP * 1e3
+        ended = time.perf_counter()
         self.state = state
-        return milliseconds, float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+        tokens = float(np.asarray(output.report)[..., -4].sum()) / (case.batch - case.idle)
+        return Group((ended - began) / GROUP * 1e3, tokens, host * 1e3)
 
 
 def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None) -> Timing:
@@ -180,7 +191,7 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
     run = Runner(compile_step(program, params, state, case.batch), params, state, case)
     compile_seconds = time.perf_counter() - started
     ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
-    times, emitted = zip(*groups, strict=True)
+    times, emitted, host = zip(*groups, strict=True)
     clock = profiling.watch_clock(run)
     if profile is not None:
         with jax.profiler.trace(str(profile)):
@@ -194,6 +205,7 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
         ratio=None if floor is None else middle / floor,
         clock=clock,
         tokens=statistics.fmean(emitted),
+        host=statistics.median(host),
         compile_seconds=compile_seconds,
     )
 
@@ -203,8 +215,9 @@ def floor_milliseconds(case: Case) -> float | None:
 
     def widths(quantize: str | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
-        weight = {None: 2.0, "int4": 0.5}.get(quantize, 1.0)
-        return roofline.Widths(weight, cache, 2 if quantize == "fp8_dynamic" else 1)
+        weight = {None: 2.0, "int4": 0.5, "mxfp4": 2.0}.get(quantize, 1.0)
+        speed = 2 if quantize == "fp8_dynamic" else 1
+        return roofline.Widths(weight, MXFP4_BYTES if quantize == "mxfp4" else None, cache, speed)
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)
@@ -297,7 +310,7 @@ MODEL_OPTIONS = (
     option("--batch", type=counts, default=[1], metavar="1,8,32", help="rows of the batch"),
     TREES(default=[None, Tree.chain(4)]),
     option("--dtype", default="bfloat16", help="dtype of the weights"),
-    option("--quantize", choices=KINDS, help="quantise target and head; default: no"),
+    option("--quantize", choices=QUANTIZE, help="quantise target and head, or by mxfp4 experts alone; default: no"),
     option("--draft-quantize", choices=KINDS, help="quantise the head alone; default: as --quantize"),
     option("--kv-dtype", choices=KV_DTYPES, help="dtype of both caches; default: the weights' dtype"),
     IMPLEMENTATION,

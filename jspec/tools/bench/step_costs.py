@@ -88,7 +88,7 @@ def measure_controls(
             compiled[own] = step.compile_step(own, params, state, case.batch)
         runs.append(step.Runner(compiled[own], params, state, case))
     timed = profiling.time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)
-    times = np.array([[milliseconds for milliseconds, _ in own] for own in timed])  # variant, group
+    times = np.array([[group.milliseconds for group in own] for own in timed])  # variant, group
     medians = zip(variants, np.median(times, 1).tolist(), np.median(times - times[0], 1).tolist(), strict=True)
     return [VariantTime(case, variant, case.batch, *figures) for variant, *figures in medians]
 

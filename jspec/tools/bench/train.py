@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ from jspec.tools.table import table
 from jspec.train import plan
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
-from jspec.train.program import Program
 from jspec.train.rows import Rows
+
+if TYPE_CHECKING:
+    from jspec.train.program import Program, TrainState
+    from jspec.train.program import Report as TrainReport
 
 WARM_UP = 2  # updates before the clock starts
 DOCUMENTS = 4  # documents of a row
@@ -57,6 +60,8 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         dtype: dtype of the target.
         seconds: how long updates are made after the first ones.
     """
+    from jspec.train.program import Program  # here, because it imports the optimiser, which no other command needs
+
     target = random_models.random_target(shape, dtype or default_dtype())
     method = METHODS[config.method](config)
     vocab, size = target.config.vocab_size, config.draft_vocab or target.config.vocab_size
@@ -71,17 +76,8 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
     found = compiled.memory_analysis()
     used = found.argument_size_in_bytes + found.temp_size_in_bytes
     used += found.output_size_in_bytes - found.alias_size_in_bytes
-    for _ in range(WARM_UP):
-        state, report = program.update(state, next(batches))
-    jax.block_until_ready(report)
-    began, updates, before = time.perf_counter(), 0, report
-    while updates < 1 or time.perf_counter() - began < seconds:
-        state, report = program.update(state, next(batches))
-        jax.block_until_ready(before)
-        before, updates = report, updates + 1
-    jax.block_until_ready(report)
-    each, tokens = (time.perf_counter() - began) / updates, config.batch * config.length
-    assert bool(report.is_finite), "the loss of random tokens is finite"
+    report, updates, each = _time(program, state, batches, seconds)
+    tokens = config.batch * config.length
     chip, rate = roofline.chip(), flops * tokens / each
     return Training(
         shape=shape,
@@ -100,6 +96,23 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         loss=report.measured.figures().loss,
         plan=planned,
     )
+
+
+def _time(
+    program: Program, state: TrainState, batches: Iterator[Rows], seconds: float
+) -> tuple[TrainReport, int, float]:
+    """Make updates for some seconds, one in advance; return the last report, their number and the seconds of each."""
+    for _ in range(WARM_UP):
+        state, report = program.update(state, next(batches))
+    jax.block_until_ready(report)
+    began, updates, before = time.perf_counter(), 0, report
+    while updates < 1 or time.perf_counter() - began < seconds:
+        state, report = program.update(state, next(batches))
+        jax.block_until_ready(before)
+        before, updates = report, updates + 1
+    jax.block_until_ready(report)
+    assert bool(report.is_finite), "the loss of random tokens is finite"
+    return report, updates, (time.perf_counter() - began) / updates
 
 
 def default_dtype() -> str:
@@ -131,6 +144,7 @@ def run(arguments: argparse.Namespace) -> Report:
     a = arguments
     shape = a.shape or random_models.default_shape()
     sizes: dict[str, Any] = dict(length=a.length, batch=a.batch, draft_vocab=random_models.DRAFT_VOCAB[shape])
+    sizes["keep_activations"] = a.keep_activations
     results = (measure(TrainConfig(**sizes, ttt=ttt), shape, a.dtype, a.seconds) for ttt in a.ttt)
     return Report("random weights and tokens", results, text)
 
@@ -141,5 +155,6 @@ OPTIONS = (
     option("--length", type=count, default=2048, help="tokens of a row"),
     option("--batch", type=count, default=8, help="rows of an update"),
     option("--ttt", type=counts, default=[7], metavar="7,5,3", help="draft tokens that the loss covers"),
+    option("--keep-activations", action="store_true", help="keep what all steps compute for the gradient"),
     option("--seconds", type=float, default=60.0, help="how long to measure"),
 )

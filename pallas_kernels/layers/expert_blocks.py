@@ -1,0 +1,81 @@
+"""Finds the rows of each expert, in blocks of which a Pallas program multiplies one after another."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Int
+
+# Most choices of all rows that a program compares. Comparing 512 choices with the 16 places of a block takes 64 values
+# of each of 128 threads; more would not fit into their registers. Lists need nine launches more.
+MOST_CHOICES = 512
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a block: the smallest side of a product on tensor cores; four times as many
+
+
+class Blocks(NamedTuple):
+    """Blocks of choices, each of one expert; choice j of row t of T has the index j * T + t."""
+
+    expert: Int[Array, " blocks"]  # expert of each block; the number of experts: choices of none; one more: unused
+    choices: Int[Array, "blocks size"]  # indices of the block's choices; -1: none
+
+
+def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks:
+    """Returns the choices in blocks of at most `size` choices of one expert, in the order of their indices.
+
+    Args:
+        chosen: expert of each choice; an index outside of 0 to experts - 1 means none.
+        experts: number of experts.
+        size: number of choices of a full block.
+    """
+    count = chosen.shape[0]
+    own = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+    is_own = own[:, None] == jnp.arange(experts + 1)
+    up_to = jnp.cumsum(is_own, axis=0, dtype=jnp.int32)  # number of choices of each expert up to each choice
+    place = jnp.sum(jnp.where(is_own, up_to, 0), axis=1) - 1
+    needed = -(-up_to[-1] // size)
+    first = jnp.cumsum(needed) - needed
+    block = first[own] + place // size
+    blocks = min(count, experts + 1) + count // size  # the last block of an expert may not be full
+    expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(own)
+    choices = jnp.full((blocks, size), -1, jnp.int32).at[block, place % size].set(jnp.arange(count, dtype=jnp.int32))
+    return Blocks(expert, choices)
+
+
+class Plan(NamedTuple):
+    """How the Pallas programs of one tile of columns find their blocks."""
+
+    lists: tuple[Array, ...]  # arrays that the kernel reads: the choices, or the arrays of `Blocks`
+    programs: int  # number of programs
+    size: int  # choices of a block
+    is_listed: bool  # whether the blocks are listed
+    is_by_choice: bool  # whether a program that finds its blocks has the expert of a choice
+
+
+def plan(chosen: Int[Array, " choices"], experts: int, *, deterministic: bool) -> Plan:
+    """Returns how programs find blocks; if deterministic, these have the same size for all numbers of choices."""
+    count = chosen.shape[0]
+    if count <= MOST_CHOICES and not deterministic:
+        programs = min(count, experts + 1)
+        return Plan((chosen,), programs, FEW_ROWS, is_listed=False, is_by_choice=programs == count)
+    size = MANY_ROWS if deterministic or count > FEW_ROWS * experts else FEW_ROWS
+    lists = blocks_of(chosen, experts, size)
+    return Plan(lists, lists.expert.shape[0], size, is_listed=True, is_by_choice=False)
+
+
+def own_choices(chosen_ref, experts, is_by_choice):
+    """Returns the expert of a program, the indices of all choices, and each one's place among the expert's; -1: none.
+
+    Args:
+        chosen_ref: expert of each choice.
+        experts: number of experts; also the expert of the choices of none.
+        is_by_choice: whether the program has the expert of a choice; only the first choice of an expert has places.
+    """
+    program, index = pl.program_id(1), jnp.arange(pl.next_power_of_2(chosen_ref.shape[0]))
+    chosen = pltriton.load(chosen_ref.at[index], mask=index < chosen_ref.shape[0], other=experts + 1)
+    chosen = jnp.where((chosen >= 0) & (chosen < experts) | (index >= chosen_ref.shape[0]), chosen, experts)
+    expert = jnp.sum(jnp.where(index == program, chosen, 0)) if is_by_choice else program
+    is_own = chosen == expert
+    if is_by_choice:
+        is_own &= jnp.min(jnp.where(is_own, index, chosen_ref.shape[0])) == program
+    return expert, index, jnp.where(is_own, jnp.cumsum(is_own.astype(jnp.int32)) - 1, -1)

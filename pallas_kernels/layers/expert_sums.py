@@ -1,0 +1,87 @@
+"""The sums over k of an expert's weight times rows of x, inside the kernel of `expert_matmul`."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.layers import int4, mxfp4
+
+
+def unpacked_sums(refs, expert, halves, row, *, inner, precision):
+    """Returns the sums [columns, rows] for each of `halves`.
+
+    Args:
+        refs: arrays of the kernel by name: x [rows, K], weight [experts, N, K].
+        expert: index of the expert.
+        halves: indices of rows of its weight, one or two arrays of equal length.
+        row: indices of rows of x.
+        inner: values of k per loop iteration.
+        precision: precision of the products.
+    """
+
+    def step(index, totals):
+        k = (index * inner + jnp.arange(inner))[None, :]
+        x = pltriton.load(refs["x"].at[row[:, None], k])
+        weights = [pltriton.load(refs["weight"].at[expert, half[:, None], k]).astype(x.dtype) for half in halves]
+        products = [pltriton.dot(weight, x, trans_b=True, precision=precision) for weight in weights]
+        return tuple(total + product for total, product in zip(totals, products, strict=True))
+
+    return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, _zeros(halves, row))
+
+
+def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
+    """Returns the sums for a weight in int4 or mxfp4, as `unpacked_sums` does.
+
+    The scales of int4 multiply the sums of a step, which has columns of one group only. Those of mxfp4 multiply the
+    weight, which is exact. Scales are loaded a step ahead: loads of so few bytes are not asynchronous.
+
+    Args:
+        refs: arrays of the kernel by name: x [rows, K], weight [experts, N, K / 2], group_scale [experts, N, groups],
+            and of int4 zeros [experts, N, groups], if the weight has zero points.
+        expert, halves, row, inner: as in `unpacked_sums`.
+        width: number of columns of a block of packed values.
+        interpret: whether the kernel is interpreted.
+    """
+    depth, groups = refs["x"].shape[1], refs["group_scale"].shape[2]
+    per_step, is_mxfp4 = max(inner * groups // depth, 1), refs["group_scale"].dtype == jnp.uint8
+
+    def scales_at(index):
+        group = jnp.minimum(index * inner * groups // depth + jnp.arange(per_step), groups - 1)[None, :]
+        own = [refs[name] for name in ("group_scale", "zeros") if name in refs]
+        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], group]) for ref in own) for half in halves)
+
+    def step(index, carry):
+        byte = (index * (inner // 2) + jnp.arange(inner // 2))[None, :]
+        column = jax.lax.div(byte, width // 2) * width + jax.lax.rem(byte, width // 2)
+        only = {} if depth % inner == 0 else {"mask": column < depth, "other": 0}
+        xs = [pltriton.load(refs["x"].at[row[:, None], column + more], **only) for more in (0, width // 2)]
+        weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
+        add = _add_mxfp4 if is_mxfp4 else _add_int4
+        totals = tuple(
+            add(total, scales, packed, xs, interpret) for total, scales, packed in zip(*carry, weights, strict=True)
+        )
+        return totals, scales_at(index + 1)
+
+    carry = _zeros(halves, row), scales_at(0)
+    return jax.lax.fori_loop(0, pl.cdiv(depth, inner), step, carry)[0]
+
+
+def _add_mxfp4(total, scales, packed, xs, interpret):
+    """Returns a total plus the sums of a step, of which `xs` are the rows of x for low and for high values."""
+    (scale,) = scales
+    for values, x in zip(mxfp4.products(packed, scale, interpret), xs, strict=True):
+        total += pltriton.dot(values, x, trans_b=True)
+    return total
+
+
+def _add_int4(total, scales, packed, xs, interpret):
+    scale, *zero = scales
+    zero = jnp.broadcast_to(zero[0] if zero else int4.ZERO, packed.shape)
+    low, high = int4.differences(packed, zero, xs[0].dtype, interpret)
+    sums = pltriton.dot(low, xs[0], trans_b=True) + pltriton.dot(high, xs[1], trans_b=True)
+    return total + sums * scale
+
+
+def _zeros(halves, row):
+    return tuple(jnp.zeros((len(half), len(row)), jnp.float32) for half in halves)

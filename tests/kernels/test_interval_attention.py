@@ -1,0 +1,107 @@
+"""Compare the attention to intervals and its gradient, as kernels and as references, with dense attention in jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import interval_reference as module
+from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
+
+pytestmark = pytest.mark.once
+
+# batch, size, heads, kv_heads, head_dim, length of the documents
+CASES = [
+    (1, 16, 2, 1, 16, (16,)),
+    (2, 80, 4, 2, 16, (33, 47)),
+    (1, 176, 2, 2, 32, (5, 100, 71)),
+    (1, 96, 4, 1, 48, (96,)),
+]
+
+
+def problem(case: tuple[Any, ...], dtype: Any = jnp.float32) -> tuple[list[jax.Array], jax.Array, jax.Array, float]:
+    """Return queries, keys and values, the first place that each query sees, a place after each key's last query."""
+    batch, size, heads, kv_heads, dim, lengths = case
+    rng = np.random.default_rng(size)
+    shapes = [(batch, size, count, dim) for count in (heads, kv_heads, kv_heads)]
+    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    first = np.repeat(np.cumsum((0, *lengths[:-1])), lengths)
+    starts = np.tile(np.maximum(first, np.arange(size) - 39), (batch, 1))  # a window too
+    starts[:, 3] = size  # a query that sees nothing
+    ends = np.tile(first + np.repeat(lengths, lengths), (batch, 1))
+    return arrays, jnp.asarray(starts, jnp.int32), jnp.asarray(ends, jnp.int32), dim**-0.5
+
+
+def dense(q: Any, k: Any, v: Any, starts: Any, scale: float) -> tuple[Any, Any]:
+    group, place = q.shape[2] // k.shape[2], jnp.arange(q.shape[1])
+    k, v = (jnp.repeat(x, group, axis=2).astype(jnp.float32) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q.astype(jnp.float32), k, precision="highest") * scale
+    seen = (place >= starts[..., None]) & (place <= place[:, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    p = jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+    return jnp.einsum("bhts,bshd->bthd", p, v, precision="highest"), lse
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_output_and_log_sum_exp_equal_dense_attention(case: tuple[Any, ...], implementation: str) -> None:
+    arrays, starts, _, scale = problem(case)
+    found = interval_attention(*arrays, starts, scale=scale, implementation=implementation)  # type: ignore[arg-type]
+    for own, expected in zip(found, dense(*arrays, starts, scale), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+    assert not np.any(found[0][:, 3]) and np.all(np.isneginf(found[1][..., 3]))
+    other = dense(*arrays, jnp.zeros_like(starts), scale)[0]
+    assert np.abs(np.asarray(other) - found[0]).max() > 0.1  # queries that see all before them differ
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_gradient_equals_that_of_dense_attention(case: tuple[Any, ...], implementation: str) -> None:
+    arrays, starts, ends, scale = problem(case)
+    dout = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
+    out, lse = dense(*arrays, starts, scale)
+    delta = jnp.einsum("bthd,bthd->bht", out, dout)
+    options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+    found = interval_attention_gradient(*arrays, dout, starts, ends, lse, delta, **options)
+    expected = jax.vjp(lambda *own: dense(*own, starts, scale)[0], *arrays)[1](dout)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=2e-5)
+    wrong = interval_attention_gradient(*arrays, dout, starts, ends, lse, 0 * delta, **options)
+    assert np.abs(np.asarray(wrong[0]) - expected[0]).max() > 0.1  # without delta
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_bfloat16_differs_from_float32_by_rounding_alone(implementation: str) -> None:
+    arrays, starts, ends, scale = problem(CASES[1], jnp.bfloat16)
+    out, lse = interval_attention(*arrays, starts, scale=scale, implementation=implementation)  # type: ignore[arg-type]
+    expected = dense(*arrays, starts, scale)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected[0], atol=0.03)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-2)
+    dout = jnp.ones(arrays[0].shape, jnp.bfloat16)
+    delta = jnp.einsum("bthd,bthd->bht", expected[0], dout.astype(jnp.float32))
+    options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+    found = interval_attention_gradient(*arrays, dout, starts, ends, expected[1], delta, **options)
+    own = jax.vjp(lambda *x: dense(*x, starts, scale)[0], *(x.astype(jnp.float32) for x in arrays))[1](
+        dout.astype(jnp.float32)
+    )
+    for one, other in zip(found, own, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05 * float(jnp.abs(other).max()))
+
+
+def test_reference_in_blocks_of_queries_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, starts, _, scale = problem(CASES[1])
+    whole = module.attend(*arrays, starts, scale=scale)
+    monkeypatch.setattr(module, "SCORES", 2 * 4 * 80 * 16)
+    for own, other in zip(module.attend(*arrays, starts, scale=scale), whole, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+
+
+def test_kernel_of_wide_heads_is_refused() -> None:
+    arrays, starts, _, scale = problem((1, 16, 2, 1, 256, (16,)))
+    with pytest.raises(NotImplementedError, match="head_dim must be a multiple of 16 up to 128, got 256"):
+        interval_attention(*arrays, starts, scale=scale, implementation="pallas")

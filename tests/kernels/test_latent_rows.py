@@ -1,0 +1,165 @@
+"""Compare the products of heads, and the rows that are written to a latent cache, with numpy in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import append_latent, head_products, latent_queries
+from tests.support import cover
+
+IMPLEMENTATIONS = ["reference", "pallas"]
+START = 3  # columns before the queries, and before the rows of the cache
+# Rows, heads, channels of the sum, channels of the product, half of the rotated channels.
+SIZES = [(1, 2, 16, 32, 8), (5, 3, 12, 20, 4), (40, 1, 128, 512, 32), (70, 2, 96, 160, 16)]
+CASES = [(sizes, dtype) for sizes in SIZES for dtype in ("float32", "bfloat16")]
+
+
+def named(case: Any) -> str:
+    return "-".join(map(str, (*case[0], case[1])))
+
+
+def arrays(sizes: tuple[int, ...], dtype: str) -> tuple[Any, Any, Any]:
+    """Return queries [1, rows, START + heads * (K + 2 * half)], matrices [heads, K, N], tables of keys and queries."""
+    rows, heads, inner, out, half = sizes
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(1, rows, START + heads * (inner + 2 * half)))
+    weight = rng.normal(size=(heads, inner, out)) / np.sqrt(inner)
+    angles = rng.uniform(0, 6, (2, 1, rows, half))
+    tables = np.concatenate([np.stack([np.cos(a), np.sin(a)]) for a in angles])
+    return jnp.asarray(q, dtype), jnp.asarray(weight, dtype), jnp.asarray(tables, jnp.float32)
+
+
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Rotate channel i with channel i + half, in float64."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def expected(q: Any, weight: Any, tables: Any) -> np.ndarray:
+    x, w, t = (np.asarray(array, np.float64) for array in (q, weight, tables))
+    inner = w.shape[1]
+    x = x[..., START:].reshape(*x.shape[:2], len(w), -1)
+    product = np.stack([x[:, :, h, :inner] @ w[h] for h in range(len(w))], axis=2)
+    return np.concatenate([product, turned(x[..., inner:], *t[2:, :, :, None])], axis=-1)
+
+
+def tolerance(dtype: str) -> float:
+    return 0.03 if dtype == "bfloat16" else 1e-5  # values of up to 4, rounded once
+
+
+def check(sizes: tuple[int, ...], dtype: str, implementation: str) -> None:
+    q, weight, tables = arrays(sizes, dtype)
+    right = expected(q, weight, tables)
+    for deterministic in (False, True):
+        options: dict[str, Any] = {"deterministic": deterministic, "implementation": implementation}
+        found = np.asarray(latent_queries(q, weight, tables, start=START, **options), np.float64)
+        np.testing.assert_allclose(found, right, atol=tolerance(dtype))
+        # The tables of keys are others.
+        assert np.abs(found - expected(q, weight, jnp.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
+        out = weight.shape[2]
+        x = q[..., START:].reshape(*q.shape[:2], len(weight), -1)[..., : weight.shape[1]].reshape(*q.shape[:2], -1)
+        plain = head_products(x, weight.swapaxes(1, 2), **options)
+        np.testing.assert_allclose(np.asarray(plain, np.float64), right[..., :out], atol=tolerance(dtype))
+        if len(weight) > 1:
+            other = head_products(x, weight[::-1].swapaxes(1, 2), **options)
+            assert np.abs(np.asarray(other, np.float64) - right[..., :out]).max() > 20 * tolerance(dtype)
+
+
+@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=named))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_products_of_heads_and_rotated_channels_match_float64(case: Any, implementation: str) -> None:
+    check(*case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_products_of_heads_on_a_gpu_match_float64(case: Any) -> None:
+    check(*case, "pallas")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_deterministic_products_of_heads_have_equal_bits_for_any_number_of_rows(implementation: str) -> None:
+    q, weight, tables = arrays(SIZES[3], "float32")
+    options: dict[str, Any] = {"deterministic": True, "implementation": implementation}
+    together = latent_queries(q, weight, tables, **options)
+    for row in (0, 33, 69):
+        own = slice(row, row + 1)
+        np.testing.assert_array_equal(latent_queries(q[:, own], weight, tables[:, :, own], **options), together[:, own])
+
+
+def test_products_with_matrices_of_another_dtype_are_refused_by_the_kernel() -> None:
+    q, weight, tables = arrays(SIZES[0], "float32")
+    with pytest.raises(NotImplementedError, match="must be bfloat16, float16 or float32 alike"):
+        latent_queries(q, weight.astype(jnp.bfloat16), tables, implementation="pallas")
+
+
+# ---- rows of the cache
+
+PAGE, LATENT, HALF = 4, 48, 8
+
+
+def cache(dtype: str) -> tuple[Any, Any, Any]:
+    """Return pools of 2 sequences with 5 pages each, and the page table."""
+    rng = np.random.default_rng(1)
+    pools = [jnp.asarray(rng.normal(size=(11, 1, PAGE, size)), dtype) for size in (2 * HALF, LATENT)]
+    return *pools, rng.permutation(np.arange(1, 11)).reshape(2, 5).astype(np.int32)
+
+
+def check_append(dtype: str, pool_dtype: str, implementation: str, *, deterministic: bool) -> None:
+    rng, tokens = np.random.default_rng(2), 6
+    k_pool, v_pool, table = cache(pool_dtype)
+    rows = jnp.asarray(rng.normal(size=(2, tokens, START + LATENT + 2 * HALF + 2)), dtype)
+    angles = rng.uniform(0, 6, (2, 2, tokens, HALF))
+    tables = np.concatenate([np.stack([np.cos(a), np.sin(a)]) for a in angles]).astype(np.float32)
+    first, valid = np.array([2, 16], np.int32), rng.random((2, tokens)) < 0.7  # the second leaves its page table
+    found = append_latent(
+        *(k_pool, v_pool, rows, jnp.asarray(tables), jnp.asarray(table), jnp.asarray(first), jnp.asarray(valid)),
+        start=START,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+    values = np.asarray(rows[..., START:-2], np.float64)
+    keys = turned(values[..., LATENT:], *np.asarray(tables[:2], np.float64))
+    right = [np.array(pool, np.float64) for pool in (k_pool, v_pool)]
+    for b, t in np.argwhere(valid):
+        place = first[b] + t
+        if place < table.shape[1] * PAGE:
+            for pool, new in zip(right, (keys[b, t], values[b, t, :LATENT]), strict=True):
+                pool[table[b, place // PAGE], 0, place % PAGE] = new
+    limit = {"float8_e4m3fn": 0.15, "bfloat16": 0.02, "float32": 1e-6}[pool_dtype]
+    for pool, wanted, old in zip(found, right, (k_pool, v_pool), strict=True):
+        got = np.asarray(pool, np.float64)
+        np.testing.assert_allclose(got[1:], wanted[1:], atol=limit)  # page 0 is the null page
+        assert np.abs(got - np.asarray(old, np.float64)).max() > 0.5
+    wrong = turned(values[..., LATENT:], *np.asarray(tables[2:], np.float64))
+    assert np.abs(wrong - keys).max() > 0.5, "control: the tables of queries are others"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")]
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_a_latent_cache_are_written_where_they_are_valid(dtype: str, pool: str, implementation: str) -> None:
+    check_append(dtype, pool, implementation, deterministic=implementation == "reference" and dtype == "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", ["bfloat16", "float8_e4m3fn"])
+def test_rows_of_a_latent_cache_on_a_gpu_are_written_where_they_are_valid(pool: str) -> None:
+    check_append("bfloat16", pool, "pallas", deterministic=False)
+
+
+def test_rows_that_do_not_fit_the_pools_are_refused_and_donated_pools_are_written_in_place() -> None:
+    k_pool, v_pool, table = cache("float32")
+    rows, tables = jnp.ones((2, 3, LATENT + 2 * HALF)), jnp.ones((2, 2, 3, HALF))
+    where = jnp.asarray(table), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
+    with pytest.raises(ValueError, match="of at most 63 channels together"):
+        append_latent(k_pool, v_pool, rows[..., 1:], tables, *where)
+    before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
+    out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, rows, tables, *where)
+    assert [pool.unsafe_buffer_pointer() for pool in out] == before
