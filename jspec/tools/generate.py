@@ -194,8 +194,7 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     target = arguments.target
     for name in ("target", *PRETRAINED):
         if path := getattr(arguments, name):
-            kind = "target" if name in ("target", "draft_model") else "head"
-            setattr(arguments, name, hub.find(demo.folder(path, kind)))
+            setattr(arguments, name, hub.find(demo.folder(path, name)))
     source = arguments.tokenizer
     tokenizer = load_tokenizer(arguments.target if source is None else source)
     if tokenizer is None:

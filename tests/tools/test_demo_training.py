@@ -240,6 +240,12 @@ def test_verdict_says_whether_the_whole_lines_are_python(sample: str, expected: 
     assert evaluate.verdict(sample) == expected
 
 
+def test_shares_of_completions_that_parse_are_printed_with_and_without_the_unfinished() -> None:
+    strict, lenient = evaluate.parsed(["whole", "wrong", "unfinished", "whole", "unfinished"]).splitlines()
+    assert strict.startswith("40% of 5 ") and "up to the last whole line" in strict
+    assert lenient.startswith("80% ") and "is left out" in lenient
+
+
 def test_heads_are_different_lines_that_begin_a_function_or_a_class() -> None:
     texts = ["def a():\n    def inner():\nclass B:\n", "def a():\nclass C(\nclass D(B):\n"]
     assert evaluate.heads(texts) == ["def a():", "class B:", "class D(B):"]

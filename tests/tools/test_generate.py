@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import DFlash, DraftModel, Eagle3, Engine, SamplingParams
 from jspec.__main__ import main
+from jspec.draft.auto import load_drafter
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
@@ -185,7 +186,16 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
     assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (7, 2048, 4)
     tokenizer = generate.prepare(command_line.make_parser().parse_args(["generate", "--target", "demo", "x"]))
     assert tokenizer.decode(tokenizer.encode("def main(")) == "def main(" and len(tokenizer.encode("def main(")) < 6
-    assert (demo.folder("other", "head"), demo.folder("./demo", "head")) == ("other", "./demo")
+    assert (demo.folder("other", "eagle3"), demo.folder("./demo", "eagle3")) == ("other", "./demo")
+
+
+def test_generate_command_given_demo_finds_the_embedded_folder_of_each_kind_of_drafter() -> None:
+    expected = dict(eagle3=(demo.HEAD, Eagle3), dflash=(demo.DFLASH, DFlash), draft_model=(demo.TARGET, DraftModel))
+    for name, (folder, kind) in expected.items():
+        words = ["generate", "--target", "demo", f"--{name.replace('_', '-')}", "demo", "x"]
+        arguments = command_line.make_parser().parse_args(words)
+        generate.prepare(arguments)
+        assert Path(getattr(arguments, name)) == folder and type(load_drafter(folder)) is kind
 
 
 def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.CaptureFixture) -> None:

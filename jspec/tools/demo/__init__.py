@@ -21,7 +21,7 @@ from jspec.tools.colour import has_colours, legend, painted
 from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
-TARGET, HEAD = FOLDER / "target", FOLDER / "head"
+TARGET, HEAD, DFLASH = FOLDER / "target", FOLDER / "head", FOLDER / "dflash_head"
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
 TOKENS = 96
 LENGTH = 3  # draft tokens per round
@@ -40,11 +40,12 @@ def folder(path: str | Path, kind: str) -> str | Path:
 
     Args:
         path: "demo", a folder or a hub id.
-        kind: "target" or "head".
+        kind: "target", "draft_model" (the target itself), "dflash", or another kind of head, for which the EAGLE-3 head
+            stands.
     """
     if str(path) != NAME:
         return path
-    return HEAD if kind == "head" else TARGET
+    return {"target": TARGET, "draft_model": TARGET, "dflash": DFLASH}.get(kind, HEAD)
 
 
 def engine(*, drafted: bool) -> Engine:
