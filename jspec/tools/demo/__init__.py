@@ -2,7 +2,7 @@
 
 The target is a Llama model with 7 layers and 2,048 tokens, which writes Python; `jspec.tools.demo.training` made it of
 the sources and the documentation of Python (their licence is beside the weights). The drafter is an EAGLE-3 head that
-`jspec train` made for this target.
+`jspec train` made for this target, as it made the DFlash head that is also here.
 """
 
 from __future__ import annotations
