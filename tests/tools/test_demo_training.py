@@ -217,11 +217,11 @@ def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tm
     prompts.write_text('{"prompt": "def f"}\n' * 7)
     answer(prompts, target, out, seconds=0.01, slots=2)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["def f"] * 6, "the clock is read behind six completions"
+    assert [line["prompt"] for line in lines] == ["def f"] * 4, "the clock is read after four completions"
     texts = [line["completion"] for line in lines]
     with Engine.from_pretrained(target, slots=1, max_len=256, dtype="float32") as engine:
         (greedy,) = engine.generate("def f", SamplingParams(max_tokens=prepare.COMPLETION, temperature=0))
-    assert [text == greedy.text for text in texts] == [False, True, True] * 2 and texts[0] != texts[3]
+    assert [text == greedy.text for text in texts] == [False, True] * 2 and texts[0] != texts[2]
 
 
 @pytest.mark.parametrize(
