@@ -2,12 +2,15 @@
 
 The pair of this package was made of the sources of CPython 3.11.2 and of the libraries of four other versions:
 
-    python -m jspec.tools.demo.training --prepare data --prompts 20000 \\
+    python -m jspec.tools.demo.training --prepare data --prompts 80000 \\
         --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
-    python -m jspec.tools.demo.training --data data --out target --minutes 4.5 --attention cudnn
+    python -m jspec.tools.demo.training --data data --out target --minutes 2.5 --attention cudnn
     python -m jspec.tools.demo.training --data data --evaluate target
-    python -m jspec train --target target --data data/prompts.jsonl --out head --regenerate --max-tokens 128 \\
-        --temperature 0.6 --draft-vocab 1536 --length 1024 --batch 16 --ttt 5 --steps 2500 --learning-rate 2e-3
+    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 2.8
+    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 4500 \\
+        --loss lk --feature-layers 3 5 7 --learning-rate 3e-3 --warmup 0.04
+    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6000 \\
+        --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04
 """
 
 from __future__ import annotations
