@@ -48,7 +48,8 @@ def test_demo_prints_speed_ups_the_verdict_and_next_commands(printed: str) -> No
     speed, ratio, rounds, length = drafted.strip().removeprefix(f"EAGLE-3 chain of {demo.LENGTH}").split()
     assert (name, plain_cells[1:]) == ("plain", ["1.0x", str(demo.TOKENS - 1), "1.00"])
     assert float(ratio.removesuffix("x")) == pytest.approx(float(speed) / float(plain_cells[0]), abs=0.06)
-    assert float(length) == pytest.approx((demo.TOKENS - 1) / int(rounds), abs=0.03)
+    cut = float(length) * int(rounds) - (demo.TOKENS - 1)
+    assert -0.2 < cut < demo.LENGTH + 0.2, "the limit of tokens may cut the last round; the length has two decimals"
     assert explanation == demo.EXPLANATION
     assert verdict == "identical output: lossless"
     assert following[0] == "next:" and "notebooks/1_quickstart.ipynb" in following[-1]
