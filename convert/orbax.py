@@ -32,7 +32,7 @@ from convert.fields import CheckpointError, cut, listed, read_json, require
 from convert.sources import is_finite
 from pallas_kernels.layers.quantized import Quantized
 
-VERSION = 2
+VERSION = 3  # the third has other orders of the bytes of packed weights
 MANIFEST = "jspec.json"
 WEIGHTS = "weights"
 COMPANIONS = (

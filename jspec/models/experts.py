@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,17 +10,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts
-from jspec.models.routing import route
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
 from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation, sum_f32, with_scales
-from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
 
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
-
-NONE = -1  # index of no expert
 
 
 def mix_experts(
@@ -53,9 +50,7 @@ def mix_experts(
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = choose_experts(flat, layer, config, **fixed)
-    if used is not None:
-        chosen = jnp.where(used.ravel(), chosen, NONE)
+    chosen, weights = choose_experts(flat, layer, config, None if used is None else used.ravel(), **fixed)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate = Gate(config.activation, config.limit, config.alpha)
@@ -78,11 +73,12 @@ def choose_experts(
     flat: Float[Array, "rows hidden"],
     layer: LayerWeights,
     config: Experts,
+    used: Bool[Array, "rows"] | None,
     *,
-    implementation: str,
+    implementation: Implementation,
     deterministic: bool,
 ) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
-    """Return the experts that each row chooses and their weights, as `jspec.models.routing.route` does."""
+    """Return the experts that each row chooses and their weights, as `route` does."""
     router = layer.router
     assert router is not None
     x = flat.astype(router.dtype)
@@ -93,11 +89,5 @@ def choose_experts(
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         logits = jnp.einsum("tk,nk->tn", x, router, **exact)
-    logits = logits if layer.router_bias is None else logits + layer.router_bias
-    compute = partial(route, router=config.router, correction=layer.router_correction)
-    if not deterministic:
-        return compute(logits)
-    found = in_row_blocks_off_gpu(
-        lambda own: tuple(array.T for array in compute(own)), logits, implementation=implementation
-    )
-    return found[0].T, found[1].T
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
+    return route(logits, config.router, bias=layer.router_bias, correction=layer.router_correction, **fixed)

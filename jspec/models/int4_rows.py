@@ -7,12 +7,14 @@ Files pack eight values into an int32 word. GPTQ and AWQ store a weight's transp
     awq                  8 rows [in, out / 8]       8 rows [groups, out / 8]      [groups, out]
     compressed-tensors   8 columns [out, in / 8]    8 rows [out / 8, groups]      [out, groups]
 
-AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4` says.
+AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4` says,
+and experts as `pallas_kernels.layers.expert_bytes` says.
 Nothing is rounded: values and zero points are whole numbers, and scales become float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,7 @@ from convert.huggingface import Row
 from convert.sources import Shape, Source, Tensor
 from jspec.models.layer_config import unsupported
 from jspec.models.quantized_config import Scheme
+from pallas_kernels.layers import expert_bytes
 from pallas_kernels.layers.int4 import block_of, pack
 
 WORD = 8  # values in an int32 word
@@ -173,6 +176,7 @@ def split_int4(
     if columns % size:
         raise unsupported(f"{row.parameter}: group_size", size, f"a divisor of its {columns} input channels")
     groups, block = columns // size, block_of(columns)
+    block = block if len(out) == 1 else math.gcd(expert_bytes.BLOCK, block)
     parts = [_part(name, shape, groups, scheme, tensors) for name, shape in row.sources.items()]
     values = _sources(parts, layout.values, columns, layout.axes[0])
     if wrong := [name for name in values if name in tensors and tensors[name].dtype != "int32"]:
@@ -213,7 +217,8 @@ def _fill_values(parts: list[Part], by_column: bool, source: Source, row: Row, d
         if not by_column:
             part.check_order(source)
         values = part.read(source, part.layout.values, part.columns, part.layout.axes[0])
-        flat[first : first + part.out] = pack(values, 2 * row.shape[-1])
+        is_plain = len(row.shape) == 3  # not of experts
+        flat[first : first + part.out] = pack(values, 2 * row.shape[-1]) if is_plain else expert_bytes.pack(values)
         first += part.out
     return filled
 

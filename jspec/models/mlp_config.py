@@ -8,6 +8,7 @@ from typing import get_args
 from convert.fields import CheckpointError
 from jspec.models.checks import positive_values, unsupported
 from pallas_kernels.layers.quantize_rows import Activation
+from pallas_kernels.layers.routing import Choice
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 SCORES = ("softmax", "sigmoid")
@@ -50,36 +51,17 @@ def _check_activation(activation: Activation) -> None:
 
 
 @dataclass(frozen=True)
-class Router:
+class Router(Choice):
     """How each row of a mixture of experts chooses its experts, and how it weights their outputs.
 
-    A row chooses the experts with the largest scores. `jspec.models.routing` computes this.
-
     Attributes:
-        count: number of experts.
-        chosen: number of experts that a row chooses.
-        scores: "softmax" of the router's logits over all experts, or the "sigmoid" of each logit.
-        is_normalised: whether the scores of the chosen experts are divided by their sum, to be their weights. With
-            "softmax" this equals a softmax over the logits of the chosen experts.
-        factor: factor of the weights.
         bias: whether the logits have a bias.
         correction: whether there is a correction of the scores (arXiv:2408.15664), which counts for the choice but not
             for the weights.
-        groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437).
-        chosen_groups: number of groups that a row chooses.
-        summed: number of a group's largest scores whose sum is the score of the group, 1 or 2.
     """
 
-    count: int
-    chosen: int
-    scores: str = "softmax"
-    is_normalised: bool = True
-    factor: float = 1.0
     bias: bool = False
     correction: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    summed: int = 2
 
     def check(self) -> None:
         """Check the numbers and the kind of scores.

@@ -19,7 +19,7 @@ from convert.fields import CheckpointError, short
 from convert.huggingface import Row
 from convert.sources import Source, Tensor
 from jspec.models.layer_config import unsupported
-from pallas_kernels.layers.int4 import pack
+from pallas_kernels.layers.expert_bytes import pack
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
 BLOCK = 32  # values that share a scale
@@ -46,7 +46,7 @@ def widened(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def repacked(blocks: np.ndarray) -> np.ndarray:
     """Return the bytes [*rows, 16 * groups] of a weight on the device, for blocks [*rows, groups, 16] of a file."""
     values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
-    return pack(values, BLOCK).reshape(*blocks.shape[:-2], -1)
+    return pack(values).reshape(*blocks.shape[:-2], -1)
 
 
 @final

@@ -26,6 +26,7 @@ from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme
+from pallas_kernels.layers import expert_bytes
 from pallas_kernels.layers.int4 import ZERO, unpack
 
 WEIGHT = ".weight"
@@ -93,7 +94,9 @@ def _dequantized(row: Row, parts: list[Row]) -> Row:
 
     def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
         values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
-        wide = (unpack(values) if values.dtype == np.uint8 else values).astype(np.float32)
+        if values.dtype == np.uint8:
+            values = expert_bytes.unpack(values) if len(row.shape) == 3 else unpack(values)
+        wide = values.astype(np.float32)
         groups = (array if array.ndim == wide.ndim else array[..., None] for array in per_group)
         scale, *zeros = (np.repeat(array, wide.shape[-1] // array.shape[-1], axis=-1) for array in groups)
         if values.dtype == np.uint8:

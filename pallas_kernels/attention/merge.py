@@ -14,6 +14,7 @@ from pallas_kernels.attention.tiling import Tiles, own_tiles
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 
 MERGED = 16  # largest number of splits that a merging kernel reads at once
+CHANNELS = 128  # channels of a program of one warp: with 16 splits, 64 values per thread
 
 
 def merge_kernel(
@@ -28,13 +29,14 @@ def merge_kernel(
     *,
     tiles,
 ):
-    """Merges the splits of one head of one query, in one Pallas program.
+    """Merges the splits of some channels of one head of one query, in one Pallas program.
 
     Each split has weight 2**log_sum_exp. Splits without rows that the query sees were not written, and are skipped.
     """
-    head, query, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    channels = jnp.arange(pl.next_power_of_2(out_ref.shape[-1]))
-    is_channel, is_written = channels < out_ref.shape[-1], _is_written(tiles, query, lengths_ref[batch])
+    query, batch, dim = pl.program_id(1), pl.program_id(2), out_ref.shape[-1]
+    head, block = jax.lax.div(pl.program_id(0), channel_blocks(dim)), jax.lax.rem(pl.program_id(0), channel_blocks(dim))
+    channels = block * CHANNELS + jnp.arange(min(pl.next_power_of_2(dim), CHANNELS))
+    is_channel, is_written = channels < dim, _is_written(tiles, query, lengths_ref[batch])
     at_once = min(pl.next_power_of_2(tiles.splits), MERGED)
 
     def step(index, carry):
@@ -57,6 +59,11 @@ def merge_kernel(
         total += sink_weight(sinks_ref[head], top)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)
     pltriton.store(out_ref.at[batch, query, head, channels], out, mask=is_channel)
+
+
+def channel_blocks(dim: int) -> int:
+    """Returns how many programs merge the channels of a head."""
+    return pl.cdiv(dim, CHANNELS)
 
 
 def merge_and_quantize_kernel(

@@ -37,7 +37,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import num_words
 from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
-from pallas_kernels.attention.merge import MERGED, merge_and_quantize_kernel, merge_kernel
+from pallas_kernels.attention.merge import MERGED, channel_blocks, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
@@ -160,7 +160,7 @@ def run_kernels(
     if tiles.splits > 1:
         merged = pl.pallas_call(
             functools.partial(merge_kernel, tiles=tiles),
-            grid=(heads, queries, batch),
+            grid=(heads * channel_blocks(dim), queries, batch),
             out_shape=out,
             compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,

@@ -10,7 +10,9 @@ from jaxtyping import Array, Int
 # Most choices of all rows that a program compares. Comparing 512 choices with the 16 places of a block takes 64 values
 # of each of 128 threads; more would not fit into their registers. Lists need nine launches more.
 MOST_CHOICES = 512
-FEW_ROWS, MANY_ROWS = 16, 64  # rows of a block: the smallest side of a product on tensor cores; four times as many
+# Rows of a block: the smallest side of a product on tensor cores, and for many rows more. Values of packed weights take
+# registers when they are unpacked, so these have smaller blocks.
+FEW_ROWS, MANY_ROWS, MANY_ROWS_OF_PACKED = 16, 64, 32
 
 
 class Blocks(NamedTuple):
@@ -52,13 +54,21 @@ class Plan(NamedTuple):
     is_by_choice: bool  # whether a program that finds its blocks has the expert of a choice
 
 
-def plan(chosen: Int[Array, " choices"], experts: int, *, deterministic: bool) -> Plan:
-    """Returns how programs find blocks; if deterministic, these have the same size for all numbers of choices."""
+def plan(chosen: Int[Array, " choices"], experts: int, *, is_packed: bool, deterministic: bool) -> Plan:
+    """Returns how programs find blocks.
+
+    Args:
+        chosen: expert of each choice.
+        experts: number of experts.
+        is_packed: whether the weights are packed.
+        deterministic: whether blocks have the same size for all numbers of choices.
+    """
     count = chosen.shape[0]
     if count <= MOST_CHOICES and not deterministic:
         programs = min(count, experts + 1)
         return Plan((chosen,), programs, FEW_ROWS, is_listed=False, is_by_choice=programs == count)
-    size = MANY_ROWS if deterministic or count > FEW_ROWS * experts else FEW_ROWS
+    many = MANY_ROWS_OF_PACKED if is_packed else MANY_ROWS
+    size = many if deterministic or count > FEW_ROWS * experts else FEW_ROWS
     lists = blocks_of(chosen, experts, size)
     return Plan(lists, lists.expert.shape[0], size, is_listed=True, is_by_choice=False)
 

@@ -22,8 +22,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers import int4, mxfp4
 from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
+from pallas_kernels.layers.expert_bytes import ordered, unpack
 from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
@@ -78,13 +79,24 @@ def _values_of(weight, expert, dtype):
     """Returns the weight of an expert, and the scales of the rows of its product; None: there are none."""
     if not isinstance(weight, Quantized):
         return weight[expert].astype(dtype), None
-    own = weight.rows(expert)
-    return (own.values.astype(dtype), own.scale) if own.group is None else (own.widened(), None)
+    if weight.group is None:
+        return weight.values[expert].astype(dtype), weight.scale[expert]
+    return widened_expert(weight, expert), None
+
+
+def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Array, "out inner"]:
+    """Returns the weight of one of the experts in int4 or mxfp4 in float32."""
+    values, scale = weight.values[expert], weight.scale[expert]
+    if weight.kind == "mxfp4":
+        return mxfp4.widened(values, scale)
+    repeated = functools.partial(jnp.repeat, repeats=weight.shape[-1] // scale.shape[1], axis=1)
+    zero = int4.ZERO if weight.zeros is None else repeated(weight.zeros[expert].astype(jnp.float32))
+    return (unpack(values).astype(jnp.float32) - zero) * repeated(scale)
 
 
 def _kernel(
     # inputs
-    x_ref,  # [rows, K]
+    x_ref,  # [rows, K]; for packed values `ordered`
     weight_ref,  # [experts, N, K], or with a gate [experts, 2 N, K]; packed values: K / 2 bytes
     *refs,  # chosen [choices], or expert [blocks] and choices [blocks, size]; of scale [experts, N] or [experts, N,
     # groups], zeros of the same shape, bias [experts, N] and factors [choices] those that are named; output: out_ref
@@ -155,9 +167,11 @@ def _multiply(refs, columns, expert, choices, *, sums, gate):
 
 def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, interpret):
     (experts, out, _), flat = weight.shape, x.reshape(-1, x.shape[-1])
+    if step := _packed_step(weight):
+        flat = ordered(flat, step)
     width = out // 2 if gate else out
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
-    found = plan(chosen.ravel(), experts, deterministic=deterministic)
+    found = plan(chosen.ravel(), experts, is_packed=step is not None, deterministic=deterministic)
     values, optional = _stored(weight)
     optional |= {"bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -192,15 +206,20 @@ def _stored(weight):
 
 def _sums(weight, dtype, interpret):
     """Returns the function of `expert_sums` for a weight and activations of a dtype."""
-    inner = weight.shape[-1]
-    if isinstance(weight, Quantized) and weight.group is not None:
-        step = PACKED_STEP if weight.kind == "mxfp4" else math.gcd(weight.group, PACKED_STEP)
-        return functools.partial(packed_sums, inner=step, width=2 * weight.values.shape[-1], interpret=interpret)
+    if step := _packed_step(weight):
+        return functools.partial(packed_sums, inner=step, group=weight.group, interpret=interpret)
     stored = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    return functools.partial(unpacked_sums, inner=_step(stored, dtype, inner), precision=precision)
+    return functools.partial(unpacked_sums, inner=_step(stored, dtype, weight.shape[-1]), precision=precision)
+
+
+def _packed_step(weight: Array | Quantized) -> int | None:
+    """Returns the number of values of k per loop iteration of a weight in int4 or mxfp4; None: it is neither."""
+    if not isinstance(weight, Quantized) or weight.group is None:
+        return None
+    return PACKED_STEP if weight.kind == "mxfp4" else math.gcd(weight.group, PACKED_STEP)
 
 
 def _step(dtype: jnp.dtype, x_dtype: jnp.dtype, inner: int) -> int:

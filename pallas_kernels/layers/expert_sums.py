@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.layers import int4, mxfp4
@@ -30,32 +29,32 @@ def unpacked_sums(refs, expert, halves, row, *, inner, precision):
     return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, _zeros(halves, row))
 
 
-def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
+def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
     """Returns the sums for a weight in int4 or mxfp4, as `unpacked_sums` does.
 
     The scales of int4 multiply the sums of a step, which has columns of one group only. Those of mxfp4 multiply the
     weight, which is exact. Scales are loaded a step ahead: loads of so few bytes are not asynchronous.
 
     Args:
-        refs: arrays of the kernel by name: x [rows, K], weight [experts, N, K / 2], group_scale [experts, N, groups],
-            and of int4 zeros [experts, N, groups], if the weight has zero points.
+        refs: arrays of the kernel by name: x [rows, whole steps], `ordered`; weight [experts, N, K / 2]; group_scale
+            [experts, N, groups], and of int4 zeros [experts, N, groups], if the weight has zero points.
         expert, halves, row, inner: as in `unpacked_sums`.
-        width: number of columns of a block of packed values.
+        group: number of columns of a group.
         interpret: whether the kernel is interpreted.
     """
-    depth, groups = refs["x"].shape[1], refs["group_scale"].shape[2]
-    per_step, is_mxfp4 = max(inner * groups // depth, 1), refs["group_scale"].dtype == jnp.uint8
+    (_, _, size), (_, _, groups) = refs["weight"].shape, refs["group_scale"].shape
+    per_step, is_mxfp4 = max(inner // group, 1), refs["group_scale"].dtype == jnp.uint8
 
     def scales_at(index):
-        group = jnp.minimum(index * inner * groups // depth + jnp.arange(per_step), groups - 1)[None, :]
+        at = jnp.minimum(index * inner // group + jnp.arange(per_step), groups - 1)[None, :]
         own = [refs[name] for name in ("group_scale", "zeros") if name in refs]
-        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], group]) for ref in own) for half in halves)
+        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], at]) for ref in own) for half in halves)
 
     def step(index, carry):
-        byte = (index * (inner // 2) + jnp.arange(inner // 2))[None, :]
-        column = jax.lax.div(byte, width // 2) * width + jax.lax.rem(byte, width // 2)
-        only = {} if depth % inner == 0 else {"mask": column < depth, "other": 0}
-        xs = [pltriton.load(refs["x"].at[row[:, None], column + more], **only) for more in (0, width // 2)]
+        place = jnp.arange(inner // 2)[None, :]
+        xs = [pltriton.load(refs["x"].at[row[:, None], index * inner + first + place]) for first in (0, inner // 2)]
+        byte = index * (inner // 2) + place
+        only = {} if 2 * size % inner == 0 else {"mask": byte < size, "other": 0}
         weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
         add = _add_mxfp4 if is_mxfp4 else _add_int4
         totals = tuple(
@@ -64,7 +63,7 @@ def packed_sums(refs, expert, halves, row, *, inner, width, interpret):
         return totals, scales_at(index + 1)
 
     carry = _zeros(halves, row), scales_at(0)
-    return jax.lax.fori_loop(0, pl.cdiv(depth, inner), step, carry)[0]
+    return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, carry)[0]
 
 
 def _add_mxfp4(total, scales, packed, xs, interpret):

@@ -21,7 +21,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import int4
+from pallas_kernels.layers import hopper_kernel, int4, int4_kernel
+from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
@@ -78,7 +79,7 @@ def widened_rows(out: int, inner: int) -> int:
 
 def _kernel(
     # inputs
-    x_ref,  # [T, K]
+    x_ref,  # [T, K]; of a packed weight in the order of the bytes of a step: values of low bits, then of high bits
     values_ref,  # [N, K], one byte per value, or packed [N, K / 2]
     scale_ref,  # [N, K / group] float32
     *refs,  # zeros_ref [N, K / group] uint8, if the weight has zero points; output: parts_ref [parts, T, N]
@@ -89,7 +90,7 @@ def _kernel(
     steps,  # loop iterations per part of k
     inner,  # values of k per loop iteration, a divisor of `group`
     group,  # values of k per scale
-    half,  # columns of half a block of a packed weight; 0: the weight is not packed
+    block,  # columns of a block of a packed weight; 0: the weight is not packed
     interpret,  # whether the kernel is interpreted
 ):
     """Computes one output tile, summed over one part of k, in one Pallas program.
@@ -110,15 +111,19 @@ def _kernel(
     def step(index, total):
         first = (part * steps + index) * inner
         scale = pltriton.load(scale_ref.at[out, first // group], mask=is_out)
-        byte = jnp.arange(inner // 2 if half else inner)[None, :]
-        start = first // 2 if half else first
-        values = pltriton.load(values_ref.at[out[:, None], start + byte], mask=is_out[:, None])
-        if not half:
-            return total + product(values, first + byte) * scale[:, None]
+        if not block:
+            column = first + jnp.arange(inner)[None, :]
+            values = pltriton.load(values_ref.at[out[:, None], column], mask=is_out[:, None])
+            return total + product(values, column) * scale[:, None]
+        byte = jnp.arange(inner // 2)[None, :]
+        run = inner // 8  # consecutive bytes of a step in a block
+        place = byte if inner == block else first % block // 8 + byte // run * (block // 8) + byte % run
+        place += first // block * (block // 2)
+        values = pltriton.load(values_ref.at[out[:, None], place], mask=is_out[:, None])
         zero = pltriton.load(zeros_ref[0].at[out, first // group], mask=is_out) if zeros_ref else jnp.full(out_tile, 8)
         low, high = int4.differences(values, jnp.broadcast_to(zero[:, None], values.shape), x_ref.dtype, interpret)
-        column = first + byte // half * (2 * half) + byte % half
-        return total + (product(low, column) + product(high, column + half)) * scale[:, None]
+        sums = product(low, first + byte) + product(high, first + inner // 2 + byte)
+        return total + sums * scale[:, None]
 
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((out_tile, row_tile), jnp.float32))
     at = parts_ref.at[part, row[None, :], out[:, None]]
@@ -129,14 +134,16 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
     if values.dtype == jnp.uint8 and len(x) > MOST_ROWS:
         return _by_widening(x, values, scale, *zeros, parts=parts, dtype=dtype)
     (rows, inner), (out, groups) = x.shape, scale.shape
-    group, half = inner // groups, values.shape[2] if values.dtype == jnp.uint8 else 0
+    group, block = inner // groups, 2 * values.shape[2] if values.dtype == jnp.uint8 else 0
     is_few = rows <= MOST_ROWS
     step = math.gcd(group, STEP)
+    if block:
+        x = int4.ordered(x, step).reshape(rows, inner)
     row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
     out_tile = 64 if rows > FEW_ROWS and is_few else 128
     sizes = {"rows": rows, "row_tile": row_tile, "out_tile": out_tile, "steps": inner // parts // step}
     return pl.pallas_call(
-        functools.partial(_kernel, **sizes, inner=step, group=group, half=half, interpret=interpret),
+        functools.partial(_kernel, **sizes, inner=step, group=group, block=block, interpret=interpret),
         grid=(pl.cdiv(rows, row_tile), pl.cdiv(out, out_tile), parts),  # neighbours share rows of the weight
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         # Up to 64 rows, five stages fit into the 99 KiB of shared memory of compute capability 8.9. The larger tiles
@@ -145,6 +152,22 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
         interpret=interpret,
         name="grouped_matmul",
     )(x, values.reshape(out, -1), scale, *zeros)
+
+
+def packed_tiles(
+    rows: int, values: UInt8[Array, "out blocks bytes"], groups: int, dtype: jnp.dtype, parts: int | None = None
+) -> Tiles | None:
+    """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
+
+    Args:
+        rows: number of rows of x.
+        values: packed values of the weight.
+        groups: number of scales of a row.
+        dtype: dtype of x.
+        parts: number of partial sums; None: as many as the kernel needs.
+    """
+    multiprocessors = hopper_kernel.multiprocessors()
+    return None if multiprocessors is None else choose_tiles(rows, values.shape, groups, dtype, multiprocessors, parts)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1) -> str | None:
@@ -194,5 +217,10 @@ def grouped_matmul(
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
     arguments = [x.reshape(-1, x.shape[-1]), values, scale, *([] if zeros is None else [zeros])]
+    tiles = packed_tiles(len(arguments[0]), values, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
+    if tiles:
+        kernel = functools.partial(int4_kernel.multiply, tiles=tiles, dtype=dtype)
+        sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
+        return sums.reshape(parts, *rows, out)
     limit = unsupported(x.shape[-1], groups, x.dtype, parts)
     return dispatch(implementation, limit, kernel, reference, *arguments).reshape(parts, *rows, out)

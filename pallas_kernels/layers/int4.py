@@ -4,9 +4,15 @@
 
 Values are from 0 to 15, and zero points are 8 in a weight without any.
 
-Columns are packed in blocks: the low four bits of a byte hold a column of a block's first half, the high ones the
-column half a block later. So a kernel that loads a row of bytes gets two rows of consecutive columns. A block has up to
-32 columns, and a packed weight is [out, blocks, bytes of a block].
+Columns are packed in blocks of up to 128, and a packed weight is [out, blocks, bytes of a block]. The low and the high
+four bits of a byte hold columns that are 8 apart. The bytes are in the order in which the threads of a warp need them
+as the first operand of `wgmma` (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): of each 16 columns, thread
+t of four holds columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. So a thread loads its values of a block at once:
+
+    byte t * (block / 8) + 4 * q + 2 * e + s    holds columns k and k + 8,  k = 32 q + 16 s + 2 t + e
+
+A block of less than 32 columns has its bytes in the order of the columns. If it has less than 16, the columns of a byte
+are half a block apart.
 """
 
 import math
@@ -18,7 +24,8 @@ import numpy as np
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, UInt8
 
-BLOCK = 32  # most columns of a block; two halves of 16 are the smallest operands of a product on tensor cores
+BLOCK = 128  # most columns of a block; 16 bytes for each of four threads
+BYTES = 16  # fewest bytes of a block in the order of `wgmma`
 GROUP = 128  # most columns that share a scale in a weight that is rounded at load
 ZERO = 8  # zero point of weights without zero points
 STEPS = 7.5  # steps of a scale from zero to the largest value: from -8 to 7 there are 15
@@ -46,16 +53,38 @@ def pack(values: Values, block: int | None = None) -> Values:
         values: the values.
         block: number of columns of a block; None: `block_of` the columns.
     """
-    *rows, columns = values.shape
-    half = (block or block_of(columns)) // 2
-    halves = values.reshape(*rows, -1, 2, half)
-    return halves[..., 0, :] | halves[..., 1, :] << 4
+    both = ordered(values, block or block_of(values.shape[-1]))
+    return both[..., 0, :] | both[..., 1, :] << 4
 
 
 def unpack(packed: Values) -> Values:
     """Returns the values [*rows, columns] of bytes [*rows, blocks, block / 2]; the inverse of `pack`."""
-    shifts = np.array([[0], [4]], np.uint8)
-    return (packed[..., None, :] >> shifts & 15).reshape(*packed.shape[:-2], -1)
+    *rows, blocks, size = packed.shape
+    library = np if isinstance(packed, np.ndarray) else jnp  # a kernel must not contain an array of numpy
+    shifts = 4 * library.arange(2, dtype=np.uint8)[:, None]
+    both = packed[..., None, :] >> shifts & 15  # [*rows, blocks, 2, bytes]
+    if size >= BYTES:
+        both = both.reshape(*rows, blocks, 2, 4, -1, 2, 2)  # axes h, t, q, e, s
+        return _moved(both, (2, 4, 0, 1, 3)).reshape(*rows, -1)
+    return both.reshape(*rows, -1)
+
+
+def ordered(values: Values, block: int) -> Values:
+    """Returns values [*rows, columns] in the order of bytes [*rows, blocks, 2, block / 2]: low bits, then high bits.
+
+    Activations in this order fit the bytes of a weight.
+    """
+    *rows, _ = values.shape
+    if block >= 2 * BYTES:
+        split = values.reshape(*rows, -1, block // 32, 2, 2, 4, 2)  # axes q, s, h, t, e
+        values = _moved(split, (2, 3, 0, 4, 1))
+    return values.reshape(*rows, -1, 2, block // 2)
+
+
+def _moved(values: Values, axes: tuple[int, ...]) -> Values:
+    """Returns values with their last axes in another order."""
+    first = values.ndim - len(axes)
+    return values.transpose(*range(first), *(first + axis for axis in axes))
 
 
 def reblocked(packed: Values, parts: int) -> Values:

@@ -3,7 +3,7 @@
     w[n, k] = number(values[n, k]) * 2^(scale[n, k // 32] - 127)
 
 A value is an E2M1 number: a sign, two bits of exponent, one of mantissa. Scales are bytes (E8M0); 255 is NaN. Values
-are packed as those of `int4`, in blocks of 32 columns.
+are packed as `expert_bytes` says, in blocks of 32 columns.
 """
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, BFloat16, Float, UInt8
 
-from pallas_kernels.layers import int4
+from pallas_kernels.layers.expert_bytes import pack, unpack
 
 GROUP = 32  # columns that share a scale, and columns of a block
 BIAS = 127  # exponent of the scale 1
@@ -35,7 +35,7 @@ def widened(
     packed: UInt8[Array, "*rows blocks bytes"], scale: UInt8[Array, "*rows blocks"]
 ) -> Float[Array, "*rows columns"]:
     """Returns the weight in float32; nothing is rounded."""
-    return numbers(int4.unpack(packed)) * jnp.repeat(factors(scale).astype(jnp.float32), GROUP, axis=-1)
+    return numbers(unpack(packed)) * jnp.repeat(factors(scale).astype(jnp.float32), GROUP, axis=-1)
 
 
 def round_to_mxfp4(
@@ -62,7 +62,7 @@ def round_to_mxfp4(
     rounded = jnp.minimum(jnp.round(ratio / step) * step, 6.0)
     code = jnp.where(rounded < 2, 2 * rounded, jnp.where(rounded < 4, rounded + 2, rounded / 2 + 4))
     values = code.astype(jnp.uint8) | (jnp.signbit(grouped).astype(jnp.uint8) << 3)
-    return int4.pack(values.reshape(weight.shape), GROUP), scale
+    return pack(values.reshape(weight.shape)), scale
 
 
 def products(packed: Array, scale: Array, interpret: bool) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from pallas_kernels.layers import int4, mxfp4
+from pallas_kernels.layers import expert_bytes, int4, mxfp4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
@@ -70,8 +70,8 @@ class Quantized:
         """Number of columns that share a scale; None: all columns of a row."""
         return None if self.scale.ndim < len(self.shape) else self.shape[-1] // self.scale.shape[-1]
 
-    def rows(self, index: Int[Array, "*rows"]) -> "Quantized":
-        """Returns some rows of the weight, or one of its experts, as a weight with the same values."""
+    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
+        """Returns some rows of the weight, as a weight with the same values."""
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
 
@@ -90,8 +90,6 @@ class Quantized:
 
     def widened(self) -> Float[Array, "out inner"]:
         """Returns the weight in float32."""
-        if self.kind == "mxfp4":
-            return mxfp4.widened(self.values, self.scale)
         return widened(self.values, self.scale.reshape(self.shape[0], -1), self.zeros)
 
 
@@ -146,8 +144,9 @@ def quantize(weight: Float[Array, "*experts out inner"], kind: Kind) -> Quantize
         return Quantized(*mxfp4.round_to_mxfp4(weight))
     if kind == "int4":
         values, scale = int4.round_to_int4(weight.reshape(-1, weight.shape[-1]))
-        rows = weight.shape[:-1]
-        return Quantized(values.reshape(*rows, *values.shape[1:]), scale.reshape(*rows, -1))
+        if weight.ndim > 2:
+            values = expert_bytes.pack(int4.unpack(values).reshape(weight.shape))
+        return Quantized(values, scale.reshape(*weight.shape[:-1], -1))
     return Quantized(*scaled_rows(weight, INT8 if kind == "int8" else FP8), dynamic=kind == "fp8_dynamic")
 
 
@@ -245,17 +244,18 @@ def matmul_grouped(
     gate: Activation | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "parts *rows out"]:
-    """Returns the product with a weight that has group scales, as partial sums; several partial sums are float32.
+    """Returns the product with a weight that has group scales, as partial sums.
 
     Args:
-        x, dtype, gate, implementation: as in `matmul`.
+        x, gate, implementation: as in `matmul`.
+        dtype: dtype of the partial sums; None: float32 for several ones, else x's dtype.
         weight: [out, inner], with group scales.
         parts: number of partial sums.
     """
     if isinstance(x, QuantizedActivation) or weight.dynamic:
         raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
     x = gated(x, gate) if gate else x
-    dtype = jnp.dtype("float32") if parts > 1 else dtype or x.dtype
+    dtype = dtype or (jnp.dtype("float32") if parts > 1 else x.dtype)
     return grouped_matmul(
         x, weight.values, weight.scale, dtype, weight.zeros, parts=parts, implementation=implementation
     )

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers.grouped_matmul import packed_tiles
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import FP8, Activation
 from pallas_kernels.layers.quantized import (
@@ -209,7 +210,11 @@ def split_matmul(
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     if has_group_scales(weight):
-        return matmul_grouped(x, weight, parts=parts, gate=gate, implementation=implementation)
+        many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
+        if weight.kind == "int4" and LEAST_OUT <= out <= WIDEST_OUT:
+            packed = packed_tiles(rows, weight.values, weight.scale.shape[1], x.dtype)
+            parts = packed.parts if packed else parts
+        return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
     if parts == 1:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)

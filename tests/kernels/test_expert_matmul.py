@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICES, blocks_of
+from pallas_kernels.layers.expert_bytes import pack
 from pallas_kernels.layers.expert_matmul import REFERENCE_ROWS, Gate, expert_matmul, unsupported_experts
-from pallas_kernels.layers.int4 import pack
 from pallas_kernels.layers.quantized import Quantized, quantize
 from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
@@ -172,7 +172,7 @@ def packed(kind: str, inner: int, group: int) -> tuple[Quantized, np.ndarray]:
     else:
         scale, zeros = (rng.normal(size=groups) / 20).astype(np.float32), rng.integers(0, 16, groups, np.uint8)
         numbers, factor = values.astype(np.float64) - zeros.repeat(group, -1), scale.astype(np.float64)
-    arrays = [None if array is None else jnp.asarray(array) for array in (pack(values, 32), scale, zeros)]
+    arrays = [None if array is None else jnp.asarray(array) for array in (pack(values), scale, zeros)]
     return Quantized(arrays[0], arrays[1], zeros=arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
 
 

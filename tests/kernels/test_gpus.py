@@ -39,6 +39,7 @@ from pallas_kernels import (
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, matmul
+from pallas_kernels.layers.routing import Choice, route
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support.gpus import GPUS, compile_for
 
@@ -229,6 +230,13 @@ def sample(rows: int) -> Case:
     return partial(sample_tokens, implementation="pallas"), (shape(1, rows, VOCAB, dtype=F32), *arrays)
 
 
+def routed(choice: Choice) -> Case:
+    vectors = {"bias": shape(choice.count, dtype=F32), "correction": shape(choice.count, dtype=F32)}
+    options: dict[str, Any] = {"choice": choice, "implementation": "pallas"}
+    arrays = shape(5, choice.count, dtype=F32), vectors, shape(5, dtype=jnp.bool)
+    return lambda logits, vectors, used: route(logits, used=used, **vectors, **options), arrays
+
+
 def gather() -> Case:
     arrays = [shape(64, dtype=F32), shape(64, dtype=jnp.bool), shape(64, 2048, dtype=I32)]
     where = shape(8, dtype=I32), shape(64, dtype=jnp.bool)
@@ -286,6 +294,8 @@ CASES: dict[str, Case] = {
     ),
     "sampling threshold": threshold(5),
     "sample tokens": sample(5),
+    "experts of a row": routed(Choice(128, 8)),
+    "experts of a row, of many in groups": routed(Choice(2048, 8, "sigmoid", groups=8, chosen_groups=4)),
     "gather rows": gather(),
     "scatter rows": scatter(),
     "top 10 of a vocabulary": (partial(top_log_probs, k=10, implementation="pallas"), (shape(10, 32000, dtype=F32),)),
@@ -323,6 +333,7 @@ DEFAULT = {
         "norm of 4 partial sums",
         "sampling threshold",
         "sample tokens",
+        "experts of a row",
         "gelu and quantise",
         "intervals 128",
         "gradient of intervals 128",

@@ -16,7 +16,6 @@ from jspec.models.quantize import check_device
 from jspec.tools.convert import main as convert_main
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import Quantized
-from tests.reference import int4 as reference
 from tests.support import folders
 from tests.support import int4_folders as made
 from tests.support.int4_folders import FORMATS
@@ -53,9 +52,16 @@ def device_weights(weight: Any) -> np.ndarray:
     """Decode experts as they are on the device, after checks of their kind and size."""
     assert isinstance(weight, Quantized) and weight.kind == "int4"
     assert weight.values.nbytes == np.prod(weight.shape) / 2
-    zeros = [None] * len(weight.values) if weight.zeros is None else weight.zeros
-    parts = zip(weight.values, weight.scale, zeros, strict=True)
-    return np.stack([reference.device(*(None if a is None else np.asarray(a) for a in part)) for part in parts])  # type: ignore[arg-type]
+    count, out, columns = weight.shape
+    values, half = np.asarray(weight.values), weight.values.shape[-1]
+    scale, zeros = np.asarray(weight.scale), np.full(weight.scale.shape, 8)
+    zeros = zeros if weight.zeros is None else np.asarray(weight.zeros).astype(int)
+    wide, size = np.empty((count, out, columns), np.float32), columns // scale.shape[-1]
+    for column in range(columns):
+        block, place = divmod(column, 2 * half)
+        number = (values[..., block, place % half] >> (4 * (place // half)) & 15).astype(int)
+        wide[..., column] = (number - zeros[..., column // size]).astype(np.float32) * scale[..., column // size]
+    return wide
 
 
 @pytest.mark.parametrize("name", FORMATS)

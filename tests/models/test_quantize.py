@@ -31,6 +31,7 @@ from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
+from pallas_kernels.layers.expert_matmul import widened_expert
 from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, matmul, quantize, reduce_partials
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
@@ -199,8 +200,9 @@ def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: st
             return leaf
         if leaf.group is None:
             return leaf.values.astype(jnp.float32) * leaf.scale[..., None]
-        rows = [leaf.rows(jnp.int32(expert)) for expert in range(leaf.shape[0])] if len(leaf.shape) == 3 else [leaf]
-        return jnp.stack([one.widened() for one in rows]).reshape(leaf.shape)
+        if len(leaf.shape) == 2:
+            return leaf.widened()
+        return jnp.stack([widened_expert(leaf, expert) for expert in range(leaf.shape[0])])
 
     rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     ids = list(range(40))

@@ -13,7 +13,7 @@ from jspec.core.records import KVCache, PromptBatch, TokenBatch
 from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
 from jspec.models.mlp_config import Experts, Router
-from jspec.models.routing import route
+from pallas_kernels.layers.routing import route
 from tests.support import tiny
 
 ROUTERS = {
@@ -55,7 +55,9 @@ def problem(router: Router, rows: int = 40) -> tuple[np.ndarray, np.ndarray | No
 
 
 def choose(logits: np.ndarray, router: Router, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    experts, weights = route(jnp.asarray(logits), router, None if correction is None else jnp.asarray(correction))
+    experts, weights = route(
+        jnp.asarray(logits), router, correction=None if correction is None else jnp.asarray(correction)
+    )
     return np.asarray(experts), np.asarray(weights)
 
 

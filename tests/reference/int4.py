@@ -53,11 +53,25 @@ def compressed_tensors(tensors: Tensors) -> np.ndarray:
 
 
 def device(values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
-    """Return the weight of packed bytes [out, blocks, half]: a byte holds two columns, half a block apart."""
+    """Return the weight of packed bytes [out, blocks, bytes], each of whose columns has a byte and four of its bits."""
     _, blocks, half = values.shape
     column = np.arange(blocks * 2 * half)
     block, place = np.divmod(column, 2 * half)
-    numbers = (np.asarray(values)[:, block, place % half] >> (4 * (place // half))) & 15
+    byte, high = np.array([_place(int(k), 2 * half) for k in place]).T
+    numbers = (np.asarray(values)[:, block, byte] >> (4 * high)) & 15
     group = column // (len(column) // scales.shape[1])
     differences = numbers.astype(np.float32) - (8 if zeros is None else np.asarray(zeros, np.float32)[:, group])
     return differences * np.asarray(scales)[:, group]
+
+
+def _place(column: int, block: int) -> tuple[int, int]:
+    """Return the byte of a block that holds a column, and whether its high bits do.
+
+    Of 16 columns, thread t of four gets columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the first operand of `wgmma`.
+    """
+    if block < 32:
+        return column % (block // 2), column // (block // 2)
+    sixteen, rest = divmod(column, 16)
+    high, rest = divmod(rest, 8)
+    thread, odd = divmod(rest, 2)
+    return thread * (block // 8) + 4 * (sixteen // 2) + 2 * odd + sixteen % 2, high

@@ -1,0 +1,42 @@
+"""How the four-bit values of experts are packed, in int4 and in mxfp4.
+
+Columns are packed in blocks: the low four bits of a byte hold a column of a block's first half, the high ones the
+column half a block later. So a kernel that loads a row of bytes gets two rows of consecutive columns. A block has up to
+32 columns, and packed weights are [experts, out, blocks, bytes of a block].
+"""
+
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 32  # most columns of a block; two halves of 16 are the smallest operands of a product on tensor cores
+
+Values = TypeVar("Values", jax.Array, np.ndarray)  # arrays of a device or of the host
+
+
+def pack(values: Values) -> Values:
+    """Returns values from 0 to 15 [*rows, columns] of dtype uint8 as bytes [*rows, blocks, bytes]; columns are even."""
+    *rows, columns = values.shape
+    halves = values.reshape(*rows, -1, 2, math.gcd(BLOCK, columns) // 2)
+    return halves[..., 0, :] | halves[..., 1, :] << 4
+
+
+def unpack(packed: Values) -> Values:
+    """Returns the values [*rows, columns] of bytes [*rows, blocks, bytes]; the inverse of `pack`."""
+    stack: Any = np.stack if isinstance(packed, np.ndarray) else jnp.stack
+    return stack([packed & 15, packed >> 4], axis=-2).reshape(*packed.shape[:-2], -1)
+
+
+def ordered(x: jax.Array, step: int) -> jax.Array:
+    """Returns activations [rows, columns] in the order in which a kernel multiplies them.
+
+    Of each `step` columns those of low bits are first, and then those of high bits, so that a kernel loads consecutive
+    values. Zeros fill the last step.
+    """
+    rows, columns = x.shape
+    half = math.gcd(BLOCK, columns) // 2
+    whole = jnp.pad(x, ((0, 0), (0, -columns % step))).reshape(rows, -1, step // (2 * half), 2, half)
+    return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)

@@ -1,0 +1,247 @@
+"""Chooses the experts of each row in a mixture of experts, and the weights of their outputs.
+
+A row's result depends on no other row, to the last bit: sums are added up in an order that is fixed by the number of
+experts. Among equal scores the expert with the smallest index is first. There is no limit to how many rows an expert
+may have, so no row is dropped. XLA compiles the choice to about five kernels; for a few rows, their time is nothing but
+launch overhead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.quantized import sum_f32
+from pallas_kernels.layers.row_blocks import in_row_blocks
+
+LEAST_SUM = 1e-20  # added to the sum of the chosen sigmoids, which may all be 0
+MOST = 2048  # most experts that the kernel supports; one warp holds the keys of all
+LEAST = -(2**31)  # integer that is smaller than those of all keys
+NONE = -1  # index of no expert
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How each row of a mixture of experts chooses its experts, and how it weights their outputs.
+
+    A row chooses the experts with the largest scores.
+
+    Attributes:
+        count: number of experts.
+        chosen: number of experts that a row chooses.
+        scores: "softmax" of the router's logits over all experts, or the "sigmoid" of each logit.
+        is_normalised: whether the scores of the chosen experts are divided by their sum, to be their weights. With
+            "softmax" this equals a softmax over the logits of the chosen experts.
+        factor: factor of the weights.
+        groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437).
+        chosen_groups: number of groups that a row chooses.
+        summed: number of a group's largest scores whose sum is the score of the group, 1 or 2.
+    """
+
+    count: int
+    chosen: int
+    scores: str = "softmax"
+    is_normalised: bool = True
+    factor: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    summed: int = 2
+
+
+def _reference(logits, bias, correction, used, *, choice, deterministic):
+    logits = logits if bias is None else logits + bias
+    rows = (logits,) if used is None else (logits, used)
+    run = functools.partial(_reference_rows, correction=correction, choice=choice)
+    experts, weights = in_row_blocks(run, *rows) if deterministic else run(*rows)
+    return experts.T, weights.T
+
+
+def _reference_rows(logits, used=None, *, correction, choice):
+    """Returns the experts and their weights, [rows, chosen] each."""
+    scores = _scores(logits, choice)
+    keys = scores if correction is None else scores + correction
+    keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)
+    if choice.groups > 1:
+        keys = jnp.where(_of_best_groups(keys, choice), keys, -jnp.inf)
+    is_chosen = _places(keys)[:, None] == jnp.arange(choice.chosen)[:, None]  # [rows, chosen, experts]
+    experts = jnp.max(jnp.where(is_chosen, jnp.arange(choice.count), NONE), axis=-1)
+    weights = jnp.max(jnp.where(is_chosen, scores[:, None], -jnp.inf), axis=-1)
+    if choice.scores == "softmax":
+        columns = [weights[:, place] for place in range(choice.chosen)]
+        top = functools.reduce(jnp.maximum, columns) if choice.is_normalised else jnp.max(logits, axis=-1)
+        weights = jnp.exp(weights - top[:, None])
+        if not choice.is_normalised:
+            weights = weights / _sum(jnp.exp(logits - top[:, None]))[:, None]
+    if choice.is_normalised:
+        total = sum_f32([weights[:, place] for place in range(choice.chosen)])
+        weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
+    weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights * choice.factor)
+    return experts if used is None else jnp.where(used[:, None], experts, NONE), weights
+
+
+def _scores(logits: Array, choice: Choice) -> Array:
+    """Returns the scores before the softmax, inside or outside of a kernel."""
+    return jax.nn.sigmoid(logits) if choice.scores == "sigmoid" else logits
+
+
+def _places(keys: Float[Array, "*rows count"]) -> Int[Array, "*rows count"]:
+    """Returns the place of each key in its row, from the largest one; of equal keys the first is first."""
+    index = jnp.arange(keys.shape[-1])
+    is_before = _precedes(keys[..., None, :], keys[..., :, None], index[None, :], index[:, None])
+    return jnp.sum(is_before, axis=-1, dtype=jnp.int32)
+
+
+def _precedes(other: Array, own: Array, other_index: Array, own_index: Array) -> Array:
+    """Returns whether another key is before an own one: it is larger, or equal with a smaller index."""
+    return (other > own) | ((other == own) & (other_index < own_index))
+
+
+def _of_best_groups(keys: Float[Array, "rows experts"], choice: Choice) -> Array:
+    """Returns whether each expert is in one of the row's best groups."""
+    grouped = keys.reshape(keys.shape[0], choice.groups, -1)
+    places = _places(grouped)
+    largest = [jnp.max(jnp.where(places == place, grouped, -jnp.inf), axis=-1) for place in range(choice.summed)]
+    is_best = _places(functools.reduce(jnp.add, largest)) < choice.chosen_groups
+    return jnp.repeat(is_best, choice.count // choice.groups, axis=-1)
+
+
+def _sum(values: Float[Array, "rows count"]) -> Float[Array, "rows"]:
+    """Returns the sum of each row, in an order that depends on the number of columns only."""
+    while (count := values.shape[-1]) > 1:
+        half = (count + 1) // 2
+        rest = jnp.pad(values[:, half:], ((0, 0), (0, 2 * half - count)))
+        values = values[:, :half] + rest
+    return values[:, 0]
+
+
+def _kernel(
+    # inputs
+    logits_ref,  # [rows, count] float32
+    bias_ref,  # [count] float32; None: no bias
+    correction_ref,  # [count] float32; None: no correction
+    used_ref,  # [rows] bool; None: all rows are used
+    # outputs
+    experts_ref,  # [chosen, rows] int32
+    weights_ref,  # [chosen, rows] float32
+    # static parameters
+    *,
+    choice,
+):
+    """Chooses the experts of one row, one after another, in one Pallas program of one warp."""
+    row, expert = pl.program_id(0), jnp.arange(pl.next_power_of_2(choice.count))
+    is_expert = expert < choice.count
+
+    def load(expert, mask):
+        logits = pltriton.load(logits_ref.at[row, expert], mask=mask, other=-jnp.inf)
+        return logits if bias_ref is None else logits + pltriton.load(bias_ref.at[expert], mask=mask, other=0)
+
+    logits = load(expert, is_expert)
+    is_nan = jnp.max((logits != logits).astype(jnp.int32)) > 0
+    keys = _scores(logits, choice)
+    if correction_ref is not None:
+        keys += pltriton.load(correction_ref.at[expert], mask=is_expert, other=0)
+    keys = jnp.where(is_expert & (keys == keys), keys, -jnp.inf)
+    if choice.groups > 1:
+        keys = jnp.where(_of_best_groups_in_kernel(keys, expert, choice), keys, -jnp.inf)
+    # Choose. A warp finds the maximum of integers in one instruction.
+    left = jnp.where(is_expert, _ordered_integers(keys), LEAST)
+    place = jnp.arange(pl.next_power_of_2(choice.chosen))
+    experts = jnp.zeros(place.shape, jnp.int32)
+    for own in range(choice.chosen):
+        best = jnp.min(jnp.where(left == jnp.max(left), expert, choice.count))
+        experts = jnp.where(place == own, best, experts)
+        left = jnp.where(expert == best, LEAST, left)
+    # Weight.
+    is_place = place < choice.chosen
+    weights = _scores(load(experts, is_place), choice)
+    if choice.scores == "softmax":
+        top = jnp.max(weights if choice.is_normalised else logits)
+        weights = jnp.exp(weights - top)
+        if not choice.is_normalised:
+            weights = weights / jnp.sum(jnp.exp(logits - top))
+    if choice.is_normalised:
+        weights = weights / (jnp.sum(weights) + (LEAST_SUM if choice.scores == "sigmoid" else 0))
+    if used_ref is not None:
+        experts = jnp.where(used_ref[row], experts, NONE)
+    pltriton.store(experts_ref.at[place, row], experts, mask=is_place)
+    weights = jnp.where(is_nan, jnp.nan, weights * choice.factor)
+    pltriton.store(weights_ref.at[place, row], weights, mask=is_place)
+
+
+def _ordered_integers(values: Array) -> Array:
+    """Returns integers in the order of float32 numbers; both zeros have the same."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _of_best_groups_in_kernel(keys, expert, choice):
+    """Does what `_of_best_groups` does, for one row, on pairs of an expert and a group [experts, groups]."""
+    group = jnp.arange(pl.next_power_of_2(choice.groups))
+    is_own = jax.lax.div(expert, choice.count // choice.groups)[:, None] == group[None, :]
+    own, score = jnp.where(is_own, keys[:, None], -jnp.inf), jnp.zeros(group.shape, jnp.float32)
+    for _ in range(choice.summed):
+        largest = jnp.max(own, axis=0)
+        score += largest
+        first = jnp.min(jnp.where(own == largest[None, :], expert[:, None], choice.count), axis=0)
+        own = jnp.where(expert[:, None] == first[None, :], -jnp.inf, own)
+    score = jnp.where(group < choice.groups, score, -jnp.inf)
+    is_before = _precedes(score[:, None], score[None, :], group[:, None], group[None, :])
+    is_best = jnp.sum(is_before.astype(jnp.int32), axis=0) < choice.chosen_groups
+    return jnp.max((is_own & is_best[None, :]).astype(jnp.int32), axis=1) > 0
+
+
+def _pallas(logits, bias, correction, used, *, choice, deterministic, interpret):
+    del deterministic  # a program computes one row, in the same way for any number of rows
+    shape = choice.chosen, logits.shape[0]
+    return pl.pallas_call(
+        functools.partial(_kernel, choice=choice),
+        grid=(logits.shape[0],),
+        out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="route",
+    )(logits, bias, correction, used)
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "deterministic", "implementation"))
+def route(
+    logits: Float[Array, "rows experts"],
+    choice: Choice,
+    *,
+    bias: Float[Array, "experts"] | None = None,
+    correction: Float[Array, "experts"] | None = None,
+    used: Bool[Array, "rows"] | None = None,
+    deterministic: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
+    """Returns the experts that each row chooses, best first, and their weights in float32.
+
+    Args:
+        logits: the router's logits in float32.
+        choice: how a row chooses.
+        bias: bias of the logits; None: none.
+        correction: correction of the scores for the choice; None: none.
+        used: whether a row chooses experts; the indices of other rows are -1. None: all rows do.
+        deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
+            reference, because the kernel's results never depend on the number of rows.
+        implementation: as in `paged_attention`.
+
+    Returns:
+        The indices of the experts, and their weights. If one of a row's logits is not a number, no weight is; an expert
+        whose key is not a number comes last.
+
+    Raises:
+        NotImplementedError: implementation is "pallas", and there are more experts than the kernel supports.
+    """
+    unsupported = None if choice.count <= MOST else f"at most {MOST} experts, got {choice.count}"
+    options = {"choice": choice, "deterministic": deterministic}
+    kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
+    return dispatch(implementation, unsupported, kernel, reference, logits, bias, correction, used)
