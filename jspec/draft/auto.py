@@ -69,6 +69,7 @@ def load_drafter(
     tree: Tree | None = None,
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
     length: int = DEFAULT_TREE.depth,
     mesh: Mesh | None = None,
 ) -> Drafter:
@@ -79,10 +80,12 @@ def load_drafter(
         tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads, or as a
             block can hold, if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
+        quantize: how weights are quantised (`jspec.models.quantize`); None: as stored.
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """
-    found, chain = load_checkpoint(os.fspath(path), dtype=dtype, mesh=mesh), tree or Tree.chain(length)
+    found = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)
+    chain = tree or Tree.chain(length)
     match found.kind:
         case "eagle3":
             return Eagle3(EagleHead.from_weights(found.config, found.weights, mesh), chain)

@@ -237,7 +237,7 @@ class HFTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    """Import transformers' AutoTokenizer, without the warning that torch is missing: tokenizers do not need torch."""
+    """Import transformers' AutoTokenizer, without warnings about what tokenizers do not need: torch, ipywidgets."""
     logger, message = logging.getLogger("transformers"), "PyTorch was not found"
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -245,7 +245,9 @@ def _auto_tokenizer() -> Any:
 
     logger.addFilter(is_shown)
     try:
-        from transformers import AutoTokenizer
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")
+            from transformers import AutoTokenizer
     finally:
         logger.removeFilter(is_shown)
     return AutoTokenizer

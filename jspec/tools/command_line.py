@@ -158,7 +158,6 @@ def _info(arguments: argparse.Namespace) -> int:
     head, target = demo.folder(arguments.check[0], "head"), demo.folder(arguments.check[1], "target")
     if arguments.text is not None:
         given["text"] = arguments.text.read_text(encoding="utf-8")
-    given["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
     print(check_head.check(head, target, **given))
     return 0
 

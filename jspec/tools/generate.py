@@ -194,9 +194,8 @@ def prepare(arguments: argparse.Namespace) -> Tokenizer:
     target = arguments.target
     for name in ("target", *PRETRAINED):
         if path := getattr(arguments, name):
-            kind = "target" if name in ("target", "draft_model") else "head"
-            setattr(arguments, name, hub.find(demo.folder(path, kind)))
-    source = demo.tokenizer(arguments.target, arguments.tokenizer)
+            setattr(arguments, name, hub.find(demo.folder(path, name)))
+    source = arguments.tokenizer
     tokenizer = load_tokenizer(arguments.target if source is None else source)
     if tokenizer is None:
         raise ValueError(

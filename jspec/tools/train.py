@@ -90,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if options["feature_layers"] is not None:
         options["feature_layers"] = tuple(options["feature_layers"])
     target = demo.folder(arguments.target, "target")
-    options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize")}
-    options["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
+    options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize", "tokenizer")}
     result = fit(target, arguments.data, arguments.out, **options)
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
     print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")

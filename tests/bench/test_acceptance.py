@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import DraftModel, NGram
+from jspec import DFlash, DraftModel, Eagle3, NGram
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
 from jspec.engine.metrics import Metrics
-from jspec.tools.bench import acceptance
+from jspec.tools import demo
+from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import Acceptance, Case, measure_contexts, text_places
+from jspec.tools.bench.pair import Pair
 from jspec.tools.bench.report import table_of
+from jspec.tools.command_line import make_parser
 from tests.support import tiny
 
 pytestmark = pytest.mark.once
@@ -107,10 +110,28 @@ def test_acceptance_draft_quantize_option_reaches_head_loading(monkeypatch: pyte
     def load(*_: object, quantize: str | None, **__: object) -> None:
         raise InterruptedError(quantize)
 
-    monkeypatch.setattr(acceptance.Eagle3, "from_pretrained", load)
+    monkeypatch.setattr(pair.auto, "load_drafter", load)
+    source = Pair(TARGET, None, (), "head", None)
     for kind in (None, "int8"):
         with pytest.raises(InterruptedError, match=str(kind)):
-            next(acceptance.measure(*acceptance.cases(["coupled"], [Tree.chain(4)], kind)))
+            next(acceptance.measure(source, *acceptance.cases(["coupled"], [Tree.chain(4)], kind)))
+
+
+def test_draft_option_dflash_names_the_embedded_dflash_head_and_no_option_the_eagle3_head() -> None:
+    for words, kind in (([], Eagle3), (["--draft", "dflash"], DFlash)):
+        found = Pair.of(make_parser().parse_args(["bench", "acceptance", *words]))
+        assert type(found.drafter(TREE)) is kind and found.target.config.vocab_size == 2048
+
+
+@pytest.mark.long
+def test_acceptance_by_rule_measures_the_target_and_the_drafter_that_the_options_name(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """The embedded target drafts for itself, so each step at temperature 0 emits the whole chain and a token."""
+    target = str(demo.TARGET)
+    words = ["--target", target, "--draft", target, "--accept", "coupled", "--tree", "chain:3", "--temperature", "0"]
+    assert main(["bench", "acceptance", *words, "--tokens", "9"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[3] == "4.00"
 
 
 TARGET, TREE = tiny.model(16, layers=1), Tree.chain(2)

@@ -5,12 +5,13 @@ Both were trained on Python sources. The recordings in `tests/data/golden` are t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jspec import Eagle3, Engine, Tree
-from jspec.tools import demo
 
-TARGET, HEAD = demo.TARGET, demo.HEAD
+FOLDER = Path(__file__).resolve().parent.parent / "data" / "byte_pair"
+TARGET, HEAD = FOLDER / "target", FOLDER / "head"
 PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, "
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), tokenizer="bytes", dtype="float32")
 OPTIONS |= dict(controls=False)  # smaller programs, which compile sooner

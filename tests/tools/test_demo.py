@@ -31,7 +31,9 @@ def printed() -> str:
 
 def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_tokens(printed: str) -> None:
     text = printed.split(demo.PROMPT)[1].split(" ...\n")[0]
-    assert len(text.encode()) == demo.TOKENS and "\033" not in printed
+    with demo.engine(drafted=False) as engine:
+        (done,) = engine.generate(demo.PROMPT, SamplingParams(max_tokens=demo.TOKENS, temperature=0))
+    assert (text, len(done.token_ids)) == (done.text, demo.TOKENS) and "\033" not in printed
     _, result = printed.split("cut after ")
     assert result.startswith(f"{demo.TOKENS} tokens, of which ")
     share = int(result.split("of which ")[1].split("%")[0]) / 100
@@ -46,7 +48,8 @@ def test_demo_prints_speed_ups_the_verdict_and_next_commands(printed: str) -> No
     speed, ratio, rounds, length = drafted.strip().removeprefix(f"EAGLE-3 chain of {demo.LENGTH}").split()
     assert (name, plain_cells[1:]) == ("plain", ["1.0x", str(demo.TOKENS - 1), "1.00"])
     assert float(ratio.removesuffix("x")) == pytest.approx(float(speed) / float(plain_cells[0]), abs=0.06)
-    assert float(length) == pytest.approx((demo.TOKENS - 1) / int(rounds), abs=0.03)
+    cut = float(length) * int(rounds) - (demo.TOKENS - 1)
+    assert -0.2 < cut < demo.LENGTH + 0.2, "the limit of tokens may cut the last round; the length has two decimals"
     assert explanation == demo.EXPLANATION
     assert verdict == "identical output: lossless"
     assert following[0] == "next:" and "notebooks/1_quickstart.ipynb" in following[-1]
@@ -71,7 +74,7 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
 def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
     out = capsys.readouterr().out
-    assert "model: llama, 8 layers" in out and "model: EAGLE-3 head" in out
+    assert "model: llama, 7 layers" in out and "model: EAGLE-3 head" in out
     assert out.splitlines()[-1].startswith("kernels: references on cpu")
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Test the training of a demo's target: its text, its tokenizer, its forward pass, its updates, its measures."""
+"""Test the training of the embedded target: its text, its tokenizer, its forward pass, its updates, its measures."""
 
 from __future__ import annotations
 
@@ -217,11 +217,11 @@ def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tm
     prompts.write_text('{"prompt": "def f"}\n' * 7)
     answer(prompts, target, out, seconds=0.01, slots=2)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["def f"] * 6, "the clock is read behind six completions"
+    assert [line["prompt"] for line in lines] == ["def f"] * 4, "the clock is read after four completions"
     texts = [line["completion"] for line in lines]
     with Engine.from_pretrained(target, slots=1, max_len=256, dtype="float32") as engine:
         (greedy,) = engine.generate("def f", SamplingParams(max_tokens=prepare.COMPLETION, temperature=0))
-    assert [text == greedy.text for text in texts] == [False, True, True] * 2 and texts[0] != texts[3]
+    assert [text == greedy.text for text in texts] == [False, True] * 2 and texts[0] != texts[2]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,12 @@ def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tm
 )
 def test_verdict_says_whether_the_whole_lines_are_python(sample: str, expected: str) -> None:
     assert evaluate.verdict(sample) == expected
+
+
+def test_shares_of_completions_that_parse_are_printed_with_and_without_the_unfinished() -> None:
+    strict, lenient = evaluate.parsed(["whole", "wrong", "unfinished", "whole", "unfinished"]).splitlines()
+    assert strict.startswith("40% of 5 ") and "up to the last whole line" in strict
+    assert lenient.startswith("80% ") and "is left out" in lenient
 
 
 def test_heads_are_different_lines_that_begin_a_function_or_a_class() -> None:

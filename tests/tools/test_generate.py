@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import DFlash, DraftModel, Eagle3, Engine, SamplingParams
 from jspec.__main__ import main
+from jspec.draft.auto import load_drafter
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
-from tests.support import lettered
+from tests.support import byte_pair, lettered
 
 pytestmark = pytest.mark.once
 
@@ -162,7 +163,7 @@ def test_command_without_tokenizer_names_the_option_before_anything_is_compiled(
 ) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(Executables, "__init__", lambda *arguments: compiled.append(arguments))
-    words = [command, "--target", str(demo.TARGET.parent / "head")] + (["hi"] if command == "generate" else [])
+    words = [command, "--target", str(demo.HEAD)] + (["hi"] if command == "generate" else [])
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "--tokenizer bytes" in error and error.count("\n") == 1
@@ -182,11 +183,19 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
     assert main(["generate", "--target", "demo", "--eagle3", "demo", "def main("]) == 2
     assert "stop here" in capsys.readouterr().err
     ((target, drafter),) = built
-    assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (8, 256, 4)
-    assert demo.tokenizer(demo.TARGET, None) == "bytes"
-    assert demo.tokenizer(demo.TARGET, "folder") == "folder"
-    assert demo.tokenizer("other", None) is None
-    assert (demo.folder("other", "head"), demo.folder("./demo", "head")) == ("other", "./demo")
+    assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (7, 2048, 4)
+    tokenizer = generate.prepare(command_line.make_parser().parse_args(["generate", "--target", "demo", "x"]))
+    assert tokenizer.decode(tokenizer.encode("def main(")) == "def main(" and len(tokenizer.encode("def main(")) < 6
+    assert (demo.folder("other", "eagle3"), demo.folder("./demo", "eagle3")) == ("other", "./demo")
+
+
+def test_generate_command_given_demo_finds_the_embedded_folder_of_each_kind_of_drafter() -> None:
+    expected = dict(eagle3=(demo.HEAD, Eagle3), dflash=(demo.DFLASH, DFlash), draft_model=(demo.TARGET, DraftModel))
+    for name, (folder, kind) in expected.items():
+        words = ["generate", "--target", "demo", f"--{name.replace('_', '-')}", "demo", "x"]
+        arguments = command_line.make_parser().parse_args(words)
+        generate.prepare(arguments)
+        assert Path(getattr(arguments, name)) == folder and type(load_drafter(folder)) is kind
 
 
 def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.CaptureFixture) -> None:
@@ -260,7 +269,7 @@ def test_tokenizer_import_without_torch_prints_nothing() -> None:
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are compiled between the first chunk and the second one."""
-    engine, clock = demo.engine(drafted=False), [0.0]
+    engine, clock = byte_pair.engine(drafted=False), [0.0]
     compiled = engine.core.runner.compile
 
     def slow(*arguments: Any) -> None:

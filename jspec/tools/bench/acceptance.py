@@ -1,7 +1,7 @@
 """`jspec bench acceptance`: mean tokens a step, by accept rule, temperature and tree, or by context length.
 
-By rule, temperature and tree the embedded pair is measured (`jspec.tools.demo`). By context length (`--context`), with
-draft windows and without, any target and drafter: a head that was trained on short texts drafts worse on long ones,
+A target and a drafter are measured: the embedded pair (`jspec.tools.demo`), or those that the options name. By context
+length (`--context`), with draft windows and without: a head that was trained on short texts drafts worse on long ones,
 and a window limits the tokens that it sees. Prompts of all context lengths end at the same positions of the text.
 """
 
@@ -19,12 +19,10 @@ from typing import Annotated, Any
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import TREE_FORMS, Tree
 from jspec.draft.base import Drafter
-from jspec.draft.eagle import Eagle3
 from jspec.engine.api import Engine
 from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
-from jspec.tools import demo
 from jspec.tools.bench.pair import Pair
 from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
 from pallas_kernels.layers.quantized import KINDS
@@ -35,7 +33,7 @@ TEMPERATURES = (0.0, 0.5, 1.0)
 TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 SLOTS = 16
-PROMPTS, PROMPT_SIZE = 16, 96  # number, and bytes, which are the pair's tokens
+PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters, which are more than the tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
 PLACES = 8  # places of the text that are continued, by context length
@@ -91,15 +89,19 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 
 
 def measure(
-    case: Case, temperatures: Sequence[float] = TEMPERATURES, *, tokens: int = TOKENS, samples: int = SAMPLES
+    pair: Pair,
+    case: Case,
+    temperatures: Sequence[float] = TEMPERATURES,
+    *,
+    tokens: int = TOKENS,
+    samples: int = SAMPLES,
 ) -> Iterator[Acceptance]:
-    """Yield the acceptance at each temperature, as the embedded pair completes prompts with fixed seeds."""
-    drafter = Eagle3.from_pretrained(demo.HEAD, tree=case.tree, dtype="float32", quantize=case.draft_quantize)
+    """Yield the acceptance at each temperature, as the pair completes prompts with fixed seeds."""
+    drafter = pair.drafter(case.tree, case.draft_quantize)
     sizes: Any = dict(slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
-        target = Model.from_pretrained(demo.TARGET, dtype="float32")
-        engine = Engine(target, drafter=drafter, tokenizer="bytes", accept=case.accept, **sizes)
+        engine = pair.engine(drafter, accept=case.accept, **sizes)
     with engine:
         for temperature in temperatures:
             yield _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)
@@ -163,9 +165,8 @@ def standard_error(parts: Sequence[Metrics]) -> float:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    a = arguments
+    a, pair = arguments, Pair.of(arguments)
     if a.context is not None:
-        pair = Pair.of(a)
         files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
         written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
         drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree)) is not None]
@@ -173,7 +174,7 @@ def run(arguments: argparse.Namespace) -> Report:
         results: Iterable[Acceptance] = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
     else:
         found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
-        results = (one for case in found for one in measure(case, a.temperature, **sizes))
+        results = (one for case in found for one in measure(pair, case, a.temperature, **sizes))
     return Report("tokens a step ± standard error, share of drafted tokens emitted", results)
 
 

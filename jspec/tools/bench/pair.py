@@ -33,7 +33,8 @@ OPTIONS = (
     option(
         "--draft",
         metavar="PATH",
-        help="EAGLE, DFlash or Medusa head, draft model, ngram or suffix; default: embedded head",
+        help="EAGLE, DFlash or Medusa head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: "
+        "the embedded EAGLE-3 head",
     ),
 )
 ENGINE_OPTIONS = (
@@ -68,7 +69,8 @@ class Pair:
             model, head = random_models.random_target(shape, dtype), random_models.random_head(shape, dtype)
             return cls(model, None, (), draft, dtype, head)
         if target is None:
-            target, draft, tokenizer = str(demo.TARGET), draft or str(demo.HEAD), tokenizer or "bytes"
+            embedded = {None: demo.HEAD, "dflash": demo.DFLASH}
+            target, draft = str(demo.TARGET), str(embedded.get(draft, draft))
         model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
         return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
@@ -88,8 +90,13 @@ class Pair:
             **options,
         )
 
-    def drafter(self, tree: Tree | None) -> Drafter | None:
-        """Return a new drafter for a draft tree; without a tree return None, which means plain decoding."""
+    def drafter(self, tree: Tree | None, quantize: str | None = None) -> Drafter | None:
+        """Return a new drafter for a draft tree; without a tree return None, which means plain decoding.
+
+        Args:
+            tree: draft tree.
+            quantize: how the weights of a drafter that --draft names by its folder are quantised; None: as stored.
+        """
         if tree is None:
             return None
         if self.draft is None and self.head is not None:
@@ -97,7 +104,7 @@ class Pair:
         if self.draft is None:
             raise ValueError(f"--tree {tree}: expected --draft, who drafts it, got none; name one, or --tree none")
         own = {"ngram": NGram, "suffix": Suffix}.get(self.draft)
-        return own(tree) if own else auto.load_drafter(self.draft, tree=tree, dtype=self.dtype)
+        return own(tree) if own else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

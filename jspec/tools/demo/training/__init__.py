@@ -1,1 +1,1 @@
-"""Trains a target that writes Python: `python -m jspec.tools.demo.training` (`__main__.py` has examples)."""
+"""Trains the target of the embedded pair: `python -m jspec.tools.demo.training` (`__main__.py` has an example)."""

@@ -1,12 +1,16 @@
-"""Trains and measures a target that writes Python, for a pair to show drafting with.
+"""Trains and measures the target of the embedded pair.
 
-Its text is that of Python's own sources; the answers that it gives to parts of them train its head:
+The pair of this package was made of the sources of CPython 3.11.2 and of the libraries of four other versions:
 
-    python -m jspec.tools.demo.training --prepare data --prompts 20000 --text cpython/Lib cpython/Doc cpython/Tools
+    python -m jspec.tools.demo.training --prepare data --prompts 80000 \\
+        --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
     python -m jspec.tools.demo.training --data data --out target --minutes 2.5 --attention cudnn
     python -m jspec.tools.demo.training --data data --evaluate target
-    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 0.5
-    jspec train --target target --data answers.jsonl --out head --ttt 5 --draft-vocab 1536 --length 512 --batch 24
+    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 2.8
+    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 4500 \\
+        --loss lk --feature-layers 3 5 7 --learning-rate 3e-3 --warmup 0.04
+    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6000 \\
+        --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04
 """
 
 from __future__ import annotations

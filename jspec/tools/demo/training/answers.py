@@ -13,7 +13,7 @@ from jspec.tools.demo.training.prepare import COMPLETION
 
 LENGTH = 256  # tokens of a prompt and its completion at most
 SLOTS = 256
-SAMPLED = 3  # one of so many completions is sampled at temperature 1, the others are greedy
+SAMPLED = 2  # one of so many completions is sampled at temperature 1, the others are greedy
 
 
 def answer(prompts: Path, target: Path, out: Path, *, seconds: float, slots: int = SLOTS) -> None:

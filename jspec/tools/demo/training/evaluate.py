@@ -36,9 +36,7 @@ def evaluate(folder: Path, data: Path) -> None:
         assert tokenizer is not None, "the folder has a tokenizer"
         texts = [tokenizer.decode(module[1:].tolist()) for module in modules]
         verdicts = [verdict(text) for text in completions(engine, heads(texts))]
-        whole, unfinished = (verdicts.count(kind) / len(verdicts) for kind in ("whole", "unfinished"))
-        print(f"{len(verdicts)} greedy completions of {TOKENS} tokens behind def and class lines, cut to whole lines:")
-        print(f"{whole:.0%} parse, {unfinished:.0%} more but for an unfinished last statement", flush=True)
+        print(parsed(verdicts), flush=True)
         bits = sum(code_length(engine, module, context - 1) for module in modules)
     print(f"held-out modules: {bits / sum(one['bytes'] for one in index):.3f} bits a byte")
 
@@ -56,6 +54,15 @@ def completions(engine: Engine, prompts: Sequence[str]) -> list[str]:
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     done = engine.generate(list(prompts), params)
     return [f"{prompt}{one.raise_for_error().text}" for prompt, one in zip(prompts, done, strict=True)]
+
+
+def parsed(verdicts: Sequence[str]) -> str:
+    """Return two lines with the shares of completions that parse: as they are, and without an unfinished end."""
+    whole, unfinished = (verdicts.count(kind) / len(verdicts) for kind in ("whole", "unfinished"))
+    return (
+        f"{whole:.0%} of {len(verdicts)} greedy completions after def and class lines parse up to the last whole line\n"
+        f"{whole + unfinished:.0%} parse if a last statement that the limit of {TOKENS} tokens cuts off is left out"
+    )
 
 
 def verdict(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Trains a demo's target: each update is one compiled program, and all tokens are in the memory of the device."""
+"""Trains the embedded target: each update is one compiled program, and all tokens are in the memory of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A demo's target as a function to differentiate: a Llama (arXiv:2302.13971) with tied embedding, in plain JAX."""
+"""The embedded target as a function to differentiate: a Llama (arXiv:2302.13971) with tied embedding, in plain JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a demo's target, and the tokens that it is trained on."""
+"""Makes the tokenizer of the embedded target, and the tokens that it is trained on."""
 
 from __future__ import annotations
 

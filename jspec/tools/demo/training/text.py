@@ -1,4 +1,4 @@
-"""Gathers the text of a demo's target: Python sources and documentation, of which it holds out a tenth."""
+"""Gathers the text of the embedded target: Python sources and documentation, of which it holds out a tenth."""
 
 from __future__ import annotations
 
