@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 from jspec.core.config import QUANTIZE
-from jspec.tools import demo
+from jspec.tools import demo, interrupt
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
 
@@ -83,8 +84,9 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print where the head is and how to use it."""
-    from jspec.train.run import fit  # here, because it imports the optimiser, which no other command needs
+    """Train, and print where the head is and how to use it; return the exit status."""
+    from jspec.train.loop import Interrupted  # here, because they import the optimiser, which no other command needs
+    from jspec.train.run import fit
 
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
     if options["feature_layers"] is not None:
@@ -92,7 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
     target = demo.folder(arguments.target, "target")
     options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize")}
     options["tokenizer"] = demo.tokenizer(target, arguments.tokenizer)
-    result = fit(target, arguments.data, arguments.out, **options)
+    try:
+        result = fit(target, arguments.data, arguments.out, **options)
+    except Interrupted as reason:
+        print(f"jspec: {reason}", file=sys.stderr)
+        return interrupt.STATUS
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
     print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")
     if arguments.plot is not None:

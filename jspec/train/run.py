@@ -25,7 +25,7 @@ from jspec.train.config import TrainConfig
 from jspec.train.data import check_file
 from jspec.train.files import write_text
 from jspec.train.journal import Journal
-from jspec.train.loop import Loop
+from jspec.train.loop import Loop, Meter
 from jspec.train.material import Material, coverage_of, draft_vocabulary, prepare
 from jspec.train.measured import Figures
 from jspec.train.method import Method
@@ -102,6 +102,8 @@ def fit(
             is another, or the loss is not finite; the last message names the documents.
         FileExistsError: there is a head or a run already, and ``resume`` is False.
         OSError: a file cannot be written; earlier checkpoints and heads are whole.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; once updates are made, the running one has been finished and its state
+            written, unless the signal came twice.
     """
     try:
         config = TrainConfig(**options)
@@ -125,8 +127,10 @@ def fit(
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
         _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
     program = Program(method, pair.target, head, steps, mesh)
-    state, checkpoints = program.start(head), Checkpoints(out / STATE / CHECKPOINTS)
-    state = checkpoints.restore(state) if checkpoints.steps else state
+    checkpoints = Checkpoints(out / STATE / CHECKPOINTS)
+    state, measured = program.start(head), None
+    if checkpoints.steps:
+        state, measured = checkpoints.restore(state)
     journal = Journal(out / STATE / JOURNAL, int(state.step))
 
     def export(head: Any) -> None:
@@ -134,7 +138,7 @@ def fit(
         with write_errors(out, checkpoints.steps[-1:]):
             write.write_head(out, *files, method.weights_file)
 
-    figures = Loop(config, material, program, steps).run(state, checkpoints, journal, export)
+    figures = Loop(config, material, program, steps).run(state, Meter(measured), checkpoints, journal, export)
     return Result(out, steps, figures, coverage, journal.path)
 
 

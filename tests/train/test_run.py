@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -126,6 +127,32 @@ def test_a_killed_run_goes_on_with_the_same_numbers(folder: Path, unbroken: Resu
     save_file(tensors, other / "model.safetensors")
     with pytest.raises(AssertionError):
         assert_same_run(other, unbroken.out)  # one bit differs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_run_that_a_signal_ends_between_two_records_goes_on_with_the_same_numbers(
+    folder: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    update, handlers = loop.Loop._update, [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+
+    def update_and_signal(self: Any, state: Any, step: int) -> Any:
+        if step == 6:
+            signal.raise_signal(number)
+        return update(self, state, step)
+
+    options: dict[str, Any] = dict(eval_every=40, steps=10)  # a record of each two updates, and one evaluation
+    expected = runs.train(folder, f"expected{number}", **options)
+    monkeypatch.setattr(loop.Loop, "_update", update_and_signal)
+    name = f"signalled{number}"
+    with pytest.raises(KeyboardInterrupt, match=r"after update 7 of 10, whose state is in .*: go on with --resume"):
+        runs.train(folder, name, **options)
+    monkeypatch.undo()
+    assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    assert f"a second {number.name} ends it at once" in caplog.text
+    checkpoints = Checkpoints(folder / name / "training" / "checkpoints")
+    assert checkpoints.steps == [7] and [entry["step"] for entry in measured(folder / name)] == [2, 4, 6]
+    assert runs.train(folder, name, resume=True, **options).figures == expected.figures
+    assert_same_run(folder / name, expected.out)
 
 
 @pytest.mark.long
