@@ -17,7 +17,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "method": f"method of drafting: {', '.join(METHODS)}",
     "steps": "number of updates; default: as many as --epochs take",
     "epochs": "how often the data is read, without --steps",
-    "length": "tokens of a row, a multiple of 16; longer documents are cut",
+    "length": "tokens of a row, a multiple of 16; longer documents are divided",
     "batch": "rows of an update",
     "ttt": "draft tokens that the loss covers: steps of the test, tokens of a block, or Medusa heads",
     "decay": "factor of the loss of each further draft token of EAGLE-3 and Medusa",

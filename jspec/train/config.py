@@ -49,7 +49,7 @@ class TrainConfig:
         method: one of `METHODS`.
         steps: number of updates; None: as many as ``epochs`` take.
         epochs: how often the data is read, if ``steps`` is None.
-        length: tokens of a row; longer documents are cut.
+        length: tokens of a row; longer documents are divided into parts, of which none sees those before it.
         batch: rows of an update.
         ttt: draft tokens that the loss covers: steps of EAGLE-3's training-time test, tokens that a DFlash or DSpark
             block drafts, or Medusa heads.
