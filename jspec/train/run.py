@@ -21,7 +21,7 @@ from jspec.engine.tokenizer import Tokenizer, check_size, eos_ids, load_tokenize
 from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors
-from jspec.train.config import TrainConfig
+from jspec.train.config import TrainConfig, refuse_unused
 from jspec.train.data import check_file
 from jspec.train.files import write_text
 from jspec.train.journal import Journal
@@ -98,8 +98,8 @@ def fit(
         options: fields of `TrainConfig`.
 
     Raises:
-        ValueError: an option is wrong, lines of the data are bad, the head does not fit the target, the run to resume
-            is another, or the loss is not finite; the last message names the documents.
+        ValueError: an option is wrong or has no effect, lines of the data are bad, the head does not fit the target,
+            the run to resume is another, or the loss is not finite; the last message names the documents.
         FileExistsError: there is a head or a run already, and ``resume`` is False.
         OSError: a file cannot be written; earlier checkpoints and heads are whole.
         KeyboardInterrupt: Ctrl-C or SIGTERM; once updates are made, the running one has been finished and its state
@@ -109,6 +109,7 @@ def fit(
         config = TrainConfig(**options)
     except TypeError as error:
         raise ValueError(f"train: {error}; the options are the fields of jspec.train.TrainConfig") from None
+    refuse_unused(config, options)
     out, data = Path(out), Path(data)
     check_file(data)
     _check_folder(out, resume)

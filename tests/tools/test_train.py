@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import subprocess
 import sys
@@ -32,9 +33,12 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr()
     assert "acceptance" in said.out and f"--eagle3 {tmp_path / 'out'}" in said.out
     assert "update 1 of 4: loss" in said.err and "tokens/s" in said.err and "held-out rows" in said.err
+    assert re.search(r"update 4 of 4, held-out rows: .* predicted acceptance \d\.\d\d \(teacher-forced hits", said.err)
     assert (tmp_path / "run.png").stat().st_size > 1000
     assert main(words) == 2
     assert "pass --resume" in capsys.readouterr().err
+    assert main([*words, "--decay", "0.8", "--method", "dflash"]) == 2  # the option's default, but no option of DFlash
+    assert "decay: expected none with method 'dflash'" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
     assert main(["generate", "--target", paths[1], "--eagle3", paths[3], "--tokenizer", "bytes", "--max-len", "64",
                  "--max-tokens", "4", "--tree", "chain:2", "abc"]) == 0  # fmt: skip
