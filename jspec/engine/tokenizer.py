@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from tqdm import TqdmWarning
+
 from convert import hub
 from convert.fields import CheckpointError, cut, short
 from jspec.engine.chat_template import ChatTemplate
@@ -237,7 +239,10 @@ class HFTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    """Import transformers' AutoTokenizer, without the warning that torch is missing: tokenizers do not need torch."""
+    """Import transformers' AutoTokenizer without two warnings about packages that tokenizers do not need.
+
+    These are torch, and in a notebook ipywidgets, for tqdm's bars.
+    """
     logger, message = logging.getLogger("transformers"), "PyTorch was not found"
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -245,7 +250,9 @@ def _auto_tokenizer() -> Any:
 
     logger.addFilter(is_shown)
     try:
-        from transformers import AutoTokenizer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TqdmWarning)
+            from transformers import AutoTokenizer
     finally:
         logger.removeFilter(is_shown)
     return AutoTokenizer
