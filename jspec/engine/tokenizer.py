@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import TqdmWarning
-
 from convert import hub
 from convert.fields import CheckpointError, cut, short
 from jspec.engine.chat_template import ChatTemplate
@@ -239,10 +237,7 @@ class HFTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    """Import transformers' AutoTokenizer without two warnings about packages that tokenizers do not need.
-
-    These are torch, and in a notebook ipywidgets, for tqdm's bars.
-    """
+    """Import transformers' AutoTokenizer, without warnings about what tokenizers do not need: torch, ipywidgets."""
     logger, message = logging.getLogger("transformers"), "PyTorch was not found"
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -251,7 +246,7 @@ def _auto_tokenizer() -> Any:
     logger.addFilter(is_shown)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TqdmWarning)
+            warnings.filterwarnings("ignore", "IProgress not found")
             from transformers import AutoTokenizer
     finally:
         logger.removeFilter(is_shown)
