@@ -1,7 +1,8 @@
 """Reads and writes converted checkpoints: folders of `jspec.json` (the manifest), `weights/` and tokenizer files.
 
-Orbax writes and reads `weights/`; besides this file, only `jspec/train/checkpoints.py` uses it. The tree of weights is
-stored as arrays with names such as "layers.3.qkv".
+Orbax writes and reads `weights/`; besides this file, only `jspec/train/checkpoints.py` uses it. It is imported where it
+is called, because its import takes a quarter of a second. The tree of weights is stored as arrays with names such as
+"layers.3.qkv".
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from convert.detect import KINDS
 from convert.fields import CheckpointError, cut, listed, read_json, require
@@ -240,6 +240,8 @@ def sample(array: Any) -> bytes:
 
 def _write_weights(folder: Path, batches: Iterable[dict[str, np.ndarray]], compress: bool) -> str:
     """Write parameters, and return a digest of samples of their values, which does not depend on the batches."""
+    from orbax.checkpoint import v1 as ocp
+
     digests: dict[str, str] = {}
     context = ocp.Context()
     # Compression and a defensive copy of the host arrays would each hold a second copy of a batch.
@@ -303,6 +305,8 @@ def read_header(folder: Path) -> Header:
     Raises:
         CheckpointError: the folder is damaged or has another format version.
     """
+    from orbax.checkpoint import v1 as ocp
+
     with _named_damage(folder):
         manifest = read_json(folder / MANIFEST)
         version = manifest.integer("version")
@@ -342,6 +346,8 @@ def read_arrays(
         CheckpointError: the arrays are damaged, or a value is too large for float16.
         ValueError: the placement gives a wrong sharding.
     """
+    from orbax.checkpoint import v1 as ocp
+
     names = list(header.parameters) if names is None else list(names)
     wanted = {}
     for name in names:

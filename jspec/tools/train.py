@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 from jspec.core.config import QUANTIZE
-from jspec.tools import demo
+from jspec.tools import demo, interrupt
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
 
@@ -16,7 +17,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "method": f"method of drafting: {', '.join(METHODS)}",
     "steps": "number of updates; default: as many as --epochs take",
     "epochs": "how often the data is read, without --steps",
-    "length": "tokens of a row, a multiple of 16; longer documents are cut",
+    "length": "tokens of a row, a multiple of 16; longer documents are divided",
     "batch": "rows of an update",
     "ttt": "draft tokens that the loss covers: steps of the test, tokens of a block, or Medusa heads",
     "decay": "factor of the loss of each further draft token of EAGLE-3 and Medusa",
@@ -39,7 +40,7 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "anchors": "blocks of a row for DFlash and DSpark; default: one for 8 tokens",
     "gamma": "depths over which the weight of a block's loss falls by e; default: half the block, for DSpark all of it",
     "mask_token": "id of the mask token of DFlash and DSpark; default: the last one of the vocabulary",
-    "markov_rank": "channels of DSpark's Markov head",
+    "markov_rank": "channels of DSpark's Markov head; default: 256, or those of a hidden state if these are fewer",
     "keep_activations": "keep what EAGLE-3's steps compute for the gradient: faster, and takes more memory",
     "devices": "devices between which the rows of an update are divided",
     "eagle31": "train an EAGLE-3.1 head: the normed output is fed on",
@@ -68,8 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
-    """Declare the option for a field of `TrainConfig`."""
-    settings: dict[str, Any] = {"help": OPTIONS[field.name], "default": field.default}
+    """Declare the option for a field of `TrainConfig`, of which the parsed arguments have those that are given."""
+    text = OPTIONS[field.name]
+    is_said = field.default is None or field.default is False or "default" in text
+    shown = text if is_said else f"{text}; default: {field.default}"
+    settings: dict[str, Any] = {"help": shown, "default": argparse.SUPPRESS}
     kind = str(field.type).removesuffix(" | None")
     if kind == "bool":
         settings["action"] = "store_true"
@@ -83,17 +87,22 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print where the head is and how to use it."""
-    from jspec.train.run import fit  # here, because it imports the optimiser, which no other command needs
+    """Train, and print where the head is and how to use it; return the exit status."""
+    from jspec.train.loop import Interrupted  # here, because they import the optimiser, which no other command needs
+    from jspec.train.run import fit
 
-    options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainConfig)}
-    if options["feature_layers"] is not None:
-        options["feature_layers"] = tuple(options["feature_layers"])
+    given = vars(arguments)
+    options = {field.name: given[field.name] for field in dataclasses.fields(TrainConfig) if field.name in given}
     target = demo.folder(arguments.target, "target")
     options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize", "tokenizer")}
-    result = fit(target, arguments.data, arguments.out, **options)
+    try:
+        result = fit(target, arguments.data, arguments.out, **options)
+    except Interrupted as reason:
+        print(f"jspec: {reason}", file=sys.stderr)
+        return interrupt.STATUS
     print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
-    print(f"next: jspec generate --target {arguments.target} --{arguments.method} {result.out} --tree chain:4 ...")
+    method = options.get("method", TrainConfig.method)
+    print(f"next: jspec generate --target {arguments.target} --{method} {result.out} --tree chain:4 ...")
     if arguments.plot is not None:
         figure: Any = training(result.journal).get_figure(root=True)
         figure.savefig(arguments.plot)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from jspec.train.measured import Measured
 from jspec.train.program import TrainState
 
 KEPT = 2  # newest checkpoints that are kept
@@ -29,32 +31,36 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending; an interrupted write leaves none."""
-        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, measured: Measured | None = None) -> None:
         """Write a checkpoint, unless its step has one; older ones but the newest `KEPT` are deleted.
+
+        Args:
+            state: the state.
+            measured: what was measured since the last record of the journal; None: nothing.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full; earlier checkpoints are unchanged.
         """
         step = int(state.step)
         if step not in self.steps:
-            with write_errors(self._folder, self.steps[-1:]):
-                work = self._folder / f"{step}.new"
+            with write_errors(self.folder, self.steps[-1:]):
+                work = self.folder / f"{step}.new"
                 shutil.rmtree(work, ignore_errors=True)
-                ocp.save(work, _named(state))
-                work.rename(self._folder / str(step))
+                ocp.save(work, _named(state) | _named(measured))
+                work.rename(self.folder / str(step))
         for old in self.steps[:-KEPT]:
-            shutil.rmtree(self._folder / str(old))
+            shutil.rmtree(self.folder / str(old))
 
-    def restore(self, like: TrainState) -> TrainState:
-        """Read the newest checkpoint.
+    def restore(self, like: TrainState) -> tuple[TrainState, Measured | None]:
+        """Read the newest checkpoint, the arguments of `save`.
 
         Args:
             like: a state of the same shapes and dtypes.
@@ -64,14 +70,18 @@ class Checkpoints:
         """
         if not self.steps:
             raise FileNotFoundError(
-                f"{self._folder}: expected a checkpoint to resume from, got none; leave out --resume"
+                f"{self.folder}: expected a checkpoint to resume from, got none; leave out --resume"
             )
         shapes = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in _named(like).items()
         }
-        found = ocp.load(self._folder / str(self.steps[-1]), shapes)
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in shapes])
+        folder = self.folder / str(self.steps[-1])
+        stored = ocp.metadata(folder).metadata
+        sums = {name: np.zeros(stored[name].shape, stored[name].dtype) for name in stored.keys() - shapes.keys()}
+        found = ocp.load(folder, shapes | sums)
+        state = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in shapes])
+        return state, Measured(**{name[1:]: found[name] for name in sums}) if sums else None
 
 
 @contextlib.contextmanager
@@ -105,6 +115,6 @@ def write_errors(folder: Path, checkpoints: list[int]) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _named(state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a state by name."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+def _named(record: TrainState | Measured | None) -> dict[str, Any]:
+    """Return the arrays of a record by name, such as ".step"."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(record)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -38,6 +39,21 @@ RANGES = {  # for each number, the least value, and whether the value itself is 
     "max_tokens": (1, True),
     "temperature": (0, True),
 }
+BLOCKS = ("dflash", "dspark")  # methods that draft blocks
+HAVE = {  # for each option that not all methods have, those that have it
+    "decay": ("eagle3", "medusa"),
+    "loss": ("eagle3",),
+    "draft_vocab": ("eagle3",),
+    "rope_theta": ("eagle3", *BLOCKS),
+    "feature_layers": ("eagle3", *BLOCKS),
+    "anchors": BLOCKS,
+    "gamma": BLOCKS,
+    "mask_token": BLOCKS,
+    "markov_rank": ("dspark",),
+    "keep_activations": ("eagle3",),
+    "eagle31": ("eagle3",),
+}
+SHAPE = ("draft_vocab", "rope_theta", "feature_layers", "layers", "mask_token", "markov_rank", "eagle31")
 SHARES = ("warmup", "final", "held_out")  # parts of a whole, at most 1
 
 
@@ -49,7 +65,7 @@ class TrainConfig:
         method: one of `METHODS`.
         steps: number of updates; None: as many as ``epochs`` take.
         epochs: how often the data is read, if ``steps`` is None.
-        length: tokens of a row; longer documents are cut.
+        length: tokens of a row; longer documents are divided into parts, of which none sees those before it.
         batch: rows of an update.
         ttt: draft tokens that the loss covers: steps of EAGLE-3's training-time test, tokens that a DFlash or DSpark
             block drafts, or Medusa heads.
@@ -76,7 +92,7 @@ class TrainConfig:
         gamma: DFlash and DSpark: depths over which the weight of the loss falls by e; None: for DFlash half the block,
             for DSpark the number of draft tokens.
         mask_token: DFlash and DSpark: id of the mask token; None: the last one of the vocabulary.
-        markov_rank: DSpark: channels of the Markov head, at most those of a hidden state.
+        markov_rank: DSpark: channels of the Markov head, at most those of a hidden state; None: 256, or all of these.
         keep_activations: EAGLE-3: keep what all steps compute until the gradient needs it, instead of computing a step
             again: fewer operations, and more memory.
         devices: number of devices, between which the rows of a batch are divided.
@@ -84,7 +100,7 @@ class TrainConfig:
         regenerate: whether the target writes the answers of the data first (`jspec.train.regenerate`).
         max_tokens: most tokens of such an answer.
         temperature: temperature of such an answer.
-        init: folder of a head to go on with; None: random weights. Its config takes the place of the options above.
+        init: folder of a head to go on with, which has its own `SHAPE`; None: random weights.
     """
 
     method: str = "eagle3"
@@ -113,7 +129,7 @@ class TrainConfig:
     anchors: int | None = None
     gamma: float | None = None
     mask_token: int | None = None
-    markov_rank: int = 256
+    markov_rank: int | None = None
     keep_activations: bool = False
     devices: int = 1
     eagle31: bool = False
@@ -144,10 +160,42 @@ class TrainConfig:
             raise _wrong("length", "a multiple of 16", self.length)
         if self.batch % self.devices:
             raise _wrong("batch", f"a multiple of devices ({self.devices})", self.batch)
+        if self.ttt > self.length - 2:
+            raise _wrong("ttt", f"at most {self.length - 2}, the tokens that a row of length has to predict", self.ttt)
+        if self.anchors is not None and self.anchors > self.length:
+            raise _wrong("anchors", f"at most length ({self.length})", self.anchors)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def refuse_unused(config: TrainConfig, given: Iterable[str]) -> None:
+    """Raise ValueError if an option has no effect beside the others.
+
+    Args:
+        config: all options.
+        given: names of the options that the caller gave; None and False ask for nothing.
+    """
+    for name in given:
+        value, others = getattr(config, name), HAVE.get(name, METHODS)
+        if value is None or value is False:
+            continue
+        if config.method not in others:
+            known = f"with method {config.method!r} (those of {', '.join(others)} have it)"
+            raise _unused(name, known, value, "choose such a method")
+        if config.init is not None and name in SHAPE:
+            raise _unused(name, "with init, whose head has its own", value, "leave out init")
+        if name in ("max_tokens", "temperature") and not config.regenerate:
+            raise _unused(name, "without regenerate, because no answers are written", value, "pass regenerate")
+        if name == "epochs" and config.steps is not None:
+            raise _unused(name, f"with steps ({config.steps}), which say when to end", value, "leave out steps")
+        if name == "eval_rows" and config.held_out == 0:
+            raise _unused(name, "without held-out documents", value, "hold out some (held_out)")
+
+
+def _unused(name: str, why: str, got: Any, remedy: str) -> ValueError:
+    return ValueError(f"train: {name}: expected none {why}, got {short(got)}; leave it out, or {remedy}")
 
 
 def _indices(value: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jspec.core.progress import progress_bar
+from jspec.distributed.signals import at_first
 from jspec.train.checkpoints import Checkpoints
 from jspec.train.config import TrainConfig
 from jspec.train.journal import Journal
@@ -29,6 +31,10 @@ SHOWN = 8  # most lines of the data that an error names
 
 class LossError(ValueError):
     """The loss or its gradient is not a finite number."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended the run, whose state was written after its running update."""
 
 
 @dataclass
@@ -65,15 +71,22 @@ class Loop:
         self.config, self.material, self.program, self.steps = config, material, program, steps
         self._order = Order(len(material.train), config.seed)
         self._shown = -LINE_SECONDS
+        self._signals: list[int] = []
 
     def run(
-        self, state: TrainState, checkpoints: Checkpoints, journal: Journal, export: Callable[[Any], None]
+        self,
+        state: TrainState,
+        meter: Meter,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        export: Callable[[Any], None],
     ) -> Figures:
         """Make all updates that are left.
 
         Args:
             state: the state to begin with.
-            checkpoints: receives the state after each evaluation.
+            meter: what was measured since the last record.
+            checkpoints: receives the state after each evaluation, and if a signal ends the run.
             journal: receives the measurements.
             export: function that writes a head; called at each evaluation that is the best so far.
 
@@ -83,12 +96,13 @@ class Loop:
         Raises:
             LossError: the loss is not finite.
             OSError: a file cannot be written.
+            Interrupted: Ctrl-C or SIGTERM.
         """
-        first, meter = int(state.step), Meter()
+        first = int(state.step)
         best: Figures | None = journal.best
         pending: tuple[int, Report, int] | None = None
         record = max(1, self.config.eval_every // RECORDS)
-        with progress_bar(self.steps, "training", "updates") as bar:
+        with progress_bar(self.steps, "training", "updates") as bar, at_first(self._note):
             bar.update(first)
             for step in range(first, self.steps):
                 state, report, tokens = self._update(state, step)
@@ -96,17 +110,28 @@ class Loop:
                 pending = (step, report, tokens)
                 bar.update()
                 is_eval = (step + 1) % self.config.eval_every == 0 or step + 1 == self.steps
-                if not is_eval and (step + 1) % record:
+                is_record = is_eval or not (step + 1) % record
+                if not is_record and not self._signals:
                     continue
                 self._settle(pending, meter)
                 pending = None
-                figures = self._record(meter, step + 1, journal, bar)
+                if is_record:
+                    figures, meter = self._record(meter, step + 1, journal, bar), Meter()
                 if is_eval:
                     best = self._evaluate(state, step + 1, figures, best, journal, export)
-                    checkpoints.save(state)
-                meter = Meter()
+                if is_eval or self._signals:
+                    checkpoints.save(state, meter.total)
+                if self._signals:
+                    done = f"interrupted after update {step + 1} of {self.steps}"
+                    raise Interrupted(f"{done}, whose state is in {checkpoints.folder}: go on with --resume")
         assert best is not None
         return best
+
+    def _note(self, number: int) -> None:
+        """Note a signal, which ends the run when its state is written."""
+        self._signals.append(number)
+        name = signal.Signals(number).name
+        logger.warning("the run ends after this update, when its state is written; a second %s ends it at once", name)
 
     def _update(self, state: TrainState, step: int) -> tuple[TrainState, Report, int]:
         """Begin an update; return its state, its report, and its number of tokens."""

@@ -18,7 +18,7 @@ from jspec.draft.draft_vocab import frequent_tokens
 from jspec.engine.tokenizer import Tokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
-from jspec.train.data import DataError, Document, check_file, read_documents
+from jspec.train.data import LEAST, DataError, Document, check_file, read_documents
 from jspec.train.files import write_text
 from jspec.train.pack import Corpus, Packed
 from jspec.train.rows import Rows
@@ -74,13 +74,47 @@ def prepare(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, f
     return Material(pack.load(folder, TRAIN), pack.load(folder, HELD_OUT) if has_held_out else None)
 
 
+@dataclass
+class Divided:
+    """Counts the documents that are longer than a row, and tells of them.
+
+    Attributes:
+        length: tokens of a row.
+        documents: number of documents.
+        long: number of those that are longer than a row.
+        left_out: number of their tokens in parts that are left out.
+    """
+
+    length: int
+    documents: int = 0
+    long: int = 0
+    left_out: int = 0
+
+    def count(self, size: int, left_out: int) -> None:
+        """Count a document of a number of tokens, of which some are left out."""
+        is_long = size > self.length
+        self.documents += 1
+        self.long += is_long
+        self.left_out += left_out * is_long
+
+    def tell(self, path: Path) -> None:
+        """Warn of long documents of a file, if it has any."""
+        if self.long:
+            logger.warning(
+                "%s: %d of %d documents are longer than a row of %d tokens and are divided; each part is read without "
+                "those before it, and %d tokens are left out, in parts of fewer than %d or of none that counts; a "
+                "larger --length divides fewer", path, self.long, self.documents, self.length, self.left_out, LEAST,
+            )  # fmt: skip
+
+
 def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, folder: Path) -> None:
     """Read all documents, and pack those to train on and those held out, which are at least one."""
     corpora = {name: Corpus(folder, name) for name in (TRAIN, HELD_OUT)}
-    draws = np.random.default_rng(config.seed)
+    draws, divided = np.random.default_rng(config.seed), Divided(config.length)
 
     def add(line: int, document: Document, *, is_held_out: bool) -> None:
-        corpora[HELD_OUT if is_held_out else TRAIN].add(line, document, config.length)
+        left_out = corpora[HELD_OUT if is_held_out else TRAIN].add(line, document, config.length)
+        divided.count(len(document.tokens), left_out)
 
     waiting: tuple[int, Document] | None = None  # the last document is held out if no other was
     for found in read_documents(path, tokenizer, vocab):
@@ -90,6 +124,7 @@ def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, fol
     if waiting is not None:
         is_needed = config.held_out > 0 and bool(corpora[TRAIN].sizes) and not corpora[HELD_OUT].sizes
         add(*waiting, is_held_out=is_needed or draws.random() < config.held_out)
+    divided.tell(path)
     for name, corpus in corpora.items():
         if corpus.sizes:
             pack.pack(corpus, folder, name, config.length)

@@ -67,9 +67,9 @@ class Figures:
     Attributes:
         loss: mean loss of a prediction.
         hits: share of predictions that are the target's argmax, by draft position.
-        acceptance: predicted mean acceptance length of greedy chains, if every place is as often a root as any other.
-            Each draft position adds the share of the chains up to it that are accepted whole; 0 where a text is never
-            long enough.
+        acceptance: predicted mean acceptance length of greedy chains, if every place is as often a root as any other,
+            and what is before each prediction is the text's own (teacher forcing). Each draft position adds the share
+            of the chains up to it that are accepted whole; 0 where a text is never long enough.
     """
 
     loss: float
@@ -86,4 +86,4 @@ class Figures:
 
     def __str__(self) -> str:
         hits = " ".join(f"{share:.2f}" for share in self.hits)
-        return f"loss {self.loss:.3f}, acceptance {self.acceptance:.2f} (hits {hits})"
+        return f"loss {self.loss:.3f}, predicted acceptance {self.acceptance:.2f} (teacher-forced hits {hits})"

@@ -100,21 +100,21 @@ class Method(abc.ABC):
 
     def check(self, target: Model) -> None:
         """Raise ValueError if the options of the run do not fit a target."""
-        size, vocab = self.config.draft_vocab, target.config.vocab_size
         check_fit("train", self.new_states(target), target.config.num_layers, [])
-        if size is not None and not self.has_vocabulary:
-            raise ValueError(
-                f"train: draft_vocab: expected None for method {self.config.method!r}, whose heads have the target's "
-                f"output head, got {size}; leave it out"
-            )
-        if size is not None and size > vocab:
-            raise ValueError(f"train: draft_vocab: expected at most {vocab}, the target's vocabulary, got {size}")
+        at_most(self.config, "draft_vocab", target.config.vocab_size, "the target's vocabulary")
 
     def split(self, head: Any) -> tuple[Any, dict[str, Any]]:
         """Return the weights to train, in float32, and the other fields."""
         rest = {name: getattr(head, name) for name in self.frozen}
         trained = head.replace(**dict.fromkeys(self.frozen))
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained), rest  # copies, because updates reuse them
+
+
+def at_most(config: TrainConfig, name: str, most: int, what: str) -> None:
+    """Raise ValueError if an option is given and larger than a number, which is described in words."""
+    value = getattr(config, name)
+    if value is not None and value > most:
+        raise ValueError(f"train: {name}: expected at most {most}, {what}, got {value}")
 
 
 def layer_sizes(target: Model) -> dict[str, Any]:

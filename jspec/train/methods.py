@@ -25,14 +25,21 @@ from jspec.models.layer_config import Rope
 from jspec.train import dflash, dspark, eagle3, medusa, write
 from jspec.train.blocks import choose_blocks, spread_states
 from jspec.train.measured import Measured
-from jspec.train.method import Files, Method, random_weights, refuse_quantized, target_rows, target_sizes
+from jspec.train.method import Files, Method, at_most, random_weights, refuse_quantized, target_rows, target_sizes
 from jspec.train.observe import Observed
 from jspec.train.rows import Rows
 
 Found = tuple[Float[Array, ""], Measured]
 BLOCK_LAYERS, EAGLE_LAYERS, MEDUSA_BLOCKS = 5, 1, 1  # default numbers of layers
+MARKOV_RANK = 256  # default channels of a Markov head
 ANCHORS = 8  # one anchor for this many tokens of a row, by default
 FIXED: dict[str, Any] = {"tree": "chain:1", "dtype": "float32"}  # options that load a head to go on with
+
+
+def check_depth(drafted: int, ttt: int) -> None:
+    """Raise ValueError if a head to go on with drafts another number of tokens than the loss is to cover."""
+    if drafted != ttt:
+        raise ValueError(f"train: ttt: expected {drafted}, which the head of init drafts, got {ttt}")
 
 
 class Eagle3Method(Method):
@@ -99,6 +106,10 @@ class DFlashMethod(Method):
     def new_states(self, target: Model) -> tuple[int, ...]:
         return self.config.feature_layers or spread_states(target.config.num_layers, BLOCK_LAYERS)
 
+    def check(self, target: Model) -> None:
+        super().check(target)
+        at_most(self.config, "mask_token", target.config.vocab_size - 1, "the last id of the target's vocabulary")
+
     def head_config(self, target: Model) -> DFlashConfig:
         """Return the config of a new head."""
         return DFlashConfig.of_sizes(**self._fields(target), block_size=self.config.ttt + 1)
@@ -122,8 +133,7 @@ class DFlashMethod(Method):
     def load(self, path: str | Path, target: Model) -> DFlashHead:
         drafter = self.drafter.from_pretrained(path, **FIXED)
         refuse_quantized(path, drafter.head)
-        if (drafted := drafter.head.config.max_depth) != self.config.ttt:
-            raise ValueError(f"train: ttt: expected {drafted}, which the head of init drafts, got {self.config.ttt}")
+        check_depth(drafter.head.config.max_depth, self.config.ttt)
         drafter.bind(replace(target, embed=target.embed.astype(jnp.float32)))  # raises if they do not fit
         return drafter.head
 
@@ -151,8 +161,12 @@ class DSparkMethod(DFlashMethod):
     def gamma(self) -> float:
         return self.config.gamma or float(self.config.ttt)
 
+    def check(self, target: Model) -> None:
+        super().check(target)
+        at_most(self.config, "markov_rank", target.config.hidden_size, "the channels of a hidden state")
+
     def head_config(self, target: Model) -> DSparkConfig:
-        rank = min(self.config.markov_rank, target.config.hidden_size)
+        rank = self.config.markov_rank or min(MARKOV_RANK, target.config.hidden_size)
         return DSparkConfig.of_sizes(**self._fields(target), block_size=self.config.ttt, markov_rank=rank)
 
 
@@ -178,7 +192,9 @@ class MedusaMethod(Method):
         return MedusaHeads.from_weights(config, unflatten(weights))
 
     def load(self, path: str | Path, target: Model) -> MedusaHeads:
-        return Medusa.from_pretrained(path, **FIXED).bind(target)
+        heads = Medusa.from_pretrained(path, **FIXED).bind(target)
+        check_depth(heads.config.num_heads, self.config.ttt)
+        return heads
 
     def states(self, head: MedusaHeads, target: Model) -> tuple[int, ...]:
         return ()

@@ -54,17 +54,23 @@ class Corpus:
         self.sizes: list[int] = []
         self.lines: list[int] = []
 
-    def add(self, line: int, document: Document, length: int) -> None:
-        """Append a document, in parts of at most ``length`` tokens; parts in which no token counts are left out."""
+    def add(self, line: int, document: Document, length: int) -> int:
+        """Append a document, in parts of at most ``length`` tokens; return the number of tokens that are left out.
+
+        Parts of fewer than `LEAST` tokens, and those in which no token counts, are left out.
+        """
+        left_out = 0
         for first in range(0, len(document.tokens), length):
             own = slice(first, first + length)
             tokens, counted = document.tokens[own], document.counted[own]
             if len(tokens) < LEAST or not counted.any():
+                left_out += len(tokens)
                 continue
             for file, values in zip(self._files, (tokens.astype(np.uint32), counted), strict=True):
                 file.write(values.tobytes())
             self.sizes.append(len(tokens))
             self.lines.append(line)
+        return left_out
 
     def close(self) -> tuple[Integer[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"]]:
         """Close the files; return all tokens, and whether each counts."""

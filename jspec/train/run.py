@@ -21,11 +21,11 @@ from jspec.engine.tokenizer import Tokenizer, check_size, eos_ids, load_tokenize
 from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors
-from jspec.train.config import TrainConfig
+from jspec.train.config import TrainConfig, refuse_unused
 from jspec.train.data import check_file
 from jspec.train.files import write_text
 from jspec.train.journal import Journal
-from jspec.train.loop import Loop
+from jspec.train.loop import Loop, Meter
 from jspec.train.material import Material, coverage_of, draft_vocabulary, prepare
 from jspec.train.measured import Figures
 from jspec.train.method import Method
@@ -98,15 +98,18 @@ def fit(
         options: fields of `TrainConfig`.
 
     Raises:
-        ValueError: an option is wrong, lines of the data are bad, the head does not fit the target, the run to resume
-            is another, or the loss is not finite; the last message names the documents.
+        ValueError: an option is wrong or has no effect, lines of the data are bad, the head does not fit the target,
+            the run to resume is another, or the loss is not finite; the last message names the documents.
         FileExistsError: there is a head or a run already, and ``resume`` is False.
         OSError: a file cannot be written; earlier checkpoints and heads are whole.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; once updates are made, the running one has been finished and its state
+            written, unless the signal came twice.
     """
     try:
         config = TrainConfig(**options)
     except TypeError as error:
         raise ValueError(f"train: {error}; the options are the fields of jspec.train.TrainConfig") from None
+    refuse_unused(config, options)
     out, data = Path(out), Path(data)
     check_file(data)
     _check_folder(out, resume)
@@ -125,8 +128,10 @@ def fit(
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
         _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
     program = Program(method, pair.target, head, steps, mesh)
-    state, checkpoints = program.start(head), Checkpoints(out / STATE / CHECKPOINTS)
-    state = checkpoints.restore(state) if checkpoints.steps else state
+    checkpoints = Checkpoints(out / STATE / CHECKPOINTS)
+    state, measured = program.start(head), None
+    if checkpoints.steps:
+        state, measured = checkpoints.restore(state)
     journal = Journal(out / STATE / JOURNAL, int(state.step))
 
     def export(head: Any) -> None:
@@ -134,7 +139,7 @@ def fit(
         with write_errors(out, checkpoints.steps[-1:]):
             write.write_head(out, *files, method.weights_file)
 
-    figures = Loop(config, material, program, steps).run(state, checkpoints, journal, export)
+    figures = Loop(config, material, program, steps).run(state, Meter(measured), checkpoints, journal, export)
     return Result(out, steps, figures, coverage, journal.path)
 
 

@@ -34,6 +34,7 @@ def test_train_command_reports_speed_arithmetic_and_memory(tmp_path: Path, capsy
     assert found["share"] is None and 0 < found["loss"] < 10
     out = capsys.readouterr().out
     assert "tokens/s" in out and "weights and moments" in out
+    assert "peak_so_far" in found  # the device reports one figure for all cases so far
 
 
 def test_plan_of_an_8b_target_has_the_sizes_and_the_arithmetic_of_its_shapes() -> None:

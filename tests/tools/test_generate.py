@@ -256,15 +256,18 @@ def test_stream_chunks_have_the_text_of_each_token() -> None:
     assert "".join(chunk.text or "" for chunk in chunks)
 
 
-def test_tokenizer_import_without_torch_prints_nothing() -> None:
-    """Negative control, in the second line: importing transformers alone prints that torch is missing."""
-    hidden = "import sys; sys.modules['torch'] = None; "
-    for code, message in (
-        ("from jspec.engine import tokenizer; tokenizer._auto_tokenizer()", ""),
-        ("from transformers import AutoTokenizer", "PyTorch was not found"),
+def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_nothing() -> None:
+    """Negative control, in the second line: importing transformers alone prints that both are missing."""
+    hidden = (
+        "import sys, types; sys.modules['torch'] = sys.modules['ipywidgets'] = None; "
+        "sys.modules['ipykernel.zmqshell'] = sys.modules['IPython'] = types.SimpleNamespace(get_ipython=object); "
+    )
+    for code, messages in (
+        ("from jspec.engine import tokenizer; tokenizer._auto_tokenizer()", ()),
+        ("from transformers import AutoTokenizer", ("PyTorch was not found", "IProgress not found")),
     ):
         error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr
-        assert message in error and bool(message) == bool(error)
+        assert all(message in error for message in messages) and bool(messages) == bool(error), error
 
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from jspec.__main__ import main
 from jspec.tools.train import OPTIONS
 from jspec.train import TrainConfig
 from jspec.train.journal import Journal
+from jspec.train.loop import Loop
 from jspec.train.measured import Figures
 from tests.train import runs
 
@@ -29,22 +33,48 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr()
     assert "acceptance" in said.out and f"--eagle3 {tmp_path / 'out'}" in said.out
     assert "update 1 of 4: loss" in said.err and "tokens/s" in said.err and "held-out rows" in said.err
+    assert re.search(r"update 4 of 4, held-out rows: .* predicted acceptance \d\.\d\d \(teacher-forced hits", said.err)
     assert (tmp_path / "run.png").stat().st_size > 1000
     assert main(words) == 2
     assert "pass --resume" in capsys.readouterr().err
+    assert main([*words, "--decay", "0.8", "--method", "dflash"]) == 2  # the option's default, but no option of DFlash
+    assert "decay: expected none with method 'dflash'" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
     assert main(["generate", "--target", paths[1], "--eagle3", paths[3], "--tokenizer", "bytes", "--max-len", "64",
                  "--max-tokens", "4", "--tree", "chain:2", "abc"]) == 0  # fmt: skip
 
 
-def test_parser_of_the_commands_does_not_import_the_optimiser() -> None:
+def test_train_command_that_a_signal_ends_prints_one_line_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update_and_signal(self: Any, state: Any, step: int) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return update(self, state, step)
+
+    runs.target_folder(tmp_path / "target")
+    runs.data_file(tmp_path / "data.jsonl", lines=8)
+    words = ["train", "--target", str(tmp_path / "target"), "--data", str(tmp_path / "data.jsonl"), "--tokenizer"]
+    words += ["bytes", "--out", str(tmp_path / "out"), "--steps", "2", "--length", "32", "--ttt", "1", "--batch", "1"]
+    words += ["--feature-layers", "0", "1", "3"]
+    update = Loop._update
+    monkeypatch.setattr(Loop, "_update", update_and_signal)
+    assert main(words) == 130
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith("jspec: interrupted after update 1 of 2, whose state is in ")
+    assert said.out == ""
+    monkeypatch.undo()
+    assert main([*words, "--resume"]) == 0
+
+
+def test_parser_of_the_commands_imports_neither_the_optimiser_nor_orbax() -> None:
     code = (
         "import sys, jspec; from jspec.tools.command_line import make_parser; make_parser(); "
-        "print('optax' in sys.modules); jspec.train.fit; print('optax' in sys.modules)"
+        "known = lambda: [name in sys.modules for name in ('optax', 'orbax')]; "
+        "print(*known()); jspec.train.fit; print(*known())"
     )
     folder = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    assert done.stdout.split() == ["False", "False", "True", "True"]
 
 
 def test_every_field_of_the_options_has_a_help_text() -> None:

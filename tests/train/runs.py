@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = dict(
     steps=12, length=32, batch=2, ttt=2, eval_every=4, learning_rate=5e-3, draft_vocab=24, held_out=0.2
 )
 OPTIONS |= dict(feature_layers=(0, 1, 3), tokenizer="bytes")
+NO_SHAPE: dict[str, Any] = dict(feature_layers=None, draft_vocab=None)  # for runs that go on with a head
 
 
 def target_folder(folder: Path) -> Path:

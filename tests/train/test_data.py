@@ -176,6 +176,27 @@ def test_packed_rows_hold_every_token_and_name_their_lines(tmp_path: Path) -> No
     assert other.describe() != material.describe() and other.held_out is None
 
 
+def test_documents_that_are_longer_than_a_row_are_told_with_the_tokens_that_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [{"text": "a" * size} for size in (32, 34, 35, 65)]  # parts of 2 and 1 tokens are left out
+    pairs = [{"prompt": "b" * 40, "completion": "c" * 8}, {"prompt": "b" * 8, "completion": "c" * 8}]
+    config = TrainConfig(length=32, held_out=0.5)
+    file = write(tmp_path / "d", *texts, *pairs)
+    material = prepare(file, ByteTokenizer(), 256, config, tmp_path / "rows")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: 4 of 6 documents are longer than a row of 32 tokens and are divided; each part is read without those "
+        "before it, and 35 tokens are left out, in parts of fewer than 3 or of none that counts; a larger --length "
+        "divides fewer"
+    ]
+    assert material.held_out is not None
+    kept = sum(int((rows.segments > 0).sum()) for rows in (material.train, material.held_out))
+    assert kept == 32 + 34 + 35 + 65 + 48 + 16 - 35
+    caplog.clear()
+    prepare(write(tmp_path / "e", *texts[:1], *pairs[1:]), ByteTokenizer(), 256, config, tmp_path / "short")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["tokens", "segments", "counted", "lines"])
 def test_fingerprint_covers_each_field_of_packed_rows(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / "d", {"text": "abcd"}, {"text": "efgh"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -94,7 +95,7 @@ def test_heads_of_each_method_are_trained_and_draft(
     assert check_lossless(drafter, target, [[100, 101, 102]], **options) == {0.0: [], 1.0: []}
     if method == "eagle3":
         assert drafter.head.config.norm_output and drafter.head.config.fc_norm
-        again = runs.train(folder, "again", init=str(result.out), steps=4)
+        again = runs.train(folder, "again", init=str(result.out), steps=4, **runs.NO_SHAPE)
         first = measured(again.out)[0]
         assert first["loss"] < measured(result.out)[0]["loss"]  # it goes on from trained weights
 
@@ -126,6 +127,32 @@ def test_a_killed_run_goes_on_with_the_same_numbers(folder: Path, unbroken: Resu
     save_file(tensors, other / "model.safetensors")
     with pytest.raises(AssertionError):
         assert_same_run(other, unbroken.out)  # one bit differs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_run_that_a_signal_ends_between_two_records_goes_on_with_the_same_numbers(
+    folder: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    update, handlers = loop.Loop._update, [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+
+    def update_and_signal(self: Any, state: Any, step: int) -> Any:
+        if step == 6:
+            signal.raise_signal(number)
+        return update(self, state, step)
+
+    options: dict[str, Any] = dict(eval_every=40, steps=10)  # a record of each two updates, and one evaluation
+    expected = runs.train(folder, f"expected{number}", **options)
+    monkeypatch.setattr(loop.Loop, "_update", update_and_signal)
+    name = f"signalled{number}"
+    with pytest.raises(KeyboardInterrupt, match=r"after update 7 of 10, whose state is in .*: go on with --resume"):
+        runs.train(folder, name, **options)
+    monkeypatch.undo()
+    assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    assert f"a second {number.name} ends it at once" in caplog.text
+    checkpoints = Checkpoints(folder / name / "training" / "checkpoints")
+    assert checkpoints.steps == [7] and [entry["step"] for entry in measured(folder / name)] == [2, 4, 6]
+    assert runs.train(folder, name, resume=True, **options).figures == expected.figures
+    assert_same_run(folder / name, expected.out)
 
 
 @pytest.mark.long
@@ -214,7 +241,7 @@ def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_g
     result = fit(target, file, tmp_path / "head", **options)
     ids = np.asarray(Eagle3.from_pretrained(result.out, tree="chain:2").head.draft_to_target)
     assert 250 in ids and result.coverage < 1
-    again = runs.train(tmp_path, "again", init=str(result.out), steps=1)
+    again = runs.train(tmp_path, "again", init=str(result.out), steps=1, **runs.NO_SHAPE)
     assert again.coverage == pytest.approx(result.coverage)
     monkeypatch.setattr(run, "regenerate", answer)
     own: dict[str, Any] = dict(regenerate=True, steps=1, max_tokens=6)
@@ -259,11 +286,18 @@ def test_a_run_on_the_targets_own_answers_goes_on_with_the_same_answers(folder: 
 def test_options_and_data_that_do_not_fit_the_target_are_refused_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="draft_vocab: expected at most 256, the target's vocabulary, got 300"):
         runs.train(folder, "large", draft_vocab=300)
+    own: dict[str, Any] = dict(draft_vocab=None, feature_layers=(1, 2))
+    with pytest.raises(ValueError, match=r"mask_token: expected at most 255, the last id .*, got 256"):
+        runs.train(folder, "large", method="dflash", mask_token=256, **own)
+    with pytest.raises(ValueError, match="markov_rank: expected at most 16, the channels of a hidden state, got 17"):
+        runs.train(folder, "large", method="dspark", markov_rank=17, **own)
     with pytest.raises(ValueError, match=r"feature layers .*do not exist"):
         runs.train(folder, "layers", feature_layers=(0, 1, 9))
     with pytest.raises(ValueError, match="unexpected keyword argument 'lerning_rate'"):
         runs.train(folder, "typo", lerning_rate=1)
-    assert not any((folder / name).exists() for name in ("large", "layers", "typo"))
+    with pytest.raises(ValueError, match="anchors: expected none with method 'eagle3'"):
+        runs.train(folder, "unused", anchors=4)
+    assert not any((folder / name).exists() for name in ("large", "layers", "typo", "unused"))
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_documents(

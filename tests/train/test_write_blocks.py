@@ -63,6 +63,8 @@ def test_written_medusa_heads_load_with_the_same_bits(tmp_path: Path) -> None:
     found = Medusa.from_pretrained(tmp_path, tree="chain:3").heads
     assert_equal(found.replace(config=heads.config), heads)
     assert_equal(made.load(tmp_path, support.target()).replace(config=heads.config), heads)
+    with pytest.raises(ValueError, match="ttt: expected 3, which the head of init drafts, got 2"):
+        METHODS["medusa"](TrainConfig(method="medusa", ttt=2)).load(tmp_path, support.target())
 
 
 def test_new_medusa_heads_predict_what_the_target_predicts() -> None:

@@ -45,7 +45,7 @@ class Training:
     share: Annotated[float | None, Column("of the chip's", ".1%")]  # of the rate of its matrix products
     planned: Annotated[float, Column("planned GB", scaled(1 / GB, ".1f"))]
     compiled: Annotated[float, Column("compiled GB", scaled(1 / GB, ".1f"))]  # arguments and workspace of the program
-    peak: Annotated[float | None, Column("peak GB", scaled(1 / GB, ".1f"))]  # largest use that the device reports
+    peak_so_far: Annotated[float | None, Column("peak GB so far", scaled(1 / GB, ".1f"))]  # of all cases until now
     compile_seconds: Annotated[float, Column("compile s", ".0f")]
     loss: Annotated[float, Column("loss", ".3f")]  # of the last update
     plan: dict[str, int] = field(default_factory=dict)  # bytes of each planned part
@@ -91,7 +91,7 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         share=None if chip is None else rate / chip.matmul_rate,
         planned=sum(planned.values()),
         compiled=used,
-        peak=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        peak_so_far=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         compile_seconds=compile_seconds,
         loss=report.measured.figures().loss,
         plan=planned,
