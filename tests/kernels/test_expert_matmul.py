@@ -256,7 +256,9 @@ def test_products_compiled_for_an_h200_spill_no_registers_and_copy_no_weights(
     )
     assert program.count("expert_matmul") == 2
     is_listed = deterministic or rows * chosen > MOST_CHOICES
-    assert len(program.launches) == 2 if not is_listed else 2 < len(program.launches) <= 12
+    products = 4 if kind in ("int4", "mxfp4") else 2  # activations of packed weights are put into another order
+    count = len(program.launches)
+    assert count == products if not is_listed else products < count <= products + 10
     assert program.temp_bytes < 64 * rows * chosen * hidden + (1 << 20)
     assert not program.copies(1 << 20)
 
