@@ -18,21 +18,23 @@ SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows
 
 
-def column(ref: Any, first: Array, index: Array, *, interpret: bool) -> Array:
+def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, interpret: bool) -> Array:
     """Returns 64 rows of a column of an array in global memory, as float32 [64].
 
     Args:
-        ref: float32 or uint8 [rows, columns].
+        ref: float32, bfloat16, float16 or uint8 [rows, columns].
         first: first row.
         index: the column.
+        apart: if not None, the rows are 32 rows and the 32 rows `apart` rows below, each 8 of both in turn, so that a
+            thread has two rows that are `apart`.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     if interpret:
-        return ref[pl.ds(first, HEIGHT), index].astype(jnp.float32)
-    layout, scalar, is_byte = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT, ref.dtype == jnp.uint8
+        return _rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(jnp.float32)
+    layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar, scalar),
@@ -40,16 +42,12 @@ def column(ref: Any, first: Array, index: Array, *, interpret: bool) -> Array:
     )
     def load(_, ref, first, index):
         m = _Mlir()
-        element, own = m.ir.IntegerType.get_signless(8) if is_byte else m.f32, layout.to_mgpu()
-        columns = m.ir.MemRefType(ref.type).shape[1]
+        columns, own = m.ir.MemRefType(ref.type).shape[1], layout.to_mgpu()
         registers = []
-        for (row,) in own.thread_idxs((HEIGHT,)):
-            row = m.arith.addi(m.wide(row), m.wide(first.registers.item()))
+        for row in m.rows(apart):
+            row = m.arith.addi(row, m.wide(first.registers.item()))
             place = m.arith.addi(m.arith.muli(row, m.c(columns, m.i64)), m.wide(index.registers.item()))
-            value = m.llvm.load(element, m.utils.getelementptr(m.utils.memref_ptr(ref), [place], element))
-            if is_byte:
-                value = m.arith.uitofp(m.f32, m.arith.extui(m.i32, value))
-            registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), m.f32), value))
+            registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), m.f32), m.float_at(ref, place)))
         return m.array(registers, own, (HEIGHT,))
 
     return load(ref, first, index)
@@ -62,7 +60,7 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
     counts 1. Then this number and the zero point are subtracted at once, two values at a time.
 
     Args:
-        ref: bytes of 128 columns in shared memory, uint8 [64, 64].
+        ref: bytes of 128 columns in shared memory, uint8 [64, 64], or [2, 32, 64] as in `_words`.
         zeros: zero points for equal parts of the columns, float32 [64] each; None: 8.
         dtype: bfloat16 or float16.
         size: columns of a piece, 32 or 64.
@@ -98,10 +96,30 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
 
 
 def _differences_by_jax(ref, zeros, dtype, size):
-    values = int4.unpack(ref[...][:, None]).astype(dtype)
+    values = _values_by_jax(ref).astype(dtype)
     zeros = [jnp.full(HEIGHT, int4.ZERO) if zero is None else zero for zero in zeros]
     columns = jnp.repeat(jnp.stack(zeros, axis=1), SLICE // len(zeros), axis=1)
     return jnp.split(values - columns.astype(dtype), SLICE // size, axis=1)
+
+
+def _values_by_jax(ref):
+    """Returns the values of a slice in the order of the registers [64, 128]."""
+    packed = ref[...]
+    packed = packed if packed.ndim == 2 else _interleaved(packed)
+    return int4.unpack(packed[:, None])
+
+
+def _rows_by_jax(load, apart):
+    """Returns 64 rows from a function of a first row and a number of rows, in the order of `column`."""
+    if apart is None:
+        return load(0, HEIGHT)
+    return _interleaved(jnp.stack([load(0, HEIGHT // 2), load(apart, HEIGHT // 2)]))
+
+
+def _interleaved(halves):
+    """Returns [2, 32, ...] as [64, ...]: 8 of the first half, 8 of the second, and so on."""
+    _, _, *others = halves.shape
+    return halves.reshape(2, 4, 8, *others).swapaxes(0, 1).reshape(HEIGHT, *others)
 
 
 def store(ref: Any, result: Array, place: tuple[Array, Array, Array], *, interpret: bool) -> None:
@@ -174,6 +192,29 @@ class _Mlir:
             return self.arith.index_cast(self.i64, value)
         return self.arith.extsi(self.i64, value)
 
+    def rows(self, apart):
+        """Returns a thread's two rows of 64, which are `apart` if this is not None, as 64-bit integers."""
+        (row, _), (below, _) = self.wgmma.thread_idxs((HEIGHT, 8))
+        if apart is None:
+            return [self.wide(row), self.wide(below)]
+        row = self.wide(row)  # a warp has 16 rows, of which it has 8 in each half then
+        warp = self.arith.shrui(row, self.c(4, self.i64))
+        row = self.arith.subi(row, self.arith.muli(warp, self.c(8, self.i64)))
+        return [row, self.arith.addi(row, self.c(apart, self.i64))]
+
+    def load(self, ref, place, element, **options):
+        """Loads an element of an array in memory."""
+        return self.llvm.load(element, self.utils.getelementptr(self.utils.memref_ptr(ref), [place], element), **options)
+
+    def float_at(self, ref, place):
+        """Returns an element of an array of bytes or floating-point numbers as a float32 number."""
+        element = self.ir.MemRefType(ref.type).element_type
+        if not isinstance(element, self.ir.IntegerType):
+            value = self.load(ref, place, element)
+            return value if element == self.f32 else self.arith.extf(self.f32, value)
+        value = self.load(ref, place, self.ir.IntegerType.get_signless(8))
+        return self.arith.uitofp(self.f32, self.arith.extui(self.i32, value))
+
     def array(self, registers, layout, shape):
         """Returns an array made of a thread's registers."""
         registers = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
@@ -181,13 +222,21 @@ class _Mlir:
 
 
 def _words(m, ref):
-    """Returns the words of the slice in a thread's two rows, loaded from shared memory 16 bytes at a time."""
-    found, bytes_of_row = [], SLICE // 2
-    for row, first in m.wgmma.thread_idxs((HEIGHT, 8)):  # thread t of four holds column 2 t first
-        offset = m.arith.addi(m.arith.muli(row, m.c(bytes_of_row, row.type)), m.arith.muli(first, m.c(8, row.type)))
+    """Returns the words of the slice in a thread's two rows, loaded from shared memory 16 bytes at a time.
+
+    Args:
+        m: MLIR.
+        ref: bytes [64, 64], or [2, 32, 64] of rows that are 8 of the first half, 8 of the second, and so on.
+    """
+    strides, _ = m.ir.MemRefType(ref.type).get_strides_and_offset()
+    apart = None if len(strides) == 2 else strides[0] // strides[1]
+    _, first = next(iter(m.wgmma.thread_idxs((HEIGHT, 8))))  # thread t of four holds column 2 t first
+    found = []
+    for row in m.rows(apart):
+        place = m.arith.addi(m.arith.muli(row, m.c(strides[-2], m.i64)), m.arith.muli(m.wide(first), m.c(8, m.i64)))
         byte = m.ir.IntegerType.get_signless(8)
-        place = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.index_cast(m.i32, offset)], byte)
-        loaded = m.llvm.load(m.ir.VectorType.get((SLICE // WORD,), m.i32), place, alignment=16)
+        pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.trunci(m.i32, place)], byte)
+        loaded = m.llvm.load(m.ir.VectorType.get((SLICE // WORD,), m.i32), pointer, alignment=16)
         found.append([m.vector.extract(loaded, [], [index]) for index in range(SLICE // WORD)])
     return found
 

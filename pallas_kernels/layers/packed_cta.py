@@ -1,0 +1,222 @@
+"""What the Hopper kernels of packed weights share (`int4_kernel`, `expert_kernel`): the operations of one CTA.
+
+A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times 64
+rows of the weight, and `height` rows of x), summed over one part of k. A slot of shared memory holds `splits` slices of
+128 columns, and each slice is multiplied by warpgroups of its own, whose sums are added up at the end of the work item.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels.layers import int4_registers as registers
+from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.int4_registers import SLICE
+from pallas_kernels.layers.int4_tiling import Tiles
+
+PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
+
+
+class PackedCta:
+    """The operations of one CTA (Pallas program) inside a kernel.
+
+    Slots are numbered consecutively over all work items of the CTA; slot i is in place i modulo `stages` of the ring.
+
+    A kernel's own class sets `items` (number of work items of the CTA) and `item_slots` (slots of a work item), and has
+    these methods:
+        place_of(item): Returns where a work item is, which is passed to the other methods.
+        load_slice(place, column, split, at, barrier): Starts to load a slice of k into place `at` of the ring.
+        factors(place, column): Returns what is loaded for a slice in advance, from global memory into registers.
+        product(at, factors, total): Returns a total [64, height] with the product of this warpgroup's slice added.
+        store(place, total): Stores a result [64, height].
+    """
+
+    items: Array
+    item_slots: int
+
+    def __init__(self, memory: tuple[Any, ...], tiles: Tiles, interpret: bool):
+        from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+        self.x_tiles, self.w_tiles, self.arrived, self.done, *self.joining = memory
+        self.tiles, self.interpret, self.plgpu = tiles, interpret, plgpu
+        self.warpgroup, self.index = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
+        self.channel = jax.lax.rem(self.warpgroup, tiles.channels)
+        self.split = jax.lax.div(self.warpgroup, tiles.channels)
+
+    def own_items(self, items: Any) -> Array:
+        """Returns how many of all work items this CTA computes: every n-th of n = `programs` CTAs."""
+        return jax.lax.div(items - self.index + self.tiles.programs - 1, self.tiles.programs)
+
+    @property
+    def total_slots(self) -> Array:
+        """Number of slots of all work items of this CTA."""
+        return self.items * self.item_slots
+
+    def run(self) -> None:
+        """Computes the work items of this CTA."""
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            pl.loop(0, jnp.minimum(self.tiles.stages, self.total_slots))(self.load)
+
+        pl.loop(0, self.items)(self.compute)
+
+        # A CTA must not end before all arrivals at its barriers are complete.
+        @pl.when(self.warpgroup == 0)
+        def _():
+            @pl.loop(jnp.maximum(self.total_slots - self.tiles.stages, 0), self.total_slots)
+            def _(slot):
+                self.plgpu.barrier_wait(self.done.at[self.place_in_ring(slot)])
+
+    def place_in_ring(self, slot):
+        """Returns the place in shared memory of a slot."""
+        return jax.lax.rem(slot, self.tiles.stages)
+
+    def first_column(self, part, index):
+        """Returns the first column of slot ``index`` of a work item with this part of k."""
+        return (part * self.item_slots + index) * (SLICE * self.tiles.splits)
+
+    def release(self, slot):
+        """Marks a slot as read by this warpgroup; the first warpgroup loads a later slot into the place before it."""
+        self.plgpu.commit_smem()  # bytes are read before the TMA unit writes others
+        self.plgpu.barrier_arrive(self.done.at[self.place_in_ring(slot)])
+        before = slot - 1
+
+        @pl.when((self.warpgroup == 0) & (before >= 0) & (before + self.tiles.stages < self.total_slots))
+        def _():
+            self.plgpu.barrier_wait(self.done.at[self.place_in_ring(before)])
+            self.load(before + self.tiles.stages)
+
+    def sums(self, pairs, shape):
+        """Returns the sum of products of weights in registers and rows of x in shared memory."""
+        if self.interpret:  # the interpreter has no `wgmma` with an operand in registers
+            return sum(jnp.dot(w.astype(jnp.float32), x[...].astype(jnp.float32).T) for w, x in pairs)
+
+        def run(accumulator):
+            for weights, x in pairs:
+                self.plgpu.wgmma(accumulator, weights, x.T)
+            self.plgpu.wgmma_wait(0)
+            return accumulator[...]
+
+        return pl.run_scoped(run, self.plgpu.ACC(shape, jnp.float32))
+
+    def join(self, total, item, store):
+        """Adds up the sums of the warpgroups that multiply the same channels, and stores the result."""
+        if self.tiles.splits == 1:
+            store(total)
+            return
+        sums, written, read = self.joining
+
+        @pl.when(self.split > 0)
+        def _():
+            pl.when(item > 0)(lambda: self.plgpu.barrier_wait(read))
+            sums[self.split - 1, self.channel] = total
+            self.plgpu.barrier_arrive(written)
+
+        @pl.when(self.split == 0)
+        def _():
+            self.plgpu.barrier_wait(written)
+            others = [sums[index, self.channel] for index in range(self.tiles.splits - 1)]
+            pl.when(item + 1 < self.items)(lambda: self.plgpu.barrier_arrive(read))
+            store(sum(others, total))
+    def load(self, slot):
+        """Starts to load a slot: slices of k of the tile's weights and rows of x."""
+        at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
+        first, barrier = self.first_column(place.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
+        for split in range(self.tiles.splits):
+            self.load_slice(place, first + split * SLICE, split, at, barrier)
+
+    def compute(self, item):
+        """Computes a work item and stores its result."""
+        tiles, place = self.tiles, self.place_of(item)
+
+        def factors(index):
+            return self.factors(place, self.first_column(place.part, index) + self.split * SLICE)
+
+        def step(index, carry):
+            total, found = carry
+            slot = item * self.item_slots + index
+            at = self.place_in_ring(slot)
+            following = factors(jnp.minimum(index + 1, self.item_slots - 1))
+            self.plgpu.barrier_wait(self.arrived.at[at])
+            total = self.product(at, found, total)
+            self.release(slot)
+            return total, following
+
+        total, _ = jax.lax.fori_loop(0, self.item_slots, step, (self.zeros(), factors(0)))
+        self.join(total, item, functools.partial(self.store, place))
+
+    def group_product(self, packed, at, factors, total):
+        """Returns a total with the product of a slice added, whose sums over groups of columns are scaled.
+
+        Args:
+            packed: bytes of this warpgroup's rows of the weight, as `int4_registers.differences` has them.
+            at: place of the slot in the ring.
+            factors: scales and zero points of equal parts of the columns (`group_factors`).
+            total: the total [64, height].
+        """
+        x, step = self.x_tiles.at[at, self.split], SLICE // len(factors)  # columns that are summed, then scaled
+        size, count = min(step, PIECE), step // min(step, PIECE)
+        zeros = [zero for _, zero in factors]
+        pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)
+        operands = [(piece, x.at[:, pl.ds(index * size, size)]) for index, piece in enumerate(pieces)]
+        for index, (scale, _) in enumerate(factors):
+            sums = self.sums(operands[index * count : (index + 1) * count], total.shape)
+            total += sums * jax.lax.broadcast_in_dim(scale, total.shape, [0])
+        return total
+
+    def zeros(self):
+        """Returns zeros [64, height] in the registers of a result."""
+        zeros = jnp.zeros((HEIGHT, self.tiles.height), jnp.float32)
+        return zeros if self.interpret else self.plgpu.layout_cast(zeros, self.plgpu.Layout.WGMMA)
+
+
+def group_factors(refs, first, column, group, *, apart=None, interpret):
+    """Returns for each group of a slice its scales and its zero points [64] float32; no zero points: None.
+
+    Args:
+        refs: scales and zero points in global memory [rows, groups]; None: there are none.
+        first, apart: which rows, as in `int4_registers.column`.
+        column: first column of the slice.
+        group: number of columns of a group.
+        interpret: whether the kernel is interpreted.
+    """
+    found = []
+    for start in range(0, SLICE, math.gcd(group, SLICE)):
+        index = jax.lax.div(column + start, group)
+        load = functools.partial(registers.column, first=first, index=index, apart=apart, interpret=interpret)
+        found.append([None if ref is None else load(ref) for ref in refs])
+    return found
+
+
+def memory_of(tiles: Tiles, dtype: jnp.dtype, piece: int, weights: tuple[int, ...], loads: int) -> list[Any]:
+    """Returns the shared memory of a CTA, which `PackedCta` takes.
+
+    Args:
+        tiles: static sizes of the call.
+        dtype: dtype of x.
+        piece: columns of an operand of `wgmma`.
+        weights: shape of the bytes of all slots.
+        loads: number of copies that load a slice.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    swizzled = plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * dtype.itemsize)
+    memory = [
+        plgpu.SMEM((tiles.stages, tiles.splits, tiles.height, SLICE), dtype, transforms=swizzled),
+        plgpu.SMEM(weights, jnp.uint8),
+        plgpu.Barrier(num_arrivals=loads * tiles.splits, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
+    ]
+    if tiles.splits > 1:
+        memory += [
+            plgpu.SMEM((tiles.splits - 1, tiles.channels, HEIGHT, tiles.height), jnp.float32),
+            plgpu.Barrier(num_arrivals=tiles.channels * (tiles.splits - 1)),
+            plgpu.Barrier(num_arrivals=tiles.channels),
+        ]
+    return memory
