@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+SLICE = 128  # columns of which four threads have the values in 16 bytes of each row
 BLOCK = 32  # most columns of a block; two halves of 16 are the smallest operands of a product on tensor cores
 
 Values = TypeVar("Values", jax.Array, np.ndarray)  # arrays of a device or of the host
@@ -40,3 +41,16 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
     half = math.gcd(BLOCK, columns) // 2
     whole = jnp.pad(x, ((0, 0), (0, -columns % step))).reshape(rows, -1, step // (2 * half), 2, half)
     return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)
+
+
+def registered(x: Values) -> Values:
+    """Returns activations [rows, columns] in the order in which `wgmma` multiplies them by registers of bytes.
+
+    Of each 128 columns, thread t of four loads the bytes of columns 32 t to 32 t + 31 of a weight's row, 16 bytes. If it
+    unpacks them as those of `int4.pack`, its pairs of values are of columns 32 t + 4 w + 16 h + o + {0, 2}, for each word
+    w, o of two and h of two, one after another. Zeros fill the last 128 columns.
+    """
+    library: Any = np if isinstance(x, np.ndarray) else jnp
+    rows, columns = x.shape
+    whole = library.pad(x, ((0, 0), (0, -columns % SLICE))).reshape(rows, -1, 4, 2, 4, 2, 2)  # axes t, h, w, e, o
+    return whole.transpose(0, 1, 4, 6, 3, 2, 5).reshape(rows, -1)

@@ -33,7 +33,7 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     if interpret:
-        return _rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(jnp.float32)
+        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(jnp.float32)
     layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(
@@ -41,7 +41,7 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
         return_type=plgpu.ShapeDtypeStruct((HEIGHT,), jnp.float32, layout=layout),
     )
     def load(_, ref, first, index):
-        m = _Mlir()
+        m = Mlir()
         columns, own = m.ir.MemRefType(ref.type).shape[1], layout.to_mgpu()
         registers = []
         for row in m.rows(apart):
@@ -60,7 +60,7 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
     counts 1. Then this number and the zero point are subtracted at once, two values at a time.
 
     Args:
-        ref: bytes of 128 columns in shared memory, uint8 [64, 64], or [2, 32, 64] as in `_words`.
+        ref: bytes of 128 columns in shared memory, uint8 [64, 64], or [2, 32, 64] as in `words`.
         zeros: zero points for equal parts of the columns, float32 [64] each; None: 8.
         dtype: bfloat16 or float16.
         size: columns of a piece, 32 or 64.
@@ -78,10 +78,10 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
         return_type=(piece,) * (SLICE // size),
     )
     def unpack(_, ref, *given):
-        m = _Mlir()
+        m = Mlir()
         numbers = _Numbers(m, dtype)
         offsets = [[numbers.offset(zero, half) for half in range(2)] for zero in given or [None]]
-        words = _words(m, ref)  # [half, word]
+        words = words(m, ref)  # [half, word]
         pieces = []
         for first in range(0, SLICE // WORD, size // WORD):
             registers: list[Any] = []
@@ -96,20 +96,20 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
 
 
 def _differences_by_jax(ref, zeros, dtype, size):
-    values = _values_by_jax(ref).astype(dtype)
+    values = values_by_jax(ref).astype(dtype)
     zeros = [jnp.full(HEIGHT, int4.ZERO) if zero is None else zero for zero in zeros]
     columns = jnp.repeat(jnp.stack(zeros, axis=1), SLICE // len(zeros), axis=1)
     return jnp.split(values - columns.astype(dtype), SLICE // size, axis=1)
 
 
-def _values_by_jax(ref):
+def values_by_jax(ref):
     """Returns the values of a slice in the order of the registers [64, 128]."""
     packed = ref[...]
     packed = packed if packed.ndim == 2 else _interleaved(packed)
     return int4.unpack(packed[:, None])
 
 
-def _rows_by_jax(load, apart):
+def rows_by_jax(load, apart):
     """Returns 64 rows from a function of a first row and a number of rows, in the order of `column`."""
     if apart is None:
         return load(0, HEIGHT)
@@ -140,7 +140,7 @@ def store(ref: Any, result: Array, place: tuple[Array, Array, Array], *, interpr
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar))
     def write(_, ref, result, *place):
-        m = _Mlir()
+        m = Mlir()
         _, rows, channels = m.ir.MemRefType(ref.type).shape
         own, first = (m.wide(index) for index in next(iter(m.wgmma.thread_idxs(result.shape))))
         part, row, channel = (m.wide(value.registers.item()) for value in place)
@@ -172,7 +172,7 @@ def _store_by_jax(ref, result, place):
             ref[part, row + index, pl.ds(channel, HEIGHT)] = result[:, index]
 
 
-class _Mlir:
+class Mlir:
     """The parts of MLIR and Mosaic GPU that these operations use."""
 
     def __init__(self):
@@ -215,13 +215,21 @@ class _Mlir:
         value = self.load(ref, place, self.ir.IntegerType.get_signless(8))
         return self.arith.uitofp(self.f32, self.arith.extui(self.i32, value))
 
+    def as_pair(self, word, pair):
+        """Returns a word as a pair of 16-bit numbers."""
+        return self.vector.bitcast(pair, self.vector.broadcast(self.ir.VectorType.get((1,), self.i32), word))
+
+    def as_word(self, pair):
+        """Returns a pair of 16-bit numbers as a word."""
+        return self.vector.extract(self.vector.bitcast(self.ir.VectorType.get((1,), self.i32), pair), [], [0])
+
     def array(self, registers, layout, shape):
         """Returns an array made of a thread's registers."""
         registers = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
         return self.fragmented(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _words(m, ref):
+def words(m, ref):
     """Returns the words of the slice in a thread's two rows, loaded from shared memory 16 bytes at a time.
 
     Args:
@@ -276,6 +284,4 @@ class _Numbers:
         constants = [self.twice(bits) for bits in (15, self.base_bits, self.one_bits)]
         constraints = ",".join(["=&r"] * 4 + ["r"] * 5)
         found = m.llvm.inline_asm(struct, [word, *constants, offset], "{" + " ".join(lines) + "}", constraints)
-        one = m.ir.VectorType.get((1,), m.i32)
-        values = (m.llvm.extractvalue(m.i32, found, [index]) for index in range(4))
-        return [m.vector.bitcast(self.pair, m.vector.broadcast(one, value)) for value in values]
+        return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), self.pair) for index in range(4)]

@@ -1,0 +1,220 @@
+"""The Hopper kernel of packed experts, which multiplies blocks of rows by the packed weights of their experts.
+
+    parts[s, c, n] = sum_k x[c, k] w[expert of c, n, k]     over part s of S parts of k, for each choice c
+
+`int4_kernel` describes how a warpgroup multiplies: the weight is the first operand of `wgmma` and comes from registers.
+Here a thread loads 16 bytes of the order of `expert_bytes`, the values of 32 consecutive columns, and the columns of x
+are put into an order (`expert_bytes.registered`) in which these values are those that `wgmma` needs. A group of mxfp4
+has 32 columns, so that a thread needs one power of two for its 16 bytes. It multiplies the values by it, which is
+exact. Sums of int4, whose groups have whole slices of 128 columns, are scaled as in `int4_kernel`.
+
+With a gate, the 64 rows of a warpgroup are 32 rows of gate and 32 rows of up, 8 of both in turn. A thread then has the
+sums of a channel's gate and of its up, and joins them.
+
+The rows are in blocks, each of one expert (`expert_blocks.blocks_of`). A work item is a block, a tile of output
+channels, and a part of k. There are as many CTAs as multiprocessors, and each computes every n-th work item, of as many
+blocks as there are. Neighbours in time share a tile, so that blocks of one expert read its weight together. A row of a
+block is stored in the row of its choice.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels.layers import expert_registers as registers
+from pallas_kernels.layers.expert_blocks import Blocks
+from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.int4_registers import SLICE, column
+from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+
+
+class _Place(NamedTuple):
+    """Where a work item is."""
+
+    block: Array
+    expert: Array  # expert of the block
+    channel: Array  # first output channel of the CTA
+    part: Array  # part of k
+
+
+class _Cta(PackedCta):
+    """The operations of one CTA (Pallas program) inside the kernel.
+
+    Args:
+        refs: arrays in global memory by name: x [blocks * height, K], `registered`; weight [experts * N, K / 2] uint8;
+            scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and counts [2], the
+            numbers of blocks that have an expert, and that have none; out [parts, choices, channels]; some of zeros as
+            scale, bias [experts * N, 1] and factors [choices, 1].
+        memory: shared memory of `memory_of`.
+        tiles: static sizes of the call.
+        experts: number of experts.
+        gate: as in `expert_matmul`.
+        interpret: whether the kernel is interpreted.
+    """
+
+    def __init__(self, refs, memory, tiles, experts, gate, interpret):
+        super().__init__(memory, tiles, interpret)
+        self.refs, self.gate = refs, gate
+        self.width = refs["out"].shape[2]
+        self.rows = refs["weight"].shape[0] // experts  # rows of an expert's weight
+        self.apart = self.width if gate else None  # rows from gate to up
+        self.own_channels = HEIGHT // 2 if gate else HEIGHT  # output channels of a warpgroup
+        inner = 2 * refs["weight"].shape[1]
+        self.group = inner // refs["scale"].shape[1]
+        self.item_slots = math.ceil(inner / (SLICE * tiles.splits * tiles.parts))
+        self.channel_tiles = self.width // (self.own_channels * tiles.channels)
+        self.used, self.unused = refs["counts"][0], refs["counts"][1]
+        self.items = self.own_items(self.used * (self.channel_tiles * tiles.parts))
+
+    def place_of(self, item):
+        """Returns where a work item is."""
+        index = self.index + item * self.tiles.programs
+        block, index = jax.lax.rem(index, self.used), jax.lax.div(index, self.used)
+        channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
+        return _Place(block, self.refs["expert"][block], channel * (self.tiles.channels * self.own_channels), part)
+
+    def load_slice(self, place, column, split, at, barrier):
+        """Starts to load a slice of k of the tile's weights and rows of x; zeros are loaded beyond the last column."""
+        size = self.tiles.channels * self.own_channels
+        for half in range(2 if self.gate else 1):
+            first = place.expert * self.rows + half * self.width + place.channel
+            weights = self.refs["weight"].at[pl.ds(first, size), pl.ds(column // 2, SLICE // 2)]
+            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, split, half], barrier)
+        x = self.refs["x"].at[pl.ds(place.block * self.tiles.height, self.tiles.height), pl.ds(column, SLICE)]
+        self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at, split], barrier)
+
+    def own_channel(self, place):
+        """Returns the first output channel of this warpgroup."""
+        return place.channel + self.channel * self.own_channels
+
+    def first_row(self, place):
+        """Returns the first row of this warpgroup in the weights of all experts."""
+        return place.expert * self.rows + self.own_channel(place)
+
+    @property
+    def is_mxfp4(self):
+        return self.refs["scale"].dtype == jnp.uint8
+
+    def factors(self, place, column):
+        """Returns the powers of two of a slice's groups, or the scales and zero points of int4."""
+        same = {"apart": self.apart, "interpret": self.interpret}
+        if self.is_mxfp4:
+            return registers.powers(self.refs["scale"], self.first_row(place), column // self.group, **same)
+        refs, last = (self.refs["scale"], self.refs.get("zeros")), self.group * (self.refs["scale"].shape[1] - 1)
+        return group_factors(refs, self.first_row(place), jnp.minimum(column, last), self.group, **same)
+
+    def product(self, at, factors, total):
+        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
+        own = pl.ds(self.channel * self.own_channels, self.own_channels)
+        packed = self.w_tiles.at[at, self.split, slice(None) if self.gate else 0, own]
+        if not self.is_mxfp4:
+            return self.group_product(packed, at, factors, total)
+        x, pieces = self.x_tiles.at[at, self.split], registers.numbers(packed, factors, PIECE, interpret=self.interpret)
+        pairs = [(piece, x.at[:, pl.ds(index * PIECE, PIECE)]) for index, piece in enumerate(pieces)]
+        return total + self.sums(pairs, total.shape)
+
+    def store(self, place, total):
+        """Adds the bias, joins gate and up, and stores the results of the block's choices."""
+        if "bias" in self.refs:
+            bias = column(self.refs["bias"], self.first_row(place), 0, apart=self.apart, interpret=self.interpret)
+            bias = bias * jnp.where(place.part == 0, 1.0, 0.0)
+            total += jax.lax.broadcast_in_dim(bias, total.shape, [0])
+        if self.gate:
+            total = self.gate.join(*registers.halves(total, interpret=self.interpret))
+        self.write(place, total)
+
+    def write(self, place, total):
+        """Stores the results of a block's choices."""
+        registers.scatter(
+            self.refs["out"],
+            total,
+            (place.part, place.block, self.own_channel(place)),
+            self.refs["choices"],
+            self.refs.get("factors"),
+            is_joined=self.gate is not None,
+            interpret=self.interpret,
+        )
+
+    def clear(self, item):
+        """Stores zeros for choices of no expert: one tile of channels of a block."""
+        index = self.index + item * self.tiles.programs
+        block, index = self.used + jax.lax.rem(index, self.unused), jax.lax.div(index, self.unused)
+        channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
+        own = _Place(block, block, channel * (self.tiles.channels * self.own_channels), part)
+
+        @pl.when(self.split == 0)
+        def _():
+            self.write(own, self.zeros())
+
+    def run(self):
+        super().run()
+        pl.loop(0, self.own_items(self.unused * (self.channel_tiles * self.tiles.parts)))(self.clear)
+
+
+def multiply(
+    x: Array,
+    weight: dict[str, Array],
+    blocks: Blocks,
+    optional: dict[str, Array],
+    choices: int,
+    *,
+    gate: Any,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    interpret: Any = False,
+) -> Array:
+    """Runs the Hopper kernel of packed experts, and returns partial sums of each choice's product [parts, choices, out].
+
+    Args:
+        x: rows of all blocks [blocks * height, inner], `registered`, bfloat16; of int4 also float16.
+        weight: the weight, by name: values [experts, N, bytes] in the order of `expert_bytes`; scale [experts, N,
+            groups], of mxfp4 uint8 and of int4 float32; zeros uint8 of the same shape, if int4 has any.
+        blocks: choices of each block; blocks of experts come first, then those of none.
+        optional: bias [experts, N], and float32 factors of the choices [choices], if there are any.
+        choices: number of choices.
+        gate: as in `expert_matmul`; with a gate, k has one part.
+        tiles: static sizes of the call.
+        dtype: dtype of the result.
+        interpret: False, or jax's parameters for interpreting the kernel and detecting races.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+    experts, rows, _ = weight["values"].shape
+    halves = 2 if gate else 1
+    arrays = {"x": x, "weight": weight["values"], "scale": weight["scale"], "zeros": weight.get("zeros")}
+    arrays |= {"bias": optional.get("bias"), "factors": optional.get("factors")}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    for name in {"weight", "scale", "zeros"} & arrays.keys():
+        arrays[name] = arrays[name].reshape(experts * rows, -1)
+    for name in {"bias", "factors"} & arrays.keys():
+        arrays[name] = arrays[name].reshape(-1, 1)
+    counts = jnp.stack([jnp.sum(blocks.expert < experts), jnp.sum(blocks.expert == experts)]).astype(jnp.int32)
+    arrays |= {"expert": blocks.expert, "choices": blocks.choices, "counts": counts}
+    size = tiles.channels * HEIGHT // halves
+    weights = tiles.stages, tiles.splits, halves, size, SLICE // 2
+
+    def entry(*refs):
+        named = dict(zip((*arrays, "out"), refs, strict=True))
+
+        def run(*memory):
+            _Cta(named, memory, tiles, experts, gate, bool(interpret)).run()
+
+        pl.run_scoped(run, *memory_of(tiles, x.dtype, PIECE, weights, loads=halves + 1), collective_axes="warpgroup")
+
+    return plgpu.kernel(
+        entry,
+        out_type=jax.ShapeDtypeStruct((tiles.parts, choices, rows // halves), dtype),
+        grid=(tiles.programs,),
+        grid_names=("program",),
+        num_threads=tiles.groups,
+        thread_name="warpgroup",
+        kernel_name="packed_expert_matmul",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=interpret,
+    )(*arrays.values())

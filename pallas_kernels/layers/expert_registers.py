@@ -1,0 +1,217 @@
+"""Operations on registers of the Hopper kernel of packed experts (`expert_kernel`), as `int4_registers` has others."""
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, rows_by_jax, values_by_jax, words
+
+THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
+
+
+def powers(ref: Any, first: Array, group: Array, *, apart: int | None, interpret: bool) -> Array:
+    """Returns the powers of two of a slice's four groups for 64 rows, bfloat16 [64, 8]; each is there twice.
+
+    So a thread has the power of its own group twice in a word, for each of its two rows.
+
+    Args:
+        ref: scales of mxfp4 in global memory, uint8 [rows, groups].
+        first, apart: which rows, as in `int4_registers.column`.
+        group: first group; a group that does not exist gets the power of the last one.
+        interpret: whether the kernel is interpreted.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
+
+    if interpret:
+        return _powers_by_jax(ref, first, group, apart)
+    scalar, layout = plgpu.Layout.WG_SPLAT, plgpu.Layout.WGMMA
+    shape = HEIGHT, 2 * THREADS
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout),
+    )
+    def load(_, ref, first, group):
+        m = Mlir()
+        groups = m.ir.MemRefType(ref.type).shape[1]
+        _, twice = next(iter(m.wgmma.thread_idxs(shape)))
+        own = m.arith.addi(m.wide(group.registers.item()), m.arith.shrui(m.wide(twice), m.c(1, m.i64)))
+        own = m.arith.minsi(own, m.c(groups - 1, m.i64))
+        pair, registers = m.ir.VectorType.get((2,), m.ir.BF16Type.get()), []
+        for row in m.rows(apart):
+            row = m.arith.addi(row, m.wide(first.registers.item()))
+            place = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own)
+            scale = m.arith.extui(m.i32, m.load(ref, place, m.ir.IntegerType.get_signless(8)))
+            registers.append(m.as_pair(_power_bits(m, scale), pair))
+        return m.array(registers, m.wgmma, shape)
+
+    return load(ref, first, group)
+
+
+def _power_bits(m, scale):
+    """Returns the bits of 2^(scale - 127) in bfloat16, twice in a word: 2^-127 is subnormal, and 255 is NaN."""
+    bits = m.arith.shli(scale, m.c(7, m.i32))
+    for special, value in ((0, 0x40), (255, 0x7FC0)):
+        is_special = m.arith.cmpi(m.arith.CmpIPredicate.eq, scale, m.c(special, m.i32))
+        bits = m.arith.select(is_special, m.c(value, m.i32), bits)
+    return m.arith.ori(bits, m.arith.shli(bits, m.c(16, m.i32)))
+
+
+def _powers_by_jax(ref, first, group, apart):
+    from jax.experimental import pallas as pl
+
+    def column(index):
+        own = jnp.minimum(group + index, ref.shape[1] - 1)
+        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), own], apart)
+
+    scales = jnp.stack([column(index) for index in range(THREADS)], axis=1)
+    return jnp.repeat(mxfp4.factors(scales), 2, axis=1)
+
+
+def numbers(ref: Any, powers: Array, size: int, *, interpret: bool) -> list[Array]:
+    """Returns the numbers of a slice times powers of two in pieces [64, size] of bfloat16; they are exact.
+
+    The bits of a number are put into a bfloat16 number, which thereby is 2^-126 times the number, and this is
+    multiplied by 2^126 and by the power of two.
+
+    Args:
+        ref: bytes of 128 columns in shared memory, as `int4_registers.differences` has them.
+        powers: `powers` of the slice.
+        size: columns of a piece, a multiple of 32.
+        interpret: whether the kernel is interpreted.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        wide = jnp.tile(powers, SLICE // (2 * THREADS))  # a thread's columns are two of each 8
+        return jnp.split(mxfp4.numbers(values_by_jax(ref)).astype(jnp.bfloat16) * wide, SLICE // size, axis=1)
+    piece = plgpu.ShapeDtypeStruct((HEIGHT, size), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=(piece,) * (SLICE // size))
+    def unpack(_, ref, powers):
+        m = Mlir()
+        own = [m.as_word(register) for register in powers.registers.flat]
+        found, pieces = words(m, ref), []  # [half, word]
+        for first in range(0, SLICE // WORD, size // WORD):
+            registers: list[Any] = []
+            for word in range(first, first + size // WORD):
+                halves = [_unpack(m, found[half][word], own[half]) for half in range(2)]
+                registers += itertools.chain(*zip(*halves, strict=True))
+            pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
+        return tuple(pieces)
+
+    return unpack(ref, powers)
+
+
+def _unpack(m, word, power):
+    """Returns the four pairs of numbers of a word times a power of two."""
+    lines = [".reg .b32 sign, bits;"]
+    for index in range(4):
+        left, up = 12 - 4 * index, 6 - 4 * index  # from the four bits to the sign, and to exponent and mantissa
+        sign = "sign" if left else "$4"
+        lines += [f"shl.b32 sign, $4, {left};"] if left else []
+        lines.append(f"{'shl' if up > 0 else 'shr'}.b32 bits, $4, {abs(up)};")
+        lines.append("and.b32 bits, bits, 0x01C001C0;")
+        lines.append(f"lop3.b32 bits, {sign}, 0x80008000, bits, 0xEA;")  # (sign & 0x80008000) | bits
+        lines.append("fma.rn.bf16x2 bits, bits, $5, $6;")
+        lines.append(f"fma.rn.bf16x2 ${index}, bits, $7, $6;")
+    struct = m.llvm.StructType.get_literal([m.i32] * 4)
+    most, none = (m.c(np.uint32(bits).view(np.int32).item(), m.i32) for bits in (0x7E807E80, 0x80008000))
+    constraints = ",".join(["=&r"] * 4 + ["r"] * 4)
+    found = m.llvm.inline_asm(struct, [word, most, none, power], "{" + " ".join(lines) + "}", constraints)
+    pair = m.ir.VectorType.get((2,), m.ir.BF16Type.get())
+    return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), pair) for index in range(4)]
+
+
+def halves(total: Array, *, interpret: bool) -> tuple[Array, Array]:
+    """Returns gate and up of sums [64, height] whose rows are 8 of gate, 8 of up, and so on; each is there twice.
+
+    A thread has a row of gate and the same row of up, so that no value moves between threads.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        both = total.reshape(4, 2, 8, -1)
+        gate, up = (jnp.repeat(both[:, half : half + 1], 2, axis=1).reshape(total.shape) for half in range(2))
+        return gate, up
+    own = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(own, own))
+    def divide(_, total):
+        m, registers = Mlir(), list(total.registers.flat)
+        doubled = [list(itertools.chain(*((one, one) for one in registers[half::2]))) for half in range(2)]
+        gate, up = (m.array(one, m.wgmma, total.shape) for one in doubled)
+        return gate, up
+
+    return divide(total)
+
+
+def scatter(
+    ref: Any, total: Array, place: tuple[Array, ...], choices_ref: Any, factors_ref: Any, *, is_joined: bool, interpret
+) -> None:
+    """Stores a result [64, height] transposed, each of its columns in the row of a choice, times a factor.
+
+    Args:
+        ref: array in global memory [parts, choices, channels].
+        total: the result, float32. If `is_joined`, the rows are 8 channels, the same 8 again, the next 8, and so on.
+        place: the part, the block, and the first channel.
+        choices_ref: choices of each block [blocks, height] int32; -1: none, which is not stored.
+        factors_ref: factor of each choice, float32 [choices, 1]; None: 1.
+        is_joined: whether a channel is there twice.
+        interpret: whether the kernel is interpreted.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        _scatter_by_jax(ref, total, place, choices_ref, factors_ref, is_joined)
+        return
+    scalar, refs = plgpu.Layout.WG_SPLAT, [choices_ref] if factors_ref is None else [choices_ref, factors_ref]
+    types = [plgpu.RefType()] * (1 + len(refs))
+
+    @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WGMMA, scalar, scalar, scalar))
+    def write(_, ref, choices_ref, *others):
+        *factors_ref, total, part, block, channel = others
+        m = Mlir()
+        (_, choices, channels), element = m.ir.MemRefType(ref.type).shape, m.ir.MemRefType(ref.type).element_type
+        part, block, channel = (m.wide(value.registers.item()) for value in (part, block, channel))
+        rows = m.rows(0 if is_joined else None)
+        _, own = next(iter(m.wgmma.thread_idxs(total.shape)))
+        first = m.arith.addi(m.arith.muli(block, m.c(total.shape[1], m.i64)), m.wide(own))
+        base = m.arith.muli(part, m.c(choices, m.i64))
+        for column in range(0, total.shape[1], 8):
+            for odd in range(2):
+                choice = m.load(choices_ref, m.arith.addi(first, m.c(column + odd, m.i64)), m.i32)
+                is_choice = m.arith.cmpi(m.arith.CmpIPredicate.sge, choice, m.c(0, m.i32))
+                with m.utils.when(is_choice):
+                    choice = m.wide(choice)
+                    factor = m.float_at(factors_ref[0], choice) if factors_ref else None
+                    start = m.arith.addi(m.arith.muli(m.arith.addi(base, choice), m.c(channels, m.i64)), channel)
+                    for half in range(1 if is_joined else 2):
+                        value = m.vector.extract(total.registers.flat[column // 4 + half], [], [odd])
+                        value = value if factor is None else m.arith.mulf(value, factor)
+                        value = value if element == m.f32 else m.arith.truncf(element, value)
+                        at = m.utils.getelementptr(
+                            m.utils.memref_ptr(ref), [m.arith.addi(start, rows[half])], element
+                        )
+                        m.llvm.store(value, at)
+
+    write(ref, *refs, total, *place)
+
+
+def _scatter_by_jax(ref, total, place, choices_ref, factors_ref, is_joined):
+    from jax.experimental import pallas as pl
+
+    part, block, channel = place
+    total = total.reshape(4, 2, 8, -1)[:, 0].reshape(HEIGHT // 2, -1) if is_joined else total
+    for index in range(total.shape[1]):
+        choice = choices_ref[block, index]
+
+        @pl.when(choice >= 0)
+        def _(index=index, choice=choice):
+            values = total[:, index] if factors_ref is None else total[:, index] * factors_ref[choice, 0]
+            ref[part, choice, pl.ds(channel, len(total))] = values.astype(ref.dtype)
