@@ -27,11 +27,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_blocks import Blocks
+from pallas_kernels.layers.expert_blocks import Blocks, blocks_of
+from pallas_kernels.layers.expert_bytes import registered
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
 from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.quantized import Quantized
 
 
 class _Place(NamedTuple):
@@ -155,6 +157,36 @@ class _Cta(PackedCta):
     def run(self):
         super().run()
         pl.loop(0, self.own_items(self.unused * (self.channel_tiles * self.tiles.parts)))(self.clear)
+
+
+def multiply_chosen(
+    x: Array,
+    weight: Quantized,
+    bias: Array | None,
+    factors: Array | None,
+    chosen: Array,
+    *,
+    gate: Any,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    interpret: Any = False,
+) -> Array:
+    """Returns partial sums of the products of `expert_matmul` [parts, chosen, rows, width]; its arguments are the same.
+
+    Args:
+        x, weight, bias, factors, chosen, gate, dtype: as in `expert_matmul`.
+        tiles: static sizes of the call.
+        interpret: as in `multiply`.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    blocks = blocks_of(chosen.ravel(), weight.shape[0], tiles.height)
+    rows = registered(flat)[(jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
+    arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
+    optional = {"bias": bias, "factors": None if factors is None else factors.ravel()}
+    named = ({name: array for name, array in found.items() if array is not None} for found in (arrays, optional))
+    own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
+    found = multiply(rows, next(named), blocks, next(named), chosen.size, **own)
+    return found.reshape(tiles.parts, *chosen.shape, -1)
 
 
 def multiply(

@@ -87,7 +87,7 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
             registers: list[Any] = []
             for word in range(first, first + size // WORD):
                 own = offsets[word * len(offsets) // (SLICE // WORD)]
-                halves = [numbers.unpack(words[half][word], own[half]) for half in range(2)]
+                halves = [numbers.unpack(loaded[half][word], own[half]) for half in range(2)]
                 registers += itertools.chain(*zip(*halves, strict=True))
             pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
         return tuple(pieces)

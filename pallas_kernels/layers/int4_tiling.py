@@ -75,12 +75,12 @@ def choose_tiles(
             if time < least * (1 if best is None or best.parts == count else WORTH):
                 programs = min(items, multiprocessors)
                 slots = blocks // (splits * count) * math.ceil(items / programs)
-                stages = min(_most_stages(height, channels, splits), slots)
+                stages = min(most_stages(height, channels, splits), slots)
                 best, least = Tiles(height, channels, splits, stages, count, programs), time
     return best
 
 
-def _most_stages(height: int, channels: int, splits: int) -> int:
+def most_stages(height: int, channels: int, splits: int) -> int:
     """Returns how many slots fit into shared memory beside the sums of other warpgroups."""
     sums = (splits - 1) * channels * HEIGHT * height * SUM_BYTES
     slot = splits * int4.BLOCK * (2 * height + channels * HEIGHT // 2)

@@ -1,0 +1,61 @@
+"""Chooses the tile sizes of the Hopper kernel of packed experts (`expert_kernel`)."""
+
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels.layers import expert_bytes
+from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.int4_tiling import Tiles, most_stages
+
+# Rows of a block, and the most choices of an expert on average for which they usually suffice.
+HEIGHTS = ((8, 4), (16, 10), (32, 24), (64, math.inf))
+# Channels and splits of a CTA by the rows of a block, the preferred first. Splits read longer pieces of the weight's
+# rows; warpgroups side by side share the rows of x, whose bytes are more than the weight's at 32 rows.
+SHAPES = {
+    8: ((1, 4), (2, 2), (3, 1), (2, 1)),
+    16: ((2, 2), (1, 4), (3, 1), (2, 1)),
+    32: ((3, 1), (4, 1), (2, 2), (2, 1)),
+    64: ((3, 1), (4, 1), (2, 1)),
+}
+WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
+
+
+def choose_tiles(
+    chosen: tuple[int, int], shape: tuple[int, int, int], *, gated: bool, multiprocessors: int, parts: int = 1
+) -> Tiles | None:
+    """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape.
+
+    Args:
+        chosen: number of experts of a row, and number of rows.
+        shape: shape of the unpacked weight [experts, N, inner].
+        gated: whether gate and up are joined.
+        multiprocessors: number of multiprocessors of the GPU.
+        parts: number of parts of k.
+    """
+    (count, rows), (experts, out, inner) = chosen, shape
+    used = experts * (1 - (1 - min(count / experts, 1)) ** rows)  # expected, with experts chosen at random
+    height = next(height for height, most in HEIGHTS if count * rows / used <= most)
+    blocks = max(used, count * rows / height)
+    channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / expert_bytes.SLICE)
+    best, least = None, math.inf
+    for channels, splits in SHAPES[height]:
+        if out // (1 + gated) % (channels * channels_of):
+            continue
+        items = blocks * (out // (1 + gated) // (channels * channels_of)) * parts
+        slots = math.ceil(slices / (splits * parts))
+        waves = math.ceil(items / multiprocessors)
+        time = waves * multiprocessors / items * slots * splits * parts / slices  # 1: nothing is ever idle
+        if time < least * (1 if best is None else WORTH):
+            stages = min(most_stages(height, channels, splits), slots * waves)
+            best, least = Tiles(height, channels, splits, stages, parts, multiprocessors), time
+    return best
+
+
+def is_supported(kind: str | None, group: int | None, inner: int, dtype: jnp.dtype) -> bool:
+    """Returns whether the kernel supports a weight of this kind, and activations of this dtype."""
+    if inner % expert_bytes.BLOCK:
+        return False
+    if kind == "mxfp4":
+        return dtype == jnp.bfloat16
+    return kind == "int4" and group is not None and group % expert_bytes.SLICE == 0 and dtype.itemsize == 2
