@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_blocks import Blocks, blocks_of
+from pallas_kernels.layers.expert_blocks import Blocks, listed
 from pallas_kernels.layers.expert_bytes import registered
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
@@ -179,20 +179,20 @@ def multiply_chosen(
         interpret: as in `multiply`.
     """
     flat = x.reshape(-1, x.shape[-1])
-    blocks = blocks_of(chosen.ravel(), weight.shape[0], tiles.height)
+    blocks, counts = listed(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
     rows = registered(flat)[(jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
     arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
     optional = {"bias": bias, "factors": None if factors is None else factors.ravel()}
     named = ({name: array for name, array in found.items() if array is not None} for found in (arrays, optional))
     own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
-    found = multiply(rows, next(named), blocks, next(named), chosen.size, **own)
+    found = multiply(rows, next(named), (blocks, counts), next(named), chosen.size, **own)
     return found.reshape(tiles.parts, *chosen.shape, -1)
 
 
 def multiply(
     x: Array,
     weight: dict[str, Array],
-    blocks: Blocks,
+    blocks: tuple[Blocks, Array],
     optional: dict[str, Array],
     choices: int,
     *,
@@ -207,7 +207,8 @@ def multiply(
         x: rows of all blocks [blocks * height, inner], `registered`, bfloat16; of int4 also float16.
         weight: the weight, by name: values [experts, N, bytes] in the order of `expert_bytes`; scale [experts, N,
             groups], of mxfp4 uint8 and of int4 float32; zeros uint8 of the same shape, if int4 has any.
-        blocks: choices of each block; blocks of experts come first, then those of none.
+        blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
+            (`expert_blocks.listed`). What is listed for other blocks is arbitrary.
         optional: bias [experts, N], and float32 factors of the choices [choices], if there are any.
         choices: number of choices.
         gate: as in `expert_matmul`; with a gate, k has one part.
@@ -226,8 +227,8 @@ def multiply(
         arrays[name] = arrays[name].reshape(experts * rows, -1)
     for name in {"bias", "factors"} & arrays.keys():
         arrays[name] = arrays[name].reshape(-1, 1)
-    counts = jnp.stack([jnp.sum(blocks.expert < experts), jnp.sum(blocks.expert == experts)]).astype(jnp.int32)
-    arrays |= {"expert": blocks.expert, "choices": blocks.choices, "counts": counts}
+    (expert, listed_choices), counts = blocks
+    arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
     size = tiles.channels * HEIGHT // halves
     weights = tiles.stages, tiles.splits, halves, size, SLICE // 2
 

@@ -81,7 +81,7 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
         m = Mlir()
         numbers = _Numbers(m, dtype)
         offsets = [[numbers.offset(zero, half) for half in range(2)] for zero in given or [None]]
-        words = words(m, ref)  # [half, word]
+        loaded = words(m, ref)  # [half, word]
         pieces = []
         for first in range(0, SLICE // WORD, size // WORD):
             registers: list[Any] = []
