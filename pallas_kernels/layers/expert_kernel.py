@@ -49,7 +49,7 @@ class _Cta(PackedCta):
     """The operations of one CTA (Pallas program) inside the kernel.
 
     Args:
-        refs: arrays in global memory by name: x [blocks * height, K], `registered`; weight [experts * N, K / 2] uint8;
+        refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N, K / 2] uint8;
             scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and counts [2], the
             numbers of blocks that have an expert, and that have none; out [parts, choices, channels]; some of zeros as
             scale, bias [experts * N, 1] and factors [choices, 1].
@@ -81,15 +81,15 @@ class _Cta(PackedCta):
         channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
         return _Place(block, self.refs["expert"][block], channel * (self.tiles.channels * self.own_channels), part)
 
-    def load_slice(self, place, column, split, at, barrier):
-        """Starts to load a slice of k of the tile's weights and rows of x; zeros are loaded beyond the last column."""
-        size = self.tiles.channels * self.own_channels
+    def load_slices(self, place, column, at, barrier):
+        """Starts to load slices of k of the tile's weights and rows of x; zeros are loaded beyond the last column."""
+        size, splits, height = self.tiles.channels * self.own_channels, self.tiles.splits, self.tiles.height
         for half in range(2 if self.gate else 1):
             first = place.expert * self.rows + half * self.width + place.channel
-            weights = self.refs["weight"].at[pl.ds(first, size), pl.ds(column // 2, SLICE // 2)]
-            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, split, half], barrier)
-        x = self.refs["x"].at[pl.ds(place.block * self.tiles.height, self.tiles.height), pl.ds(column, SLICE)]
-        self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at, split], barrier)
+            weights = self.refs["weight"].at[pl.ds(first, size), pl.ds(column // 2, splits * SLICE // 2)]
+            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, half], barrier)
+        x = self.refs["x"].at[pl.ds(column // SLICE, splits), pl.ds(place.block * height, height)]
+        self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at], barrier)
 
     def own_channel(self, place):
         """Returns the first output channel of this warpgroup."""
@@ -114,7 +114,8 @@ class _Cta(PackedCta):
     def product(self, at, factors, total):
         """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
         own = pl.ds(self.channel * self.own_channels, self.own_channels)
-        packed = self.w_tiles.at[at, self.split, slice(None) if self.gate else 0, own]
+        columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
+        packed = self.w_tiles.at[at, slice(None) if self.gate else 0, own, columns]
         if not self.is_mxfp4:
             return self.group_product(packed, at, factors, total)
         x, pieces = self.x_tiles.at[at, self.split], registers.numbers(packed, factors, PIECE, interpret=self.interpret)
@@ -180,7 +181,8 @@ def multiply_chosen(
     """
     flat = x.reshape(-1, x.shape[-1])
     blocks, counts = listed(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
-    rows = registered(flat)[(jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
+    slices = registered(flat).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
+    rows = slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
     arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
     optional = {"bias": bias, "factors": None if factors is None else factors.ravel()}
     named = ({name: array for name, array in found.items() if array is not None} for found in (arrays, optional))
@@ -204,7 +206,7 @@ def multiply(
     """Runs the Hopper kernel of packed experts, and returns partial sums of each choice's product [parts, choices, out].
 
     Args:
-        x: rows of all blocks [blocks * height, inner], `registered`, bfloat16; of int4 also float16.
+        x: rows of all blocks [slices, blocks * height, 128], `registered`, bfloat16; of int4 also float16.
         weight: the weight, by name: values [experts, N, bytes] in the order of `expert_bytes`; scale [experts, N,
             groups], of mxfp4 uint8 and of int4 float32; zeros uint8 of the same shape, if int4 has any.
         blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
@@ -230,7 +232,7 @@ def multiply(
     (expert, listed_choices), counts = blocks
     arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
     size = tiles.channels * HEIGHT // halves
-    weights = tiles.stages, tiles.splits, halves, size, SLICE // 2
+    weights = tiles.stages, halves, size, tiles.splits * SLICE // 2
 
     def entry(*refs):
         named = dict(zip((*arrays, "out"), refs, strict=True))

@@ -81,13 +81,14 @@ class _Cta(PackedCta):
         channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
         return _Place(channel * (self.tiles.channels * HEIGHT), part, row * self.tiles.height)
 
-    def load_slice(self, place, column, split, at, barrier):
-        """Starts to load a slice of k of the tile's weights and rows of x."""
-        rows = pl.ds(place.channel, self.tiles.channels * HEIGHT)
-        weights = self.w_ref.at[rows, pl.ds(column // 2, SLICE // 2)]
-        self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, split], barrier)
-        x = self.x_ref.at[pl.ds(place.row, self.tiles.height), pl.ds(column, SLICE)]
-        self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at, split], barrier)
+    def load_slices(self, place, column, at, barrier):
+        """Starts to load slices of k of the tile's weights and rows of x."""
+        channels, rows = pl.ds(place.channel, self.tiles.channels * HEIGHT), pl.ds(place.row, self.tiles.height)
+        for split in range(self.tiles.splits):
+            own = column + split * SLICE
+            weights = self.w_ref.at[channels, pl.ds(own // 2, SLICE // 2)]
+            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, split], barrier)
+            self.plgpu.copy_gmem_to_smem(self.x_ref.at[rows, pl.ds(own, SLICE)], self.x_tiles.at[at, split], barrier)
 
     def own_channel(self, place):
         """Returns the first output channel of this warpgroup."""
@@ -134,7 +135,7 @@ def multiply(
     def entry(x_ref, w_ref, scale_ref, *refs):
         *zeros_ref, out_ref = refs
         weights = tiles.stages, tiles.splits, tiles.channels * HEIGHT, SLICE // 2
-        memory = memory_of(tiles, x.dtype, piece, weights, loads=2)
+        memory = memory_of(tiles, x.dtype, piece, weights, loads=2 * tiles.splits)
         inputs = (x_ref, w_ref, scale_ref, *(zeros_ref or [None]), out_ref)
         pl.run_scoped(functools.partial(kernel, *inputs), *memory, collective_axes="warpgroup")
 

@@ -30,7 +30,7 @@ class PackedCta:
     A kernel's own class sets `items` (number of work items of the CTA) and `item_slots` (slots of a work item), and has
     these methods:
         place_of(item): Returns where a work item is, which is passed to the other methods.
-        load_slice(place, column, split, at, barrier): Starts to load a slice of k into place `at` of the ring.
+        load_slices(place, column, at, barrier): Starts to load a slot, from this column on, into place `at` of the ring.
         factors(place, column): Returns what is loaded for a slice in advance, from global memory into registers.
         product(at, factors, total): Returns a total [64, height] with the product of this warpgroup's slice added.
         store(place, total): Stores a result [64, height].
@@ -128,8 +128,7 @@ class PackedCta:
         """Starts to load a slot: slices of k of the tile's weights and rows of x."""
         at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
         first, barrier = self.first_column(place.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
-        for split in range(self.tiles.splits):
-            self.load_slice(place, first + split * SLICE, split, at, barrier)
+        self.load_slices(place, first, at, barrier)
 
     def compute(self, item):
         """Computes a work item and stores its result."""
@@ -202,7 +201,7 @@ def memory_of(tiles: Tiles, dtype: jnp.dtype, piece: int, weights: tuple[int, ..
         dtype: dtype of x.
         piece: columns of an operand of `wgmma`.
         weights: shape of the bytes of all slots.
-        loads: number of copies that load a slice.
+        loads: number of copies that load a slot.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -210,7 +209,7 @@ def memory_of(tiles: Tiles, dtype: jnp.dtype, piece: int, weights: tuple[int, ..
     memory = [
         plgpu.SMEM((tiles.stages, tiles.splits, tiles.height, SLICE), dtype, transforms=swizzled),
         plgpu.SMEM(weights, jnp.uint8),
-        plgpu.Barrier(num_arrivals=loads * tiles.splits, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
     ]
     if tiles.splits > 1:
