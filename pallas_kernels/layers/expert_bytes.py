@@ -43,14 +43,20 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
     return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)
 
 
-def registered(x: Values) -> Values:
+def registered(x: Values, kind: str) -> Values:
     """Returns activations [rows, columns] in the order in which `wgmma` multiplies them by registers of bytes.
 
-    Of each 128 columns, thread t of four loads the bytes of columns 32 t to 32 t + 31 of a weight's row, 16 bytes. If it
-    unpacks them as those of `int4.pack`, its pairs of values are of columns 32 t + 4 w + 16 h + o + {0, 2}, for each word
-    w, o of two and h of two, one after another. Zeros fill the last 128 columns.
+    Of each 128 columns, thread t of four loads the bytes of columns 32 t to 32 t + 31 of a weight's row, four words. Its
+    pairs of values are one after another, for each word w, of these columns:
+
+        mxfp4   32 t + 4 w + i + {0, 16}              byte i of the word, i from 0 to 3
+        int4    32 t + 4 w + 16 h + o + {0, 2}        o = 0, 1 and h = 0, 1: of two bytes, as `int4.pack` orders them
+
+    Zeros fill the last 128 columns.
     """
     library: Any = np if isinstance(x, np.ndarray) else jnp
     rows, columns = x.shape
-    whole = library.pad(x, ((0, 0), (0, -columns % SLICE))).reshape(rows, -1, 4, 2, 4, 2, 2)  # axes t, h, w, e, o
-    return whole.transpose(0, 1, 4, 6, 3, 2, 5).reshape(rows, -1)
+    whole = library.pad(x, ((0, 0), (0, -columns % SLICE)))
+    if kind == "mxfp4":  # axes t, pair, w, i
+        return whole.reshape(rows, -1, 4, 2, 4, 4).transpose(0, 1, 4, 5, 2, 3).reshape(rows, -1)
+    return whole.reshape(rows, -1, 4, 2, 4, 2, 2).transpose(0, 1, 4, 6, 3, 2, 5).reshape(rows, -1)  # t, h, w, pair, o

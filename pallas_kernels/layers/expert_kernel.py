@@ -13,8 +13,8 @@ sums of a channel's gate and of its up, and joins them.
 
 The rows are in blocks, each of one expert (`expert_blocks.blocks_of`). A work item is a block, a tile of output
 channels, and a part of k. There are as many CTAs as multiprocessors, and each computes every n-th work item, of as many
-blocks as there are. Neighbours in time share a tile, so that blocks of one expert read its weight together. A row of a
-block is stored in the row of its choice.
+blocks as there are. Neighbours in time share a block, so that the weight is read in its order. A row of a block is
+stored in the row of its choice.
 """
 
 import functools
@@ -71,15 +71,16 @@ class _Cta(PackedCta):
         self.group = inner // refs["scale"].shape[1]
         self.item_slots = math.ceil(inner / (SLICE * tiles.splits * tiles.parts))
         self.channel_tiles = self.width // (self.own_channels * tiles.channels)
+        self.tables = registers.tables(interpret=interpret) if self.is_mxfp4 else None
         self.used, self.unused = refs["counts"][0], refs["counts"][1]
         self.items = self.own_items(self.used * (self.channel_tiles * tiles.parts))
 
     def place_of(self, item):
-        """Returns where a work item is."""
+        """Returns where a work item is; neighbours in time share the block."""
         index = self.index + item * self.tiles.programs
-        block, index = jax.lax.rem(index, self.used), jax.lax.div(index, self.used)
-        channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
-        return _Place(block, self.refs["expert"][block], channel * (self.tiles.channels * self.own_channels), part)
+        part, index = jax.lax.rem(index, self.tiles.parts), jax.lax.div(index, self.tiles.parts)
+        tile, block = jax.lax.rem(index, self.channel_tiles), jax.lax.div(index, self.channel_tiles)
+        return _Place(block, self.refs["expert"][block], tile * (self.tiles.channels * self.own_channels), part)
 
     def load_slices(self, place, column, at, barrier):
         """Starts to load slices of k of the tile's weights and rows of x; zeros are loaded beyond the last column."""
@@ -118,7 +119,8 @@ class _Cta(PackedCta):
         packed = self.w_tiles.at[at, slice(None) if self.gate else 0, own, columns]
         if not self.is_mxfp4:
             return self.group_product(packed, at, factors, total)
-        x, pieces = self.x_tiles.at[at, self.split], registers.numbers(packed, factors, PIECE, interpret=self.interpret)
+        x, own = self.x_tiles.at[at, self.split], (packed, factors, self.tables)
+        pieces = registers.numbers(*own, PIECE, interpret=self.interpret)
         pairs = [(piece, x.at[:, pl.ds(index * PIECE, PIECE)]) for index, piece in enumerate(pieces)]
         return total + self.sums(pairs, total.shape)
 
@@ -146,14 +148,11 @@ class _Cta(PackedCta):
 
     def clear(self, item):
         """Stores zeros for choices of no expert: one tile of channels of a block."""
-        index = self.index + item * self.tiles.programs
-        block, index = self.used + jax.lax.rem(index, self.unused), jax.lax.div(index, self.unused)
-        channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
-        own = _Place(block, block, channel * (self.tiles.channels * self.own_channels), part)
+        place = self.place_of(item)
 
         @pl.when(self.split == 0)
         def _():
-            self.write(own, self.zeros())
+            self.write(place._replace(block=place.block + self.used), self.zeros())
 
     def run(self):
         super().run()
@@ -181,7 +180,7 @@ def multiply_chosen(
     """
     flat = x.reshape(-1, x.shape[-1])
     blocks, counts = listed(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
-    slices = registered(flat).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
+    slices = registered(flat, weight.kind).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
     rows = slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
     arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
     optional = {"bias": bias, "factors": None if factors is None else factors.ravel()}

@@ -4,18 +4,18 @@ import itertools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers.expert_bytes import registered, unpack
 from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, rows_by_jax, values_by_jax, words
+from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
 
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
 
 
 def powers(ref: Any, first: Array, group: Array, *, apart: int | None, interpret: bool) -> Array:
-    """Returns the powers of two of a slice's four groups for 64 rows, bfloat16 [64, 8]; each is there twice.
+    """Returns half the powers of two of a slice's four groups for 64 rows, bfloat16 [64, 8]; each is there twice.
 
     So a thread has the power of its own group twice in a word, for each of its two rows.
 
@@ -54,9 +54,9 @@ def powers(ref: Any, first: Array, group: Array, *, apart: int | None, interpret
 
 
 def _power_bits(m, scale):
-    """Returns the bits of 2^(scale - 127) in bfloat16, twice in a word: 2^-127 is subnormal, and 255 is NaN."""
-    bits = m.arith.shli(scale, m.c(7, m.i32))
-    for special, value in ((0, 0x40), (255, 0x7FC0)):
+    """Returns the bits of 2^(scale - 128) in bfloat16, twice in a word: of 0 and 1 subnormal numbers, of 255 NaN."""
+    bits = m.arith.shli(m.arith.subi(scale, m.c(1, m.i32)), m.c(7, m.i32))
+    for special, value in ((0, 0x20), (1, 0x40), (255, 0x7FC0)):
         is_special = m.arith.cmpi(m.arith.CmpIPredicate.eq, scale, m.c(special, m.i32))
         bits = m.arith.select(is_special, m.c(value, m.i32), bits)
     return m.arith.ori(bits, m.arith.shli(bits, m.c(16, m.i32)))
@@ -70,60 +70,118 @@ def _powers_by_jax(ref, first, group, apart):
         return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), own], apart)
 
     scales = jnp.stack([column(index) for index in range(THREADS)], axis=1)
-    return jnp.repeat(mxfp4.factors(scales), 2, axis=1)
+    return jnp.repeat(mxfp4.factors(scales) * jnp.bfloat16(0.5), 2, axis=1)
 
 
-def numbers(ref: Any, powers: Array, size: int, *, interpret: bool) -> list[Array]:
+def tables(*, interpret: bool) -> Array | None:
+    """Returns the first half of `POSITIVE` and of `NEGATIVE` in two words of each thread, int32 [64, 8].
+
+    A bit of the threads' masks that is never set keeps the compiler from knowing these constants: it would keep them in
+    uniform registers, and copy them for each use.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        return None
+    shape = HEIGHT, 8
+
+    @plgpu.inline_mgpu(
+        arg_types=(), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WGMMA)
+    )
+    def make(_):
+        m, made = Mlir(), []
+        for word, _ in (POSITIVE, NEGATIVE):
+            lines = f"{{.reg .b32 mask; mov.u32 mask, %lanemask_lt; lop3.b32 $0, mask, 0x80000000, {word:#x}, 0xEA;}}"
+            found = m.llvm.inline_asm(m.i32, [], lines, "=r")
+            made.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), found))
+        return m.array(made, m.wgmma, shape, is_signed=True)
+
+    return make()
+
+
+def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpret: bool) -> list[Array]:
     """Returns the numbers of a slice times powers of two in pieces [64, size] of bfloat16; they are exact.
 
-    The bits of a number are put into a bfloat16 number, which thereby is 2^-126 times the number, and this is
-    multiplied by 2^126 and by the power of two.
+    Two times a number is a whole number n from -12 to 12. `PRMT` takes eight values of four bits as they are, and looks
+    up the bytes 64 + n. They become the last bits of the number 128 in bfloat16, whose last bit counts 1. This number is
+    multiplied by half the power of two, and 192 times that is subtracted at once. With a scale of more than 248, 2^121,
+    this product is too large, and the result is NaN.
 
     Args:
         ref: bytes of 128 columns in shared memory, as `int4_registers.differences` has them.
         powers: `powers` of the slice.
+        tables: `tables`.
         size: columns of a piece, a multiple of 32.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
-        wide = jnp.tile(powers, SLICE // (2 * THREADS))  # a thread's columns are two of each 8
-        return jnp.split(mxfp4.numbers(values_by_jax(ref)).astype(jnp.bfloat16) * wide, SLICE // size, axis=1)
+        return _numbers_by_jax(ref, powers, size)
     piece = plgpu.ShapeDtypeStruct((HEIGHT, size), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA), return_type=(piece,) * (SLICE // size))
-    def unpack(_, ref, powers):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WGMMA] * 2), return_type=(piece,) * (SLICE // size))
+    def load(_, ref, powers, tables):
         m = Mlir()
+        known = [m.vector.extract(register, [], [0]) for register in tables.registers.flat]
         own = [m.as_word(register) for register in powers.registers.flat]
+        products = [m.llvm.inline_asm(m.i32, [power], PRODUCT, "=r,r") for power in own]
         found, pieces = words(m, ref), []  # [half, word]
         for first in range(0, SLICE // WORD, size // WORD):
             registers: list[Any] = []
             for word in range(first, first + size // WORD):
-                halves = [_unpack(m, found[half][word], own[half]) for half in range(2)]
+                halves = [_unpack(m, found[half][word], own[half], products[half], *known) for half in range(2)]
                 registers += itertools.chain(*zip(*halves, strict=True))
             pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
         return tuple(pieces)
 
-    return unpack(ref, powers)
+    return load(ref, powers, tables)
 
 
-def _unpack(m, word, power):
-    """Returns the four pairs of numbers of a word times a power of two."""
-    lines = [".reg .b32 sign, bits;"]
-    for index in range(4):
-        left, up = 12 - 4 * index, 6 - 4 * index  # from the four bits to the sign, and to exponent and mantissa
-        sign = "sign" if left else "$4"
-        lines += [f"shl.b32 sign, $4, {left};"] if left else []
-        lines.append(f"{'shl' if up > 0 else 'shr'}.b32 bits, $4, {abs(up)};")
-        lines.append("and.b32 bits, bits, 0x01C001C0;")
-        lines.append(f"lop3.b32 bits, {sign}, 0x80008000, bits, 0xEA;")  # (sign & 0x80008000) | bits
-        lines.append("fma.rn.bf16x2 bits, bits, $5, $6;")
-        lines.append(f"fma.rn.bf16x2 ${index}, bits, $7, $6;")
+def _numbers_by_jax(ref, powers, size):
+    packed = ref[...]
+    packed = packed if packed.ndim == 2 else interleaved(packed)
+    values = registered(unpack(packed.reshape(HEIGHT, THREADS, -1)), "mxfp4")
+    wide = jnp.tile(powers, SLICE // (2 * THREADS))  # a thread's columns are two of each 8
+    return jnp.split((2 * mxfp4.numbers(values)).astype(jnp.bfloat16) * wide, SLICE // size, axis=1)
+
+
+# Bytes 64 + n of positive numbers and 64 - n of negative ones, by exponent and mantissa. `PRMT` returns 0 instead if the
+# highest bit of a value is set; this is the sign, and for the second table it is inverted.
+POSITIVE, NEGATIVE = (0x43424140, 0x4C484644), (0x3D3E3F40, 0x34383A3C)
+PRODUCT = "{.reg .b32 many, none; mov.b32 many, 0xC340C340; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, many, none;}"
+UNPACK = " ".join(
+    (
+        ".reg .b32 word, other, low, high;",
+        "xor.b32 other, $4, 0x88888888;",
+        f"prmt.b32 low, $7, {POSITIVE[1]:#x}, $4;",
+        f"prmt.b32 high, $8, {NEGATIVE[1]:#x}, other;",
+        "or.b32 low, low, high;",
+        "shr.b32 word, $4, 16;",
+        "shr.b32 other, other, 16;",
+        f"prmt.b32 high, $7, {POSITIVE[1]:#x}, word;",
+        f"prmt.b32 other, $8, {NEGATIVE[1]:#x}, other;",
+        "or.b32 high, high, other;",
+        *(
+            f"prmt.b32 word, {'low' if index < 2 else 'high'}, 0x43434343, {'0x4342' if index % 2 else '0x4140'}; "
+            f"fma.rn.bf16x2 ${index}, word, $5, $6;"
+            for index in range(4)
+        ),
+    )
+)
+
+
+def _unpack(m, word, *operands):
+    """Returns the four pairs of numbers of a word times two powers: of the low and the high bits of each byte.
+
+    Args:
+        m: MLIR.
+        word: the word.
+        operands: half the powers, -192 times them, and the first half of `POSITIVE` and of `NEGATIVE`.
+    """
     struct = m.llvm.StructType.get_literal([m.i32] * 4)
-    most, none = (m.c(np.uint32(bits).view(np.int32).item(), m.i32) for bits in (0x7E807E80, 0x80008000))
-    constraints = ",".join(["=&r"] * 4 + ["r"] * 4)
-    found = m.llvm.inline_asm(struct, [word, most, none, power], "{" + " ".join(lines) + "}", constraints)
+    constraints = ",".join(["=&r"] * 4 + ["r"] * (1 + len(operands)))
+    found = m.llvm.inline_asm(struct, [word, *operands], "{" + UNPACK + "}", constraints)
     pair = m.ir.VectorType.get((2,), m.ir.BF16Type.get())
     return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), pair) for index in range(4)]
 

@@ -96,27 +96,22 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
 
 
 def _differences_by_jax(ref, zeros, dtype, size):
-    values = values_by_jax(ref).astype(dtype)
+    packed = ref[...]
+    packed = packed if packed.ndim == 2 else interleaved(packed)
+    values = int4.unpack(packed[:, None]).astype(dtype)
     zeros = [jnp.full(HEIGHT, int4.ZERO) if zero is None else zero for zero in zeros]
     columns = jnp.repeat(jnp.stack(zeros, axis=1), SLICE // len(zeros), axis=1)
     return jnp.split(values - columns.astype(dtype), SLICE // size, axis=1)
-
-
-def values_by_jax(ref):
-    """Returns the values of a slice in the order of the registers [64, 128]."""
-    packed = ref[...]
-    packed = packed if packed.ndim == 2 else _interleaved(packed)
-    return int4.unpack(packed[:, None])
 
 
 def rows_by_jax(load, apart):
     """Returns 64 rows from a function of a first row and a number of rows, in the order of `column`."""
     if apart is None:
         return load(0, HEIGHT)
-    return _interleaved(jnp.stack([load(0, HEIGHT // 2), load(apart, HEIGHT // 2)]))
+    return interleaved(jnp.stack([load(0, HEIGHT // 2), load(apart, HEIGHT // 2)]))
 
 
-def _interleaved(halves):
+def interleaved(halves):
     """Returns [2, 32, ...] as [64, ...]: 8 of the first half, 8 of the second, and so on."""
     _, _, *others = halves.shape
     return halves.reshape(2, 4, 8, *others).swapaxes(0, 1).reshape(HEIGHT, *others)
@@ -223,10 +218,10 @@ class Mlir:
         """Returns a pair of 16-bit numbers as a word."""
         return self.vector.extract(self.vector.bitcast(self.ir.VectorType.get((1,), self.i32), pair), [], [0])
 
-    def array(self, registers, layout, shape):
+    def array(self, registers, layout, shape, *, is_signed=None):
         """Returns an array made of a thread's registers."""
         registers = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
-        return self.fragmented(_registers=registers, _layout=layout, _is_signed=None)
+        return self.fragmented(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 def words(m, ref):
