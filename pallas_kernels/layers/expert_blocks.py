@@ -109,12 +109,12 @@ def _list_kernel(chosen_ref, expert_ref, choices_ref, counts_ref, *, experts, si
 
     def fill(place, blocks, expert, filled):
         """Lists experts of blocks, and -1 for the rows that the last block of an expert has not."""
-        number, row = jnp.arange(pl.next_power_of_2(pl.cdiv(count, size)))[None, :], jnp.arange(size)[None, :]
+        number, row = (jnp.arange(pl.next_power_of_2(most))[None, :] for most in (pl.cdiv(count, size), size))
         mask = number < blocks[:, None]
         pltriton.store(expert_ref.at[place[:, None] + number], jnp.broadcast_to(expert[:, None], mask.shape), mask=mask)
         empty = filled[:, None] + row
         at = choices_ref.at[place[:, None] + empty // size, empty % size]
-        pltriton.store(at, jnp.full(empty.shape, -1, jnp.int32), mask=empty < blocks[:, None] * size)
+        pltriton.store(at, jnp.full(empty.shape, -1, jnp.int32), mask=(row < size) & (empty < blocks[:, None] * size))
 
     fill(first, needed, jnp.arange(each.shape[1]), own)
     only = jnp.zeros(1, jnp.int32)
