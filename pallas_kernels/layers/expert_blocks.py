@@ -15,7 +15,7 @@ MOST_CHOICES = 512
 # Rows of a block: the smallest side of a product on tensor cores, and for many rows more. Values of packed weights take
 # registers when they are unpacked, so these have smaller blocks.
 FEW_ROWS, MANY_ROWS, MANY_ROWS_OF_PACKED = 16, 64, 32
-MOST_LISTED = 2048  # most choices that one program lists
+MOST_LISTED = 2048  # most choices that one program lists in less time than their products take
 CHOICES = 128  # choices that are compared with all experts at a time to list blocks
 
 
@@ -48,27 +48,12 @@ def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks
     return Blocks(expert, choices)
 
 
-def counts_of(blocks: Blocks, experts: int) -> Int[Array, "2"]:
-    """Returns how many blocks have an expert, and how many have choices of none."""
-    return jnp.stack([jnp.sum(blocks.expert < experts), jnp.sum(blocks.expert == experts)]).astype(jnp.int32)
-
-
-def listed(
-    chosen: Int[Array, " choices"], experts: int, size: int, *, interpret: bool = False
-) -> tuple[Blocks, Int[Array, "2"]]:
-    """Returns the blocks of `blocks_of` and their numbers (`counts_of`), found by `list_blocks` if choices are few."""
-    if chosen.shape[0] <= MOST_LISTED:
-        return list_blocks(chosen, experts, size, interpret=interpret)
-    blocks = blocks_of(chosen, experts, size)
-    return blocks, counts_of(blocks, experts)
-
-
 def list_blocks(
     chosen: Int[Array, " choices"], experts: int, size: int, *, interpret: bool = False
 ) -> tuple[Blocks, Int[Array, "2"]]:
-    """Returns the blocks of `blocks_of`, found by one launch, and their numbers (`counts_of`).
+    """Returns the blocks of `blocks_of`, found by one launch, and how many have an expert, and how many have none.
 
-    What is listed for blocks that are not used is arbitrary.
+    What is listed for other blocks is arbitrary.
     """
     count = chosen.shape[0]
     blocks = min(count, experts + 1) + count // size

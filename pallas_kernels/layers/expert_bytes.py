@@ -46,8 +46,8 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
 def registered(x: Values, kind: str) -> Values:
     """Returns activations [rows, columns] in the order in which `wgmma` multiplies them by registers of bytes.
 
-    Of each 128 columns, thread t of four loads the bytes of columns 32 t to 32 t + 31 of a weight's row, four words. Its
-    pairs of values are one after another, for each word w, of these columns:
+    Of each 128 columns, thread t of four loads the bytes of columns 32 t to 32 t + 31 of a weight's row, four words.
+    Its pairs of values are one after another, for each word w, of these columns:
 
         mxfp4   32 t + 4 w + i + {0, 16}              byte i of the word, i from 0 to 3
         int4    32 t + 4 w + 16 h + o + {0, 2}        o = 0, 1 and h = 0, 1: of two bytes, as `int4.pack` orders them

@@ -17,7 +17,6 @@ blocks as there are. Neighbours in time share a block, so that the weight is rea
 stored in the row of its choice.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_blocks import Blocks, listed
+from pallas_kernels.layers.expert_blocks import Blocks, list_blocks
 from pallas_kernels.layers.expert_bytes import registered
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
@@ -49,10 +48,10 @@ class _Cta(PackedCta):
     """The operations of one CTA (Pallas program) inside the kernel.
 
     Args:
-        refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N, K / 2] uint8;
-            scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and counts [2], the
-            numbers of blocks that have an expert, and that have none; out [parts, choices, channels]; some of zeros as
-            scale, bias [experts * N, 1] and factors [choices, 1].
+        refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N,
+            K / 2] uint8; scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and
+            counts [2], the numbers of blocks that have an expert, and that have none; out [parts, choices, channels];
+            some of zeros as scale, bias [experts * N, 1] and factors [choices, 1].
         memory: shared memory of `memory_of`.
         tiles: static sizes of the call.
         experts: number of experts.
@@ -179,7 +178,7 @@ def multiply_chosen(
         interpret: as in `multiply`.
     """
     flat = x.reshape(-1, x.shape[-1])
-    blocks, counts = listed(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
+    blocks, counts = list_blocks(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
     slices = registered(flat, weight.kind).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
     rows = slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
     arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
@@ -202,14 +201,14 @@ def multiply(
     dtype: jnp.dtype,
     interpret: Any = False,
 ) -> Array:
-    """Runs the Hopper kernel of packed experts, and returns partial sums of each choice's product [parts, choices, out].
+    """Runs the Hopper kernel of packed experts, and returns partial sums of the products [parts, choices, out].
 
     Args:
         x: rows of all blocks [slices, blocks * height, 128], `registered`, bfloat16; of int4 also float16.
         weight: the weight, by name: values [experts, N, bytes] in the order of `expert_bytes`; scale [experts, N,
             groups], of mxfp4 uint8 and of int4 float32; zeros uint8 of the same shape, if int4 has any.
         blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
-            (`expert_blocks.listed`). What is listed for other blocks is arbitrary.
+            (`expert_blocks.list_blocks`). What is listed for other blocks is arbitrary.
         optional: bias [experts, N], and float32 factors of the choices [choices], if there are any.
         choices: number of choices.
         gate: as in `expert_matmul`; with a gate, k has one part.

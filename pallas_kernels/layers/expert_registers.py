@@ -85,9 +85,7 @@ def tables(*, interpret: bool) -> Array | None:
         return None
     shape = HEIGHT, 8
 
-    @plgpu.inline_mgpu(
-        arg_types=(), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WGMMA)
-    )
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WGMMA))
     def make(_):
         m, made = Mlir(), []
         for word, _ in (POSITIVE, NEGATIVE):
@@ -102,10 +100,10 @@ def tables(*, interpret: bool) -> Array | None:
 def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpret: bool) -> list[Array]:
     """Returns the numbers of a slice times powers of two in pieces [64, size] of bfloat16; they are exact.
 
-    Two times a number is a whole number n from -12 to 12. `PRMT` takes eight values of four bits as they are, and looks
-    up the bytes 64 + n. They become the last bits of the number 128 in bfloat16, whose last bit counts 1. This number is
+    Two times a number is a whole number n from -12 to 12. `PRMT` takes four values of four bits as they are, and looks
+    up the bytes 64 + n. They become the last bits of the number 128 in bfloat16, whose last bit counts 1. This sum is
     multiplied by half the power of two, and 192 times that is subtracted at once. With a scale of more than 248, 2^121,
-    this product is too large, and the result is NaN.
+    192 times half of it is too large, and the result is NaN.
 
     Args:
         ref: bytes of 128 columns in shared memory, as `int4_registers.differences` has them.
@@ -146,10 +144,12 @@ def _numbers_by_jax(ref, powers, size):
     return jnp.split((2 * mxfp4.numbers(values)).astype(jnp.bfloat16) * wide, SLICE // size, axis=1)
 
 
-# Bytes 64 + n of positive numbers and 64 - n of negative ones, by exponent and mantissa. `PRMT` returns 0 instead if the
-# highest bit of a value is set; this is the sign, and for the second table it is inverted.
+# Bytes 64 + n of positive numbers and 64 - n of negative ones, by exponent and mantissa. `PRMT` returns 0 instead if
+# the highest bit of a value is set; this is the sign, and for the second table it is inverted.
 POSITIVE, NEGATIVE = (0x43424140, 0x4C484644), (0x3D3E3F40, 0x34383A3C)
-PRODUCT = "{.reg .b32 many, none; mov.b32 many, 0xC340C340; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, many, none;}"
+PRODUCT = (
+    "{.reg .b32 many, none; mov.b32 many, 0xC340C340; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, many, none;}"
+)
 UNPACK = " ".join(
     (
         ".reg .b32 word, other, low, high;",
@@ -253,9 +253,7 @@ def scatter(
                         value = m.vector.extract(total.registers.flat[column // 4 + half], [], [odd])
                         value = value if factor is None else m.arith.mulf(value, factor)
                         value = value if element == m.f32 else m.arith.truncf(element, value)
-                        at = m.utils.getelementptr(
-                            m.utils.memref_ptr(ref), [m.arith.addi(start, rows[half])], element
-                        )
+                        at = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.addi(start, rows[half])], element)
                         m.llvm.store(value, at)
 
     write(ref, *refs, total, *place)

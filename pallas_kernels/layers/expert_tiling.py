@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels.layers import expert_bytes
+from pallas_kernels.layers.expert_blocks import MOST_LISTED
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_tiling import Tiles, most_stages
 
@@ -24,7 +25,7 @@ WORTH = 0.95  # a shape is chosen instead of one before it if the time is below 
 def choose_tiles(
     chosen: tuple[int, int], shape: tuple[int, int, int], *, gated: bool, multiprocessors: int, parts: int = 1
 ) -> Tiles | None:
-    """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape.
+    """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape, or so many choices.
 
     Args:
         chosen: number of experts of a row, and number of rows.
@@ -34,6 +35,8 @@ def choose_tiles(
         parts: number of parts of k.
     """
     (count, rows), (experts, out, inner) = chosen, shape
+    if count * rows > MOST_LISTED:
+        return None
     used = experts * (1 - (1 - min(count / experts, 1)) ** rows)  # expected, with experts chosen at random
     height = next(height for height, most in HEIGHTS if count * rows / used <= most)
     blocks = max(used, count * rows / height)

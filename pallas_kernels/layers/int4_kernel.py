@@ -30,6 +30,7 @@ from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
 
+
 def _kernel(
     # inputs, in global memory
     x_ref,  # [T, K]

@@ -199,7 +199,9 @@ class Mlir:
 
     def load(self, ref, place, element, **options):
         """Loads an element of an array in memory."""
-        return self.llvm.load(element, self.utils.getelementptr(self.utils.memref_ptr(ref), [place], element), **options)
+        return self.llvm.load(
+            element, self.utils.getelementptr(self.utils.memref_ptr(ref), [place], element), **options
+        )
 
     def float_at(self, ref, place):
         """Returns an element of an array of bytes or floating-point numbers as a float32 number."""

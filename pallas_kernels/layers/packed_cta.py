@@ -30,7 +30,7 @@ class PackedCta:
     A kernel's own class sets `items` (number of work items of the CTA) and `item_slots` (slots of a work item), and has
     these methods:
         place_of(item): Returns where a work item is, which is passed to the other methods.
-        load_slices(place, column, at, barrier): Starts to load a slot, from this column on, into place `at` of the ring.
+        load_slices(place, column, at, barrier): Starts to load a slot from this column on into place `at` of the ring.
         factors(place, column): Returns what is loaded for a slice in advance, from global memory into registers.
         product(at, factors, total): Returns a total [64, height] with the product of this warpgroup's slice added.
         store(place, total): Stores a result [64, height].
@@ -124,6 +124,7 @@ class PackedCta:
             others = [sums[index, self.channel] for index in range(self.tiles.splits - 1)]
             pl.when(item + 1 < self.items)(lambda: self.plgpu.barrier_arrive(read))
             store(sum(others, total))
+
     def load(self, slot):
         """Starts to load a slot: slices of k of the tile's weights and rows of x."""
         at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
@@ -132,7 +133,7 @@ class PackedCta:
 
     def compute(self, item):
         """Computes a work item and stores its result."""
-        tiles, place = self.tiles, self.place_of(item)
+        place = self.place_of(item)
 
         def factors(index):
             return self.factors(place, self.first_column(place.part, index) + self.split * SLICE)
