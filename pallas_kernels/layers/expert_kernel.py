@@ -105,7 +105,7 @@ class _Cta(PackedCta):
 
     def factors(self, place, column):
         """Returns the powers of two of a slice's groups, or the scales and zero points of int4."""
-        same = {"apart": self.apart, "interpret": self.interpret}
+        same: dict[str, Any] = {"apart": self.apart, "interpret": self.interpret}
         if self.is_mxfp4:
             return registers.powers(self.refs["scale"], self.first_row(place), column // self.group, **same)
         refs, last = (self.refs["scale"], self.refs.get("zeros")), self.group * (self.refs["scale"].shape[1] - 1)
@@ -118,15 +118,17 @@ class _Cta(PackedCta):
         packed = self.w_tiles.at[at, slice(None) if self.gate else 0, own, columns]
         if not self.is_mxfp4:
             return self.group_product(packed, at, factors, total)
-        x, own = self.x_tiles.at[at, self.split], (packed, factors, self.tables)
-        pieces = registers.numbers(*own, PIECE, interpret=self.interpret)
+        x = self.x_tiles.at[at, self.split]
+        pieces = registers.numbers(packed, factors, self.tables, PIECE, interpret=self.interpret)
         pairs = [(piece, x.at[:, pl.ds(index * PIECE, PIECE)]) for index, piece in enumerate(pieces)]
         return total + self.sums(pairs, total.shape)
 
     def store(self, place, total):
         """Adds the bias, joins gate and up, and stores the results of the block's choices."""
         if "bias" in self.refs:
-            bias = column(self.refs["bias"], self.first_row(place), 0, apart=self.apart, interpret=self.interpret)
+            bias = column(
+                self.refs["bias"], self.first_row(place), jnp.int32(0), apart=self.apart, interpret=self.interpret
+            )
             bias = bias * jnp.where(place.part == 0, 1.0, 0.0)
             total += jax.lax.broadcast_in_dim(bias, total.shape, [0])
         if self.gate:
@@ -220,9 +222,8 @@ def multiply(
 
     experts, rows, _ = weight["values"].shape
     halves = 2 if gate else 1
-    arrays = {"x": x, "weight": weight["values"], "scale": weight["scale"], "zeros": weight.get("zeros")}
-    arrays |= {"bias": optional.get("bias"), "factors": optional.get("factors")}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    arrays = {"x": x, "weight": weight["values"], **weight, **optional}
+    del arrays["values"]
     for name in {"weight", "scale", "zeros"} & arrays.keys():
         arrays[name] = arrays[name].reshape(experts * rows, -1)
     for name in {"bias", "factors"} & arrays.keys():

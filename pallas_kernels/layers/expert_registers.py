@@ -210,7 +210,14 @@ def halves(total: Array, *, interpret: bool) -> tuple[Array, Array]:
 
 
 def scatter(
-    ref: Any, total: Array, place: tuple[Array, ...], choices_ref: Any, factors_ref: Any, *, is_joined: bool, interpret
+    ref: Any,
+    total: Array,
+    place: tuple[Array, ...],
+    choices_ref: Any,
+    factors_ref: Any,
+    *,
+    is_joined: bool,
+    interpret: bool,
 ) -> None:
     """Stores a result [64, height] transposed, each of its columns in the row of a choice, times a factor.
 

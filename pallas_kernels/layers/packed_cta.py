@@ -7,6 +7,7 @@ rows of the weight, and `height` rows of x), summed over one part of k. A slot o
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -22,22 +23,15 @@ from pallas_kernels.layers.int4_tiling import Tiles
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
 
 
-class PackedCta:
+class PackedCta(ABC):
     """The operations of one CTA (Pallas program) inside a kernel.
 
     Slots are numbered consecutively over all work items of the CTA; slot i is in place i modulo `stages` of the ring.
 
-    A kernel's own class sets `items` (number of work items of the CTA) and `item_slots` (slots of a work item), and has
-    these methods:
-        place_of(item): Returns where a work item is, which is passed to the other methods.
-        load_slices(place, column, at, barrier): Starts to load a slot from this column on into place `at` of the ring.
-        factors(place, column): Returns what is loaded for a slice in advance, from global memory into registers.
-        product(at, factors, total): Returns a total [64, height] with the product of this warpgroup's slice added.
-        store(place, total): Stores a result [64, height].
     """
 
-    items: Array
-    item_slots: int
+    items: Array  # number of work items of the CTA
+    item_slots: int  # slots of a work item
 
     def __init__(self, memory: tuple[Any, ...], tiles: Tiles, interpret: bool):
         from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
@@ -47,6 +41,26 @@ class PackedCta:
         self.warpgroup, self.index = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
         self.channel = jax.lax.rem(self.warpgroup, tiles.channels)
         self.split = jax.lax.div(self.warpgroup, tiles.channels)
+
+    @abstractmethod
+    def place_of(self, item: Array) -> Any:
+        """Returns where a work item is, with its part of k."""
+
+    @abstractmethod
+    def load_slices(self, place: Any, column: Array, at: Array, barrier: Any) -> None:
+        """Starts to load slices of k from this column on into place `at` of the ring."""
+
+    @abstractmethod
+    def factors(self, place: Any, column: Array) -> Any:
+        """Returns what is loaded a slot ahead, from global memory into registers, for a slice."""
+
+    @abstractmethod
+    def product(self, at: Array, factors: Any, total: Array) -> Array:
+        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
+
+    @abstractmethod
+    def store(self, place: Any, total: Array) -> None:
+        """Stores a result [64, height]."""
 
     def own_items(self, items: Any) -> Array:
         """Returns how many of all work items this CTA computes: every n-th of n = `programs` CTAs."""

@@ -1,0 +1,211 @@
+"""Compare the Hopper kernel of packed experts with a loop in float64, in jax's interpreter, and compile it for an H200."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.layers.expert_blocks import MOST_LISTED, blocks_of, list_blocks
+from pallas_kernels.layers.expert_bytes import pack, registered
+from pallas_kernels.layers.expert_kernel import multiply_chosen
+from pallas_kernels.layers.expert_matmul import Gate
+from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
+from pallas_kernels.layers.expert_tiling import choose_tiles
+from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.quantized import Quantized
+from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
+from tests.support.h200 import compile_for_h200
+
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["mxfp4", "int4"])
+def test_columns_of_x_have_the_order_of_the_values_in_the_registers_of_wgmma(kind: str) -> None:
+    """Thread t of four loads bytes 16 t to 16 t + 15 of 128 columns; its pair p of a word is unpacked at once.
+
+    PTX's fragment of the first operand gives thread t columns 2 t and 2 t + 1 of each 8.
+    """
+    values = np.random.default_rng(0).integers(0, 16, (1, 128)).astype(np.uint8)
+    words, x = pack(values).reshape(4, 16).view(np.uint32), registered(values, kind)[0]  # words [thread, word]
+    for thread, word, pair in np.ndindex(4, 4, 4):
+        shifts = (8 * pair, 8 * pair + 4) if kind == "mxfp4" else (4 * pair, 4 * pair + 16)
+        got = [words[thread, word] >> shift & 15 for shift in shifts]
+        first = 8 * (4 * word + pair) + 2 * thread
+        assert got == list(x[first : first + 2])
+    assert not np.array_equal(x, values[0]), "control: another order than that of the columns"
+
+
+def executed(lines: str, registers: dict[str, int]) -> dict[str, int]:
+    """Execute PTX instructions on 32-bit registers, as the PTX ISA describes them."""
+
+    def pair(word: int) -> np.ndarray:
+        return np.array([word], np.uint32).view(ml_dtypes.bfloat16).astype(np.float64)
+
+    def prmt(low: int, high: int, selector: int) -> int:
+        table, found = low | high << 32, 0
+        for place in range(4):
+            choice = selector >> (4 * place) & 15
+            byte = table >> (8 * (choice & 7)) & 255
+            found |= ((255 if byte & 128 else 0) if choice & 8 else byte) << (8 * place)
+        return found
+
+    operations: dict[str, Any] = {
+        "xor.b32": lambda a, b: a ^ b,
+        "or.b32": lambda a, b: a | b,
+        "shr.b32": lambda a, b: a >> b,
+        "prmt.b32": prmt,
+        "fma.rn.bf16x2": lambda a, b, c: int(
+            (pair(a) * pair(b) + pair(c)).astype(ml_dtypes.bfloat16).view(np.uint32)[0]
+        ),
+    }
+    for line in filter(None, (line.strip() for line in lines.split(";"))):
+        name, arguments = line.split(" ", 1)
+        if name != ".reg":
+            result, *given = (part.strip() for part in arguments.split(","))
+            operands = [registers[one] if one in registers else int(one, 0) for one in given]
+            registers[result] = operations[name](*operands)
+    return registers
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("scale", [0, 1, 2, 100, 127, 128, 200, 248])
+def test_instructions_that_unpack_mxfp4_compute_all_its_numbers_exactly(scale: int) -> None:
+    half = np.ldexp(1.0, scale - 128)
+    power, product = (
+        np.array([value] * 2).astype(ml_dtypes.bfloat16).view(np.uint32)[0] for value in (half, -192 * half)
+    )
+    for first in (0, 8):
+        values = np.arange(first, first + 8, dtype=np.uint8)
+        word = int(pack(values.reshape(1, -1)[:, [0, 2, 4, 6, 1, 3, 5, 7]]).view(np.uint32)[0, 0, 0])
+        fixed = {"$4": word, "$5": int(power), "$6": int(product), "$7": POSITIVE[0], "$8": NEGATIVE[0]}
+        got = executed(UNPACK, fixed)
+        found = np.array([got[f"${index}"] for index in range(4)], np.uint32).view(ml_dtypes.bfloat16)
+        numbers = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * 2 * half
+        np.testing.assert_array_equal(found.astype(np.float64), numbers)
+        assert len(set(numbers)) == 8 and not np.array_equal(found[::-1].astype(np.float64), numbers), "control"
+
+
+@pytest.mark.parametrize(
+    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 300, 16), (128, 64, 8)]
+)
+@pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
+def test_blocks_listed_by_one_launch_are_those_of_blocks_of(experts: int, count: int, size: int, none: float) -> None:
+    rng = np.random.default_rng(count)
+    outside = rng.choice([-1, experts, experts + 5], count)
+    chosen = jnp.asarray(np.where(rng.uniform(size=count) < none, outside, rng.integers(0, experts, count)), jnp.int32)
+    wanted = blocks_of(chosen, experts, size)
+    got, counts = list_blocks(chosen, experts, size, interpret=True)
+    is_own, is_none = wanted.expert < experts, wanted.expert == experts
+    assert counts.tolist() == [is_own.sum(), is_none.sum()]
+    for found, right in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(found[: counts.sum()], right[: counts.sum()])
+
+
+def interpreted(*arguments: Any, tiles: Tiles, gate: Gate | None) -> np.ndarray:
+    """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # With fewer TMA threads two copies could look ordered only because one queue held both.
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
+    got = multiply_chosen(*arguments, tiles=tiles, gate=gate, dtype=F32, interpret=params)
+    got = np.asarray(jax.block_until_ready(got), np.float64)
+    assert not gpu_callbacks.get_races().races_found
+    assert len(got) == tiles.parts
+    return got.sum(axis=0)
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("kind", "inner", "group", "rows", "chosen", "gate", "tiles"),
+    [
+        ("mxfp4", 320, 32, 3, "any", None, Tiles(8, 1, 2, 2, 2, 3)),  # 2.5 slices in two parts of k
+        ("mxfp4", 160, 32, 9, "rows without experts", None, Tiles(8, 2, 1, 2, 1, 2)),  # several blocks of an expert
+        ("mxfp4", 320, 32, 4, "rows without experts", LIMITED, Tiles(8, 1, 2, 2, 1, 2)),
+        ("mxfp4", 128, 32, 20, "all rows to the same experts", Gate(), Tiles(16, 2, 1, 2, 1, 5)),
+        ("mxfp4", 128, 32, 3, "none", None, Tiles(8, 1, 1, 2, 1, 2)),
+        ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
+        ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
+    ],
+)
+def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
+    kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Tiles
+) -> None:
+    """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
+    weight, wide = packed(kind, inner, group)
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
+    bias = jnp.asarray(rng.normal(size=wide.shape[:2]), BF16)
+    factors = jnp.asarray(rng.uniform(size=own.shape), F32) if gate is None else None
+    got = interpreted(x, weight, bias, factors, jnp.asarray(own), tiles=tiles, gate=gate)
+    wanted = loop(x, wide, own, gate, bias, factors)
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * scale)
+    if chosen != "none":
+        for other in (np.roll(wide, 1, axis=0), np.roll(wide, 1, axis=2)):
+            wrong = loop(x, other, own, gate, bias, factors)
+            assert np.abs(got - wrong).max() > 0.05 * scale, "control: another expert's weight, or other columns"
+
+
+SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, width
+KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("rows", "height"), [(1, 8), (8, 8), (40, 16), (160, 32)])
+def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_expert(
+    shape: str, rows: int, height: int
+) -> None:
+    experts, chosen, hidden, width = SHAPES[shape]
+    for out, inner, gated in ((2 * width, hidden, True), (hidden, width, False)):
+        tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
+        assert tiles and tiles.stages >= 3 and out % (64 * tiles.channels) == 0
+        assert tiles.height == (height if shape == "gpt-oss-20b" else min(height, 16, 8 if rows <= 40 else 16))
+    many = MOST_LISTED // chosen + 1
+    assert choose_tiles((chosen, many), (experts, hidden, width), gated=False, multiprocessors=132) is None
+    assert choose_tiles((chosen, 1), (experts, 96, width), gated=False, multiprocessors=132) is None, "96 channels"
+
+
+@mosaic
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 8, pytest.param(40, marks=pytest.mark.matrix), 160])
+@pytest.mark.parametrize("gated", [False, True])
+def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
+    shape: str, rows: int, gated: bool, compile_with_ptxas_output: Any
+) -> None:
+    (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
+    out, inner = (2 * width, hidden) if gated else (hidden, width)
+    tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
+    groups = new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
+
+    @jax.jit
+    def product(x: Any, values: Any, scale: Any, bias: Any, indices: Any) -> jax.Array:
+        fixed: dict[str, Any] = {"gate": LIMITED if gated else None, "tiles": tiles, "dtype": BF16}
+        return multiply_chosen(x, Quantized(values, scale), bias, None, indices, **fixed)
+
+    arrays = [new((experts, out, inner // 32, 16), jnp.uint8), groups, new((experts, out), BF16)]
+    program, printed = compile_with_ptxas_output(
+        product, new((rows, inner), BF16), *arrays, new((chosen, rows), jnp.int32)
+    )
+    assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
+    assert len(program.launches) == 3 and program.count("list_blocks") == 1  # the other gathers the rows of x
+    assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
+
+
+def test_list_of_blocks_compiled_for_an_h200_spills_no_registers() -> None:
+    for count, experts, size in ((4, 32, 8), (1280, 128, 16), (MOST_LISTED, 32, 64)):
+        chosen = jax.ShapeDtypeStruct((count,), jnp.int32)
+        program = compile_for_h200(
+            lambda chosen, own=(experts, size): list_blocks(chosen, *own), chosen, fail_on_spills=True
+        )
+        assert [launch.name for launch in program.launches] == ["list_blocks"]
