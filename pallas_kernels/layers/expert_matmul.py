@@ -26,9 +26,8 @@ from pallas_kernels.layers import expert_kernel, int4, mxfp4
 from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
 from pallas_kernels.layers.expert_bytes import ordered, unpack
 from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
-from pallas_kernels.layers.expert_tiling import choose_tiles, is_supported
-from pallas_kernels.layers.hopper_kernel import choose_compiled, multiprocessors
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.expert_tiling import packed_tiles
+from pallas_kernels.layers.hopper_kernel import choose_compiled
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.split_matmul import INNER_BYTES
@@ -198,6 +197,11 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, int
     return products.reshape(*chosen.shape, width)
 
 
+def _hopper(*arguments, interpret, **options):
+    (found,) = expert_kernel.multiply_chosen(*arguments, interpret=interpret, **options)
+    return found
+
+
 def _stored(weight):
     """Returns the values of a weight, with the bytes of all blocks of a row side by side, and its scales by name."""
     if not isinstance(weight, Quantized):
@@ -260,23 +264,6 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
     return None
 
 
-def packed_tiles(weight: Array | Quantized, dtype: jnp.dtype, chosen: tuple[int, int], *, gated: bool) -> Tiles | None:
-    """Returns the tile sizes of the Hopper kernel of packed experts; None if the Hopper kernel is not used.
-
-    Args:
-        weight: weights of all experts.
-        dtype: dtype of the activations.
-        chosen: number of experts of a row, and number of rows.
-        gated: whether gate and up are joined.
-    """
-    count = multiprocessors()
-    if count is None or not isinstance(weight, Quantized):
-        return None
-    if not is_supported(weight.kind, weight.group, weight.shape[-1], dtype):
-        return None
-    return choose_tiles(chosen, weight.shape, gated=gated, multiprocessors=count)
-
-
 @functools.partial(jax.jit, static_argnames=("gate", "dtype", "deterministic", "implementation"))
 def expert_matmul(
     x: Float[Array, "rows inner"] | Float[Array, "chosen rows inner"],
@@ -313,9 +300,6 @@ def expert_matmul(
     reference = functools.partial(_reference, **options)
     unsupported = unsupported_experts(weight, x.dtype, gated=gate is not None)
     if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=gate is not None)):
-
-        def hopper(*arguments, interpret):
-            return expert_kernel.multiply_chosen(*arguments, tiles=tiles, interpret=False, **options)[0]
-
-        return choose_compiled(implementation, hopper, reference, x, weight, bias, factors, chosen)
+        kernel = functools.partial(_hopper, tiles=tiles, **options)
+        return choose_compiled(implementation, kernel, reference, x, weight, bias, factors, chosen)
     return dispatch(implementation, unsupported, kernel, reference, x, weight, bias, factors, chosen)

@@ -3,14 +3,17 @@
 import math
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from pallas_kernels.layers import expert_bytes
 from pallas_kernels.layers.expert_blocks import MOST_LISTED
+from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
+from pallas_kernels.layers.hopper_kernel import multiprocessors
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_tiling import Tiles, most_stages
+from pallas_kernels.layers.quantized import Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
-HEIGHTS = ((8, 4), (16, 10), (32, 24), (64, math.inf))
+HEIGHTS = ((8, 4), (16, 11), (32, 24), (64, math.inf))
 # Channels and splits of a CTA by the rows of a block, the preferred first. Splits read longer pieces of the weight's
 # rows; warpgroups side by side share the rows of x, whose bytes are more than the weight's at 32 rows.
 SHAPES = {
@@ -23,7 +26,7 @@ WORTH = 0.95  # a shape is chosen instead of one before it if the time is below 
 
 
 def choose_tiles(
-    chosen: tuple[int, int], shape: tuple[int, int, int], *, gated: bool, multiprocessors: int, parts: int = 1
+    chosen: tuple[int, ...], shape: tuple[int, ...], *, gated: bool, multiprocessors: int, parts: int = 1
 ) -> Tiles | None:
     """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape, or so many choices.
 
@@ -40,7 +43,7 @@ def choose_tiles(
     used = experts * (1 - (1 - min(count / experts, 1)) ** rows)  # expected, with experts chosen at random
     height = next(height for height, most in HEIGHTS if count * rows / used <= most)
     blocks = max(used, count * rows / height)
-    channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / expert_bytes.SLICE)
+    channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / SLICE)
     best, least = None, math.inf
     for channels, splits in SHAPES[height]:
         if out // (1 + gated) % (channels * channels_of):
@@ -55,10 +58,19 @@ def choose_tiles(
     return best
 
 
-def is_supported(kind: str | None, group: int | None, inner: int, dtype: jnp.dtype) -> bool:
-    """Returns whether the kernel supports a weight of this kind, and activations of this dtype."""
-    if inner % expert_bytes.BLOCK:
-        return False
-    if kind == "mxfp4":
-        return dtype == jnp.bfloat16
-    return kind == "int4" and group is not None and group % expert_bytes.SLICE == 0 and dtype.itemsize == 2
+def packed_tiles(weight: Array | Quantized, dtype: jnp.dtype, chosen: tuple[int, ...], *, gated: bool) -> Tiles | None:
+    """Returns the sizes of the kernel for a product; None: the Hopper kernel of packed experts is not used.
+
+    Args:
+        weight: weights of all experts.
+        dtype: dtype of the activations.
+        chosen: number of experts of a row, and number of rows.
+        gated: whether gate and up are joined.
+    """
+    count = multiprocessors()
+    if count is None or not isinstance(weight, Quantized) or weight.group is None or weight.shape[-1] % BLOCK:
+        return None
+    is_mxfp4, is_int4 = weight.kind == "mxfp4", weight.kind == "int4" and weight.group % SLICE == 0
+    if not ((is_mxfp4 and dtype == jnp.bfloat16) or (is_int4 and dtype in (jnp.bfloat16, jnp.float16))):
+        return None
+    return choose_tiles(chosen, weight.shape, gated=gated, multiprocessors=count)

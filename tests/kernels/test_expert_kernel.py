@@ -1,4 +1,4 @@
-"""Compare the Hopper kernel of packed experts with a loop in float64, in jax's interpreter, and compile it for an H200."""
+"""Compare the Hopper kernel of packed experts with float64 in jax's interpreter, and compile it for an H200."""
 
 from __future__ import annotations
 
