@@ -43,6 +43,10 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
     return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)
 
 
+# Bits of a column among 128 that `registered` puts one after another, from the highest: the bits below, and how many.
+ORDERS = {"mxfp4": ((2, 2), (0, 2), (5, 2), (4, 1)), "int4": ((2, 2), (0, 1), (4, 1), (5, 2), (1, 1))}
+
+
 def registered(x: Values, kind: str) -> Values:
     """Returns activations [rows, columns] in the order in which `wgmma` multiplies them by registers of bytes.
 
@@ -56,7 +60,15 @@ def registered(x: Values, kind: str) -> Values:
     """
     library: Any = np if isinstance(x, np.ndarray) else jnp
     rows, columns = x.shape
-    whole = library.pad(x, ((0, 0), (0, -columns % SLICE)))
-    if kind == "mxfp4":  # axes t, pair, w, i
-        return whole.reshape(rows, -1, 4, 2, 4, 4).transpose(0, 1, 4, 5, 2, 3).reshape(rows, -1)
-    return whole.reshape(rows, -1, 4, 2, 4, 2, 2).transpose(0, 1, 4, 6, 3, 2, 5).reshape(rows, -1)  # t, h, w, pair, o
+    fields = sorted(ORDERS[kind], reverse=True)
+    whole = library.pad(x, ((0, 0), (0, -columns % SLICE))).reshape(rows, -1, *(1 << bits for _, bits in fields))
+    return whole.transpose(0, 1, *(2 + fields.index(field) for field in ORDERS[kind])).reshape(rows, -1)
+
+
+def place_of(column: Any, kind: str) -> Any:
+    """Returns the place of a column among 128 in the order of `registered`; higher bits of the column are ignored."""
+    place = None
+    for below, bits in ORDERS[kind]:
+        own = column >> below & (1 << bits) - 1
+        place = own if place is None else place << bits | own
+    return place

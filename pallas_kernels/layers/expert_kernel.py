@@ -28,6 +28,7 @@ from jaxtyping import Array
 from pallas_kernels.layers import expert_registers as registers
 from pallas_kernels.layers.expert_blocks import Blocks, list_blocks
 from pallas_kernels.layers.expert_bytes import registered
+from pallas_kernels.layers.expert_stores import store_block, store_choices
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
 from pallas_kernels.layers.int4_tiling import Tiles
@@ -50,20 +51,21 @@ class _Cta(PackedCta):
     Args:
         refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N,
             K / 2] uint8; scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and
-            counts [2], the numbers of blocks that have an expert, and that have none; out [parts, choices, channels];
-            some of zeros as scale, bias [experts * N, 1] and factors [choices, 1].
+            counts [2], the numbers of blocks that have an expert, and that have none; out [parts, choices, channels],
+            or with an order [slices, blocks * height, SLICE]; some of zeros as scale, bias [experts * N, 1] and
+            factors [choices, 1].
         memory: shared memory of `memory_of`.
         tiles: static sizes of the call.
         experts: number of experts.
-        gate: as in `expert_matmul`.
+        gate, order: as in `multiply`.
         interpret: whether the kernel is interpreted.
     """
 
-    def __init__(self, refs, memory, tiles, experts, gate, interpret):
+    def __init__(self, refs, memory, tiles, experts, gate, order, interpret):
         super().__init__(memory, tiles, interpret)
-        self.refs, self.gate = refs, gate
-        self.width = refs["out"].shape[2]
+        self.refs, self.gate, self.order = refs, gate, order
         self.rows = refs["weight"].shape[0] // experts  # rows of an expert's weight
+        self.width = self.rows // 2 if gate else self.rows
         self.apart = self.width if gate else None  # rows from gate to up
         self.own_channels = HEIGHT // 2 if gate else HEIGHT  # output channels of a warpgroup
         inner = 2 * refs["weight"].shape[1]
@@ -137,15 +139,13 @@ class _Cta(PackedCta):
 
     def write(self, place, total):
         """Stores the results of a block's choices."""
-        registers.scatter(
-            self.refs["out"],
-            total,
-            (place.part, place.block, self.own_channel(place)),
-            self.refs["choices"],
-            self.refs.get("factors"),
-            is_joined=self.gate is not None,
-            interpret=self.interpret,
-        )
+        out, channel = self.refs["out"], self.own_channel(place)
+        same: dict[str, Any] = {"is_joined": self.gate is not None, "interpret": self.interpret}
+        if self.order:
+            store_block(out, total, (place.block * self.tiles.height, channel), self.width, self.order, **same)
+            return
+        choices, factors = self.refs["choices"], self.refs.get("factors")
+        store_choices(out, total, (place.part, place.block, channel), choices, factors, **same)
 
     def clear(self, item):
         """Stores zeros for choices of no expert: one tile of channels of a block."""
@@ -157,6 +157,8 @@ class _Cta(PackedCta):
 
     def run(self):
         super().run()
+        if self.order:
+            return
         pl.loop(0, self.own_items(self.unused * (self.channel_tiles * self.tiles.parts)))(self.clear)
 
 
@@ -179,21 +181,27 @@ def multiply_chosen(
         tiles: static sizes of the call.
         interpret: as in `multiply`.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    blocks, counts = list_blocks(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
-    slices = registered(flat, weight.kind).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
-    rows = slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
-    arrays = {"values": weight.values.reshape(*weight.shape[:2], -1), "scale": weight.scale, "zeros": weight.zeros}
-    optional = {"bias": bias, "factors": None if factors is None else factors.ravel()}
-    named = ({name: array for name, array in found.items() if array is not None} for found in (arrays, optional))
+    blocks = list_blocks(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
+    rows, optional = rows_of(x, blocks[0], weight.kind), named(bias=bias, factors=factors)
     own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
-    found = multiply(rows, next(named), (blocks, counts), next(named), chosen.size, **own)
-    return found.reshape(tiles.parts, *chosen.shape, -1)
+    return multiply(rows, weight, blocks, optional, chosen.size, **own).reshape(tiles.parts, *chosen.shape, -1)
+
+
+def rows_of(x: Array, blocks: Blocks, kind: str) -> Array:
+    """Returns the rows of all blocks of x [*rows, inner] for `multiply`, whose weight is of this kind."""
+    flat = x.reshape(-1, x.shape[-1])
+    slices = registered(flat, kind).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
+    return slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
+
+
+def named(**arrays: Array | None) -> dict[str, Array]:
+    """Returns the arrays that are not None."""
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def multiply(
     x: Array,
-    weight: dict[str, Array],
+    weight: Quantized,
     blocks: tuple[Blocks, Array],
     optional: dict[str, Array],
     choices: int,
@@ -201,49 +209,51 @@ def multiply(
     gate: Any,
     tiles: Tiles,
     dtype: jnp.dtype,
+    order: str | None = None,
     interpret: Any = False,
 ) -> Array:
     """Runs the Hopper kernel of packed experts, and returns partial sums of the products [parts, choices, out].
 
     Args:
         x: rows of all blocks [slices, blocks * height, 128], `registered`, bfloat16; of int4 also float16.
-        weight: the weight, by name: values [experts, N, bytes] in the order of `expert_bytes`; scale [experts, N,
-            groups], of mxfp4 uint8 and of int4 float32; zeros uint8 of the same shape, if int4 has any.
+        weight: weights of all experts, of mxfp4 or int4.
         blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
             (`expert_blocks.list_blocks`). What is listed for other blocks is arbitrary.
-        optional: bias [experts, N], and float32 factors of the choices [choices], if there are any.
+        optional: bias [experts, N], and float32 factors of the choices, if there are any.
         choices: number of choices.
         gate: as in `expert_matmul`; with a gate, k has one part.
         tiles: static sizes of the call.
         dtype: dtype of the result.
+        order: None, or kind of the weight of another product, of which the result is to be x. k has one part then, and
+            there are no factors.
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    experts, rows, _ = weight["values"].shape
-    halves = 2 if gate else 1
-    arrays = {"x": x, "weight": weight["values"], **weight, **optional}
-    del arrays["values"]
+    (experts, rows, _), halves = weight.shape, 2 if gate else 1
+    arrays = {"x": x, **named(weight=weight.values, scale=weight.scale, zeros=weight.zeros), **optional}
     for name in {"weight", "scale", "zeros"} & arrays.keys():
         arrays[name] = arrays[name].reshape(experts * rows, -1)
     for name in {"bias", "factors"} & arrays.keys():
         arrays[name] = arrays[name].reshape(-1, 1)
     (expert, listed_choices), counts = blocks
     arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
-    size = tiles.channels * HEIGHT // halves
-    weights = tiles.stages, halves, size, tiles.splits * SLICE // 2
+    weights = tiles.stages, halves, tiles.channels * HEIGHT // halves, tiles.splits * SLICE // 2
+    shape = tiles.parts, choices, rows // halves
+    if order:
+        shape = math.ceil(rows // halves / SLICE), x.shape[1], SLICE
 
     def entry(*refs):
-        named = dict(zip((*arrays, "out"), refs, strict=True))
+        by_name = dict(zip((*arrays, "out"), refs, strict=True))
 
         def run(*memory):
-            _Cta(named, memory, tiles, experts, gate, bool(interpret)).run()
+            _Cta(by_name, memory, tiles, experts, gate, order, bool(interpret)).run()
 
         pl.run_scoped(run, *memory_of(tiles, x.dtype, PIECE, weights, loads=halves + 1), collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((tiles.parts, choices, rows // halves), dtype),
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
         num_threads=tiles.groups,
