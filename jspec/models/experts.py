@@ -12,7 +12,8 @@ from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
-from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
+from pallas_kernels.layers.expert_matmul import Gate
+from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
 from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
@@ -55,8 +56,8 @@ def mix_experts(
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
-    inner = expert_matmul(inputs, gate_up, chosen, gate=gate, bias=layer.experts_gate_up_bias, **fixed)
-    parts = expert_matmul(inner, down, chosen, bias=layer.experts_down_bias, factors=factors, **fixed)
+    experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
+    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
     parts = parts.reshape(-1, *x.shape)
     if not config.shared and not isinstance(layer.experts_down, Shard):
         return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.expert_blocks import MOST_LISTED, blocks_of, list_blocks
-from pallas_kernels.layers.expert_bytes import pack, registered
+from pallas_kernels.layers.expert_bytes import pack, place_of, registered
 from pallas_kernels.layers.expert_kernel import multiply_chosen
 from pallas_kernels.layers.expert_matmul import Gate
+from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
 from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
 from pallas_kernels.layers.expert_tiling import choose_tiles
 from pallas_kernels.layers.int4_tiling import Tiles
@@ -109,17 +111,15 @@ def test_blocks_listed_by_one_launch_are_those_of_blocks_of(experts: int, count:
         np.testing.assert_array_equal(found[: counts.sum()], right[: counts.sum()])
 
 
-def interpreted(*arguments: Any, tiles: Tiles, gate: Gate | None) -> np.ndarray:
+def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # With fewer TMA threads two copies could look ordered only because one queue held both.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    got = multiply_chosen(*arguments, tiles=tiles, gate=gate, dtype=F32, interpret=params)
-    got = np.asarray(jax.block_until_ready(got), np.float64)
+    got = np.asarray(jax.block_until_ready(function(*arguments, interpret=params, **options)), np.float64)
     assert not gpu_callbacks.get_races().races_found
-    assert len(got) == tiles.parts
     return got.sum(axis=0)
 
 
@@ -146,7 +146,8 @@ def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
     own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
     bias = jnp.asarray(rng.normal(size=wide.shape[:2]), BF16)
     factors = jnp.asarray(rng.uniform(size=own.shape), F32) if gate is None else None
-    got = interpreted(x, weight, bias, factors, jnp.asarray(own), tiles=tiles, gate=gate)
+    arguments = x, weight, bias, factors, jnp.asarray(own)
+    got = interpreted(*arguments, function=multiply_chosen, tiles=tiles, gate=gate, dtype=F32)
     wanted = loop(x, wide, own, gate, bias, factors)
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(got, wanted, atol=1e-5 * scale)
@@ -154,6 +155,37 @@ def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
         for other in (np.roll(wide, 1, axis=0), np.roll(wide, 1, axis=2)):
             wrong = loop(x, other, own, gate, bias, factors)
             assert np.abs(got - wrong).max() > 0.05 * scale, "control: another expert's weight, or other columns"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["mxfp4", "int4"])
+def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
+    columns = np.arange(256, dtype=np.int32)
+    (order,) = registered(columns[None], kind)
+    np.testing.assert_array_equal(order[columns // 128 * 128 + place_of(columns, kind)], columns)
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("kind", "group", "out", "chosen"),
+    [("mxfp4", 32, 192, "rows without experts"), ("int4", 128, 256, "all rows to the same experts")],
+)
+def test_rows_written_for_the_next_product_interpreted_are_its_x(kind: str, group: int, out: int, chosen: str) -> None:
+    """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing was written."""
+    (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
+    rng = np.random.default_rng(out)
+    x, own = jnp.asarray(rng.normal(size=(9, 128)), BF16), choices(chosen, 5, 2, 9)
+    biases = [jnp.asarray(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
+    factors = jnp.asarray(rng.uniform(size=own.shape), F32)
+    tiles = Tiles(8, 1, 1, 2, 1, 2), Tiles(8, 1, 1, 2, 2, 2)
+    arguments = x, ExpertMlp(gate_up, down, *biases), factors, jnp.asarray(own)
+    got = interpreted(*arguments, function=multiply_packed, tiles=tiles, gate=LIMITED)
+    inner = jnp.asarray(loop(x, wide, own, LIMITED, biases[0]), BF16)
+    wanted = loop(inner, own_wide, own, None, biases[1], factors)
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, atol=0.01 * scale)  # two parts, each in bfloat16; inner may be rounded up
+    reversed_channels = loop(inner[..., ::-1], own_wide, own, None, biases[1], factors)
+    assert np.abs(got - reversed_channels).max() > 0.1 * scale, "control: channels in another order"
 
 
 SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, width
@@ -200,6 +232,27 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
     assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
     assert len(program.launches) == 3 and program.count("list_blocks") == 1  # the other gathers the rows of x
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
+
+
+@mosaic
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 160])
+def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_four_launches(shape: str, rows: int) -> None:
+    (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
+
+    def weight(out: int, inner: int) -> Quantized:
+        groups = (
+            new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
+        )
+        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups)  # type: ignore[arg-type]
+
+    weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, new((experts, hidden), BF16))  # type: ignore[arg-type]
+    function = functools.partial(expert_mlp.__wrapped__, gate=LIMITED)  # type: ignore[attr-defined]
+    arrays = new((rows, hidden), BF16), weights, new((chosen, rows), jnp.int32)
+    program = compile_for_h200(function, *arrays, fail_on_spills=True)
+    kinds = [launch.kind == "kCustomCall" for launch in program.launches]
+    assert kinds == [False, False, True, True] and program.count("list_blocks") == 1
+    assert len(program.graphs) == 1 and not program.outside_graphs and not program.copies(1 << 20)
 
 
 def test_list_of_blocks_compiled_for_an_h200_spills_no_registers() -> None:

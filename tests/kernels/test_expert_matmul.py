@@ -162,10 +162,10 @@ def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementati
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
 
 
-def packed(kind: str, inner: int, group: int) -> tuple[Quantized, np.ndarray]:
+def packed(kind: str, inner: int, group: int, out: int = 128) -> tuple[Quantized, np.ndarray]:
     """Return random experts in a kind of four bits, and the weights that they stand for, computed value by value."""
     rng = np.random.default_rng(inner)
-    values, groups = rng.integers(0, 16, (5, 128, inner), np.uint8), (5, 128, inner // group)
+    values, groups = rng.integers(0, 16, (5, out, inner), np.uint8), (5, out, inner // group)
     if kind == "mxfp4":
         scale, zeros = rng.integers(120, 130, groups, np.uint8), None
         numbers, factor = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64), 2.0 ** (scale.astype(int) - 127)

@@ -1,0 +1,97 @@
+"""The feed-forward of a mixture's experts: a product with gate and up, and the product of its result with down."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layers.expert_blocks import list_blocks
+from pallas_kernels.layers.expert_kernel import multiply, named, rows_of
+from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
+from pallas_kernels.layers.expert_tiling import packed_tiles
+from pallas_kernels.layers.hopper_kernel import choose_compiled
+from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.quantized import Quantized
+
+
+class ExpertMlp(NamedTuple):
+    """The weights of all experts."""
+
+    gate_up: Float[Array, "experts twice_width hidden"] | Quantized
+    down: Float[Array, "experts hidden width"] | Quantized
+    gate_up_bias: Float[Array, "experts twice_width"] | None = None
+    down_bias: Float[Array, "experts hidden"] | None = None
+
+
+def _products(x, weights, factors, chosen, *, gate, **options):
+    inner = expert_matmul(x, weights.gate_up, chosen, gate=gate, bias=weights.gate_up_bias, **options)
+    return expert_matmul(inner, weights.down, chosen, bias=weights.down_bias, factors=factors, **options)
+
+
+def multiply_packed(
+    x: Array,
+    weights: ExpertMlp,
+    factors: Array | None,
+    chosen: Array,
+    *,
+    gate: Gate,
+    tiles: tuple[Tiles, Tiles],
+    interpret: Any,
+) -> Array:
+    """Runs the Hopper kernel of packed experts twice; the first time it writes the rows of the blocks of the second.
+
+    Args:
+        x, weights, factors, chosen, gate: as in `expert_mlp`.
+        tiles: static sizes of both calls, with blocks of the same number of rows.
+        interpret: as in `expert_kernel.multiply`.
+
+    Returns:
+        Partial sums of the second product, [parts, chosen, rows, hidden].
+    """
+    (gate_up, down, gate_up_bias, down_bias), (first, second) = weights, tiles
+    assert first.height == second.height and isinstance(gate_up, Quantized) and isinstance(down, Quantized)
+    blocks = list_blocks(chosen.ravel(), down.shape[0], first.height, interpret=bool(interpret))
+    own = functools.partial(multiply, blocks=blocks, choices=chosen.size, dtype=x.dtype, interpret=interpret)
+    rows = rows_of(x, blocks[0], gate_up.kind)
+    inner = own(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
+    found = own(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
+    return found.reshape(second.parts, *chosen.shape, -1)
+
+
+def _hopper(*arguments, interpret, **options):
+    (found,) = multiply_packed(*arguments, interpret=interpret, **options)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "deterministic", "implementation"))
+def expert_mlp(
+    x: Float[Array, "rows hidden"] | Float[Array, "chosen rows hidden"],
+    weights: ExpertMlp,
+    chosen: Int[Array, "chosen rows"],
+    *,
+    gate: Gate,
+    factors: Float[Array, "chosen rows"] | None = None,
+    deterministic: bool = False,
+    implementation: Implementation = "auto",
+) -> Float[Array, "chosen rows hidden"]:
+    """Returns the result of each row and each of its experts, [chosen, rows, hidden].
+
+    Packed weights and few choices take two launches of the Hopper kernel, one that lists the rows of each expert, and
+    one that orders x. Else both products are those of `expert_matmul`.
+
+    Args:
+        x, chosen, gate, factors, deterministic, implementation: as in `expert_matmul`.
+        weights: weights of all experts.
+    """
+    gate_up, down, *_ = weights
+    find = functools.partial(packed_tiles, dtype=jnp.dtype(x.dtype), chosen=chosen.shape)
+    tiles = None if deterministic else (find(gate_up, gated=True), find(down, gated=False))
+    fixed = functools.partial(_products, gate=gate, deterministic=deterministic)
+    if tiles is None or None in tiles:
+        return fixed(x, weights, factors, chosen, implementation=implementation)
+    kernel = functools.partial(_hopper, gate=gate, tiles=tiles)
+    reference = functools.partial(fixed, implementation="reference")
+    return choose_compiled(implementation, kernel, reference, x, weights, factors, chosen)
