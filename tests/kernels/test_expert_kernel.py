@@ -171,7 +171,7 @@ def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
     [("mxfp4", 32, 192, "rows without experts"), ("int4", 128, 256, "all rows to the same experts")],
 )
 def test_rows_written_for_the_next_product_interpreted_are_its_x(kind: str, group: int, out: int, chosen: str) -> None:
-    """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing was written."""
+    """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing is written."""
     (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
     rng = np.random.default_rng(out)
     x, own = jnp.asarray(rng.normal(size=(9, 128)), BF16), choices(chosen, 5, 2, 9)
@@ -246,7 +246,8 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_four_launches
         )
         return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups)  # type: ignore[arg-type]
 
-    weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, new((experts, hidden), BF16))  # type: ignore[arg-type]
+    bias: Any = new((experts, hidden), BF16)
+    weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, bias)
     function = functools.partial(expert_mlp.__wrapped__, gate=LIMITED)  # type: ignore[attr-defined]
     arrays = new((rows, hidden), BF16), weights, new((chosen, rows), jnp.int32)
     program = compile_for_h200(function, *arrays, fail_on_spills=True)
