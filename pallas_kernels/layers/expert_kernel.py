@@ -14,7 +14,7 @@ sums of a channel's gate and of its up, and joins them.
 The rows are in blocks, each of one expert (`expert_blocks.blocks_of`). A work item is a block, a tile of output
 channels, and a part of k. There are as many CTAs as multiprocessors, and each computes every n-th work item, of as many
 blocks as there are. Neighbours in time share a block, so that the weight is read in its order. A row of a block is
-stored in the row of its choice.
+stored in the row of its choice, or where the same blocks are the rows of x of another product, in their order.
 """
 
 import math

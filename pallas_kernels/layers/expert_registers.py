@@ -56,9 +56,10 @@ def powers(ref: Any, first: Array, group: Array, *, apart: int | None, interpret
 def _power_bits(m, scale):
     """Returns the bits of 2^(scale - 128) in bfloat16, twice in a word: of 0 and 1 subnormal numbers, of 255 NaN."""
     bits = m.arith.shli(m.arith.subi(scale, m.c(1, m.i32)), m.c(7, m.i32))
-    for special, value in ((0, 0x20), (1, 0x40), (255, 0x7FC0)):
-        is_special = m.arith.cmpi(m.arith.CmpIPredicate.eq, scale, m.c(special, m.i32))
-        bits = m.arith.select(is_special, m.c(value, m.i32), bits)
+    is_subnormal = m.arith.cmpi(m.arith.CmpIPredicate.slt, scale, m.c(2, m.i32))
+    bits = m.arith.select(is_subnormal, m.arith.shli(m.c(0x20, m.i32), scale), bits)
+    is_nan = m.arith.cmpi(m.arith.CmpIPredicate.eq, scale, m.c(255, m.i32))
+    bits = m.arith.select(is_nan, m.c(0x7FC0, m.i32), bits)
     return m.arith.ori(bits, m.arith.shli(bits, m.c(16, m.i32)))
 
 
@@ -103,7 +104,7 @@ def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpr
     Two times a number is a whole number n from -12 to 12. `PRMT` takes four values of four bits as they are, and looks
     up the bytes 64 + n. They become the last bits of the number 128 in bfloat16, whose last bit counts 1. This sum is
     multiplied by half the power of two, and 192 times that is subtracted at once. With a scale of more than 248, 2^121,
-    192 times half of it is too large, and the result is NaN.
+    192 times half of it is infinite, and so are the results.
 
     Args:
         ref: bytes of 128 columns in shared memory, as `int4_registers.differences` has them.

@@ -46,7 +46,7 @@ def choose_tiles(
     channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / SLICE)
     best, least = None, math.inf
     for channels, splits in SHAPES[height]:
-        if out // (1 + gated) % (channels * channels_of):
+        if out // (1 + gated) % (channels * channels_of) or splits > slices:
             continue
         items = blocks * (out // (1 + gated) // (channels * channels_of)) * parts
         slots = math.ceil(slices / (splits * parts))

@@ -10,9 +10,7 @@ A thread loads 16 bytes of a row of the weight at once. They hold the values of 
 Differences of values and zero points are exact in x's dtype. The tensor cores sum a group of columns in float32, and
 this sum is multiplied by the group's scale and added to the total, so no value is rounded twice.
 
-A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times 64
-channels, and `height` rows of x), summed over one part of k. A slot of shared memory holds `splits` slices of 128
-columns, and each slice is multiplied by warpgroups of its own, whose sums are added up at the end of the work item.
+`packed_cta` says how a CTA loads slices of k and computes one output tile after the other.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Chooses the tile sizes of the Hopper kernel of packed weights (`int4_kernel`, which defines the terms)."""
+"""Chooses the tile sizes of the Hopper kernel of packed weights (`int4_kernel`; `packed_cta` defines the terms)."""
 
 import math
 from typing import NamedTuple
@@ -24,7 +24,7 @@ SUM_BYTES = 4  # of a float32 sum
 
 
 class Tiles(NamedTuple):
-    """The static sizes of one call; `int4_kernel` defines the terms."""
+    """The static sizes of one call; `packed_cta` defines the terms."""
 
     height: int  # rows of x in an output tile, a multiple of 8
     channels: int  # warpgroups side by side, 64 output channels each

@@ -27,7 +27,6 @@ class PackedCta(ABC):
     """The operations of one CTA (Pallas program) inside a kernel.
 
     Slots are numbered consecutively over all work items of the CTA; slot i is in place i modulo `stages` of the ring.
-
     """
 
     items: Array  # number of work items of the CTA
