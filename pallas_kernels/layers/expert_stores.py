@@ -95,7 +95,7 @@ def store_block(
         ref: array in global memory [slices, rows, 128], in the order of `expert_bytes.registered`.
         total: as in `store_choices`.
         place: the first row, and the first channel.
-        width: number of channels, a multiple of 32.
+        width: number of channels, a multiple of 32 and at least 64.
         kind: kind of the next product's weight, "int4" or "mxfp4".
         is_joined: as in `store_choices`.
         interpret: whether the kernel is interpreted.

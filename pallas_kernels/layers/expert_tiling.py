@@ -38,7 +38,8 @@ def choose_tiles(
         parts: number of parts of k.
     """
     (count, rows), (experts, out, inner) = chosen, shape
-    if count * rows > MOST_LISTED:
+    width = out // (1 + gated)
+    if count * rows > MOST_LISTED or width % HEIGHT:
         return None
     used = experts * (1 - (1 - min(count / experts, 1)) ** rows)  # expected, with experts chosen at random
     height = next(height for height, most in HEIGHTS if count * rows / used <= most)
@@ -46,9 +47,9 @@ def choose_tiles(
     channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / SLICE)
     best, least = None, math.inf
     for channels, splits in SHAPES[height]:
-        if out // (1 + gated) % (channels * channels_of) or splits > slices:
+        if width % (channels * channels_of) or splits > slices:
             continue
-        items = blocks * (out // (1 + gated) // (channels * channels_of)) * parts
+        items = blocks * (width // (channels * channels_of)) * parts
         slots = math.ceil(slices / (splits * parts))
         waves = math.ceil(items / multiprocessors)
         time = waves * multiprocessors / items * slots * splits * parts / slices  # 1: nothing is ever idle
