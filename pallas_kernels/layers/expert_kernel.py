@@ -106,10 +106,10 @@ class _Cta(PackedCta):
         return self.refs["scale"].dtype == jnp.uint8
 
     def factors(self, place, column):
-        """Returns the powers of two of a slice's groups, or the scales and zero points of int4."""
+        """Returns the scales of a slice's groups, and the zero points of int4."""
         same: dict[str, Any] = {"apart": self.apart, "interpret": self.interpret}
         if self.is_mxfp4:
-            return registers.powers(self.refs["scale"], self.first_row(place), column // self.group, **same)
+            return registers.scales(self.refs["scale"], self.first_row(place), column // self.group, **same)
         refs, last = (self.refs["scale"], self.refs.get("zeros")), self.group * (self.refs["scale"].shape[1] - 1)
         return group_factors(refs, self.first_row(place), jnp.minimum(column, last), self.group, **same)
 

@@ -14,41 +14,40 @@ from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, interleaved,
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
 
 
-def powers(ref: Any, first: Array, group: Array, *, apart: int | None, interpret: bool) -> Array:
-    """Returns half the powers of two of a slice's four groups for 64 rows, bfloat16 [64, 8]; each is there twice.
+def scales(ref: Any, first: Array, group: Array, *, apart: int | None, interpret: bool) -> Array:
+    """Returns the scales of a slice's four groups for 64 rows, int32 [64, 8]; each is there twice.
 
-    So a thread has the power of its own group twice in a word, for each of its two rows.
+    So a thread has the scales of its own group for its two rows. They are loaded a slot ahead, and not used before.
 
     Args:
         ref: scales of mxfp4 in global memory, uint8 [rows, groups].
         first, apart: which rows, as in `int4_registers.column`.
-        group: first group; a group that does not exist gets the power of the last one.
+        group: first group; a group that does not exist gets the scale of the last one.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     if interpret:
-        return _powers_by_jax(ref, first, group, apart)
-    scalar, layout = plgpu.Layout.WG_SPLAT, plgpu.Layout.WGMMA
-    shape = HEIGHT, 2 * THREADS
+        return _scales_by_jax(ref, first, group, apart)
+    scalar, shape = plgpu.Layout.WG_SPLAT, (HEIGHT, 2 * THREADS)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar, scalar),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WGMMA),
     )
     def load(_, ref, first, group):
         m = Mlir()
         groups = m.ir.MemRefType(ref.type).shape[1]
         _, twice = next(iter(m.wgmma.thread_idxs(shape)))
-        own = m.arith.addi(m.wide(group.registers.item()), m.arith.shrui(m.wide(twice), m.c(1, m.i64)))
-        own = m.arith.minsi(own, m.c(groups - 1, m.i64))
-        pair, registers = m.ir.VectorType.get((2,), m.ir.BF16Type.get()), []
+        own = m.arith.shrui(m.arith.index_cast(m.i32, twice), m.c(1, m.i32))
+        own = m.wide(m.arith.minsi(m.arith.addi(group.registers.item(), own), m.c(groups - 1, m.i32)))
+        registers = []
         for row in m.rows(apart):
             row = m.arith.addi(row, m.wide(first.registers.item()))
             place = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own)
             scale = m.arith.extui(m.i32, m.load(ref, place, m.ir.IntegerType.get_signless(8)))
-            registers.append(m.as_pair(_power_bits(m, scale), pair))
-        return m.array(registers, m.wgmma, shape)
+            registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), scale))
+        return m.array(registers, m.wgmma, shape, is_signed=True)
 
     return load(ref, first, group)
 
@@ -63,15 +62,14 @@ def _power_bits(m, scale):
     return m.arith.ori(bits, m.arith.shli(bits, m.c(16, m.i32)))
 
 
-def _powers_by_jax(ref, first, group, apart):
+def _scales_by_jax(ref, first, group, apart):
     from jax.experimental import pallas as pl
 
     def column(index):
         own = jnp.minimum(group + index, ref.shape[1] - 1)
         return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), own], apart)
 
-    scales = jnp.stack([column(index) for index in range(THREADS)], axis=1)
-    return jnp.repeat(mxfp4.factors(scales) * jnp.bfloat16(0.5), 2, axis=1)
+    return jnp.repeat(jnp.stack([column(index) for index in range(THREADS)], axis=1).astype(jnp.int32), 2, axis=1)
 
 
 def tables(*, interpret: bool) -> Array | None:
@@ -98,7 +96,7 @@ def tables(*, interpret: bool) -> Array | None:
     return make()
 
 
-def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpret: bool) -> list[Array]:
+def numbers(ref: Any, scales: Array, tables: Array | None, size: int, *, interpret: bool) -> list[Array]:
     """Returns the numbers of a slice times powers of two in pieces [64, size] of bfloat16; they are exact.
 
     Two times a number is a whole number n from -12 to 12. `PRMT` takes four values of four bits as they are, and looks
@@ -108,7 +106,7 @@ def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpr
 
     Args:
         ref: bytes of 128 columns in shared memory, as `int4_registers.differences` has them.
-        powers: `powers` of the slice.
+        scales: `scales` of the slice.
         tables: `tables`.
         size: columns of a piece, a multiple of 32.
         interpret: whether the kernel is interpreted.
@@ -116,14 +114,14 @@ def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpr
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
-        return _numbers_by_jax(ref, powers, size)
+        return _numbers_by_jax(ref, scales, size)
     piece = plgpu.ShapeDtypeStruct((HEIGHT, size), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WGMMA] * 2), return_type=(piece,) * (SLICE // size))
-    def load(_, ref, powers, tables):
+    def load(_, ref, scales, tables):
         m = Mlir()
         known = [m.vector.extract(register, [], [0]) for register in tables.registers.flat]
-        own = [m.as_word(register) for register in powers.registers.flat]
+        own = [_power_bits(m, m.vector.extract(register, [], [0])) for register in scales.registers.flat]
         products = [m.llvm.inline_asm(m.i32, [power], PRODUCT, "=r,r") for power in own]
         found, pieces = words(m, ref), []  # [half, word]
         for first in range(0, SLICE // WORD, size // WORD):
@@ -134,13 +132,14 @@ def numbers(ref: Any, powers: Array, tables: Array | None, size: int, *, interpr
             pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
         return tuple(pieces)
 
-    return load(ref, powers, tables)
+    return load(ref, scales, tables)
 
 
-def _numbers_by_jax(ref, powers, size):
+def _numbers_by_jax(ref, scales, size):
     packed = ref[...]
     packed = packed if packed.ndim == 2 else interleaved(packed)
     values = registered(unpack(packed.reshape(HEIGHT, THREADS, -1)), "mxfp4")
+    powers = mxfp4.factors(scales) * jnp.bfloat16(0.5)
     wide = jnp.tile(powers, SLICE // (2 * THREADS))  # a thread's columns are two of each 8
     return jnp.split((2 * mxfp4.numbers(values)).astype(jnp.bfloat16) * wide, SLICE // size, axis=1)
 
