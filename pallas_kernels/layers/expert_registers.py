@@ -45,8 +45,7 @@ def scales(ref: Any, first: Array, group: Array, *, apart: int | None, interpret
         for row in m.rows(apart):
             row = m.arith.addi(row, m.wide(first.registers.item()))
             place = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own)
-            scale = m.arith.extui(m.i32, m.load(ref, place, m.ir.IntegerType.get_signless(8)))
-            registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), scale))
+            registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), m.byte_at(ref, place)))
         return m.array(registers, m.wgmma, shape, is_signed=True)
 
     return load(ref, first, group)

@@ -19,7 +19,9 @@ WORD = 32  # columns of which a thread has the values in one 32-bit word of each
 
 
 def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, interpret: bool) -> Array:
-    """Returns 64 rows of a column of an array in global memory, as float32 [64].
+    """Returns 64 rows of a column of an array in global memory, as float32 [64]; of bytes as int32.
+
+    Bytes are converted when they are used: a conversion here would wait for them.
 
     Args:
         ref: float32, bfloat16, float16 or uint8 [rows, columns].
@@ -32,13 +34,15 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
+    is_byte = ref.dtype == jnp.uint8
+    dtype = jnp.int32 if is_byte else jnp.float32
     if interpret:
-        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(jnp.float32)
+        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(dtype)
     layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar, scalar),
-        return_type=plgpu.ShapeDtypeStruct((HEIGHT,), jnp.float32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct((HEIGHT,), dtype, layout=layout),
     )
     def load(_, ref, first, index):
         m = Mlir()
@@ -47,8 +51,9 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
         for row in m.rows(apart):
             row = m.arith.addi(row, m.wide(first.registers.item()))
             place = m.arith.addi(m.arith.muli(row, m.c(columns, m.i64)), m.wide(index.registers.item()))
-            registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), m.f32), m.float_at(ref, place)))
-        return m.array(registers, own, (HEIGHT,))
+            value = m.byte_at(ref, place) if is_byte else m.float_at(ref, place)
+            registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), value.type), value))
+        return m.array(registers, own, (HEIGHT,), is_signed=True if is_byte else None)
 
     return load(ref, first, index)
 
@@ -61,7 +66,7 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
 
     Args:
         ref: bytes of 128 columns in shared memory, uint8 [64, 64], or [2, 32, 64] as in `words`.
-        zeros: zero points for equal parts of the columns, float32 [64] each; None: 8.
+        zeros: zero points for equal parts of the columns, int32 [64] each; None: 8.
         dtype: bfloat16 or float16.
         size: columns of a piece, 32 or 64.
         interpret: whether the kernel is interpreted.
@@ -204,13 +209,14 @@ class Mlir:
         )
 
     def float_at(self, ref, place):
-        """Returns an element of an array of bytes or floating-point numbers as a float32 number."""
+        """Returns an element of an array of floating-point numbers as a float32 number."""
         element = self.ir.MemRefType(ref.type).element_type
-        if not isinstance(element, self.ir.IntegerType):
-            value = self.load(ref, place, element)
-            return value if element == self.f32 else self.arith.extf(self.f32, value)
-        value = self.load(ref, place, self.ir.IntegerType.get_signless(8))
-        return self.arith.uitofp(self.f32, self.arith.extui(self.i32, value))
+        value = self.load(ref, place, element)
+        return value if element == self.f32 else self.arith.extf(self.f32, value)
+
+    def byte_at(self, ref, place):
+        """Returns an element of an array of bytes as a 32-bit integer."""
+        return self.arith.extui(self.i32, self.load(ref, place, self.ir.IntegerType.get_signless(8)))
 
     def as_pair(self, word, pair):
         """Returns a word as a pair of 16-bit numbers."""
@@ -262,7 +268,7 @@ class _Numbers:
         if zero is None:
             return self.twice(self.base_bits + int4.ZERO | 0x8000)
         value = m.vector.extract(zero.registers.flat[half], [], [0])
-        value = m.arith.subf(m.c(-float(self.base), m.f32), value)
+        value = m.arith.subf(m.c(-float(self.base), m.f32), m.arith.uitofp(m.f32, value))
         return m.llvm.inline_asm(m.i32, [value, value], f"cvt.rn.{self.name}.f32 $0, $1, $2;", "=r,f,f")
 
     def unpack(self, word, offset):
