@@ -16,6 +16,8 @@ from pallas_kernels.layers.hopper_kernel import choose_compiled
 from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.quantized import Quantized
 
+PARTS = (1, 2)  # parts of k of the product with down; whoever reads its results adds up those of several experts anyway
+
 
 class ExpertMlp(NamedTuple):
     """The weights of all experts."""
@@ -61,9 +63,15 @@ def multiply_packed(
     return found.reshape(second.parts, *chosen.shape, -1)
 
 
-def _hopper(*arguments, interpret, **options):
-    (found,) = multiply_packed(*arguments, interpret=interpret, **options)
-    return found
+def _hopper(*arguments, **options):
+    found = multiply_packed(*arguments, **options)
+    return found.reshape(-1, *found.shape[2:])
+
+
+def _reference(x, weights, factors, chosen, *, gate, parts):
+    """Computes what the kernel does; the first part of k has the whole sums."""
+    found = _products(x, weights, factors, chosen, gate=gate, implementation="reference")
+    return jnp.pad(found, ((0, (parts - 1) * len(found)), (0, 0), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames=("gate", "deterministic", "implementation"))
@@ -76,8 +84,8 @@ def expert_mlp(
     factors: Float[Array, "chosen rows"] | None = None,
     deterministic: bool = False,
     implementation: Implementation = "auto",
-) -> Float[Array, "chosen rows hidden"]:
-    """Returns the result of each row and each of its experts, [chosen, rows, hidden].
+) -> Float[Array, "parts rows hidden"]:
+    """Returns partial sums of each row's result: one for each of its experts, or one for each part of each product.
 
     Packed weights and few choices take two launches of the Hopper kernel, one that lists the rows of each expert, and
     one that orders x. Else both products are those of `expert_matmul`.
@@ -88,10 +96,10 @@ def expert_mlp(
     """
     gate_up, down, *_ = weights
     find = functools.partial(packed_tiles, dtype=jnp.dtype(x.dtype), chosen=chosen.shape)
-    tiles = None if deterministic else (find(gate_up, gated=True), find(down, gated=False))
+    tiles = None if deterministic else (find(gate_up, gated=True), find(down, gated=False, parts=PARTS))
     fixed = functools.partial(_products, gate=gate, deterministic=deterministic)
     if tiles is None or None in tiles:
         return fixed(x, weights, factors, chosen, implementation=implementation)
     kernel = functools.partial(_hopper, gate=gate, tiles=tiles)
-    reference = functools.partial(fixed, implementation="reference")
+    reference = functools.partial(_reference, gate=gate, parts=tiles[1].parts)
     return choose_compiled(implementation, kernel, reference, x, weights, factors, chosen)

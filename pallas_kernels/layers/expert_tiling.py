@@ -1,5 +1,6 @@
 """Chooses the tile sizes of the Hopper kernel of packed experts (`expert_kernel`)."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -22,11 +23,12 @@ SHAPES = {
     32: ((3, 1), (4, 1), (2, 2), (2, 1)),
     64: ((3, 1), (4, 1), (2, 1)),
 }
-WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
+SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
+PARTS_WORTH = 0.9  # more parts of k are worth their sums if the time is below this share
 
 
 def choose_tiles(
-    chosen: tuple[int, ...], shape: tuple[int, ...], *, gated: bool, multiprocessors: int, parts: int = 1
+    chosen: tuple[int, ...], shape: tuple[int, ...], *, gated: bool, multiprocessors: int, parts: tuple[int, ...] = (1,)
 ) -> Tiles | None:
     """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape, or so many choices.
 
@@ -35,31 +37,39 @@ def choose_tiles(
         shape: shape of the unpacked weight [experts, N, inner].
         gated: whether gate and up are joined.
         multiprocessors: number of multiprocessors of the GPU.
-        parts: number of parts of k.
+        parts: numbers of parts of k that are possible.
     """
-    (count, rows), (experts, out, inner) = chosen, shape
+    (each, rows), (experts, out, inner) = chosen, shape
     width = out // (1 + gated)
-    if count * rows > MOST_LISTED or width % HEIGHT:
+    if each * rows > MOST_LISTED or width % HEIGHT:
         return None
-    used = experts * (1 - (1 - min(count / experts, 1)) ** rows)  # expected, with experts chosen at random
-    height = next(height for height, most in HEIGHTS if count * rows / used <= most)
-    blocks = max(used, count * rows / height)
+    used = experts * (1 - (1 - min(each / experts, 1)) ** rows)  # expected, with experts chosen at random
+    height = next(height for height, most in HEIGHTS if each * rows / used <= most)
+    blocks = max(used, each * rows / height)
     channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / SLICE)
     best, least = None, math.inf
-    for channels, splits in SHAPES[height]:
-        if width % (channels * channels_of) or splits > slices:
+    for count, (channels, splits) in itertools.product(parts, SHAPES[height]):
+        if width % (channels * channels_of) or splits * count > slices:
             continue
-        items = blocks * (width // (channels * channels_of)) * parts
-        slots = math.ceil(slices / (splits * parts))
+        items = blocks * (width // (channels * channels_of)) * count
+        slots = math.ceil(slices / (splits * count))
         waves = math.ceil(items / multiprocessors)
-        time = waves * multiprocessors / items * slots * splits * parts / slices  # 1: nothing is ever idle
-        if time < least * (1 if best is None else WORTH):
+        time = waves * multiprocessors / items * slots * splits * count / slices  # 1: nothing is ever idle
+        worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
+        if time < least * worth:
             stages = min(most_stages(height, channels, splits), slots * waves)
-            best, least = Tiles(height, channels, splits, stages, parts, multiprocessors), time
+            best, least = Tiles(height, channels, splits, stages, count, multiprocessors), time
     return best
 
 
-def packed_tiles(weight: Array | Quantized, dtype: jnp.dtype, chosen: tuple[int, ...], *, gated: bool) -> Tiles | None:
+def packed_tiles(
+    weight: Array | Quantized,
+    dtype: jnp.dtype,
+    chosen: tuple[int, ...],
+    *,
+    gated: bool,
+    parts: tuple[int, ...] = (1,),
+) -> Tiles | None:
     """Returns the sizes of the kernel for a product; None: the Hopper kernel of packed experts is not used.
 
     Args:
@@ -67,6 +77,7 @@ def packed_tiles(weight: Array | Quantized, dtype: jnp.dtype, chosen: tuple[int,
         dtype: dtype of the activations.
         chosen: number of experts of a row, and number of rows.
         gated: whether gate and up are joined.
+        parts: as in `choose_tiles`.
     """
     count = multiprocessors()
     if count is None or not isinstance(weight, Quantized) or weight.group is None or weight.shape[-1] % BLOCK:
@@ -74,4 +85,4 @@ def packed_tiles(weight: Array | Quantized, dtype: jnp.dtype, chosen: tuple[int,
     is_mxfp4, is_int4 = weight.kind == "mxfp4", weight.kind == "int4" and weight.group % SLICE == 0
     if not ((is_mxfp4 and dtype == jnp.bfloat16) or (is_int4 and dtype in (jnp.bfloat16, jnp.float16))):
         return None
-    return choose_tiles(chosen, weight.shape, gated=gated, multiprocessors=count)
+    return choose_tiles(chosen, weight.shape, gated=gated, multiprocessors=count, parts=parts)

@@ -190,7 +190,7 @@ class PackedCta(ABC):
 
 
 def group_factors(refs, first, column, group, *, apart=None, interpret):
-    """Returns for each group of a slice its scales, float32 [64], and its zero points, int32 [64]; None: there are none.
+    """Returns for each group of a slice its scales, float32 [64], and zero points, int32 [64]; None: there are none.
 
     Args:
         refs: scales and zero points in global memory [rows, groups]; None: there are none.

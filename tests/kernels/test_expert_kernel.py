@@ -203,6 +203,8 @@ def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_exp
         tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
         assert tiles and tiles.stages >= 3 and out % (64 * tiles.channels) == 0
         assert tiles.height == (height if shape == "gpt-oss-20b" else min(height, 16, 8 if rows <= 40 else 16))
+    parts = choose_tiles((chosen, rows), (experts, hidden, width), gated=False, multiprocessors=132, parts=(1, 2))
+    assert parts and parts.parts == (2 if rows == 1 and shape == "gpt-oss-20b" else 1), "180 tiles on 132, or 360"
     many = MOST_LISTED // chosen + 1
     assert choose_tiles((chosen, many), (experts, hidden, width), gated=False, multiprocessors=132) is None
     assert choose_tiles((chosen, 1), (experts, 96, width), gated=False, multiprocessors=132) is None, "96 channels"
@@ -253,6 +255,8 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_four_launches
     program = compile_for_h200(function, *arrays, fail_on_spills=True)
     kinds = [launch.kind == "kCustomCall" for launch in program.launches]
     assert kinds == [False, False, True, True] and program.count("list_blocks") == 1
+    parts = 2 if rows == 1 and shape == "gpt-oss-20b" else 1
+    assert jax.tree.leaves(program.compiled.out_avals)[0].shape == (parts * chosen, rows, hidden)
     assert len(program.graphs) == 1 and not program.outside_graphs and not program.copies(1 << 20)
 
 
