@@ -256,7 +256,7 @@ def multiply(
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
-        num_threads=tiles.groups,
+        num_threads=tiles.threads,
         thread_name="warpgroup",
         kernel_name="packed_expert_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),

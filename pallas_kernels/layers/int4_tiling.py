@@ -32,11 +32,17 @@ class Tiles(NamedTuple):
     stages: int  # slots in flight
     parts: int  # parts of k, which is also the number of partial sums
     programs: int  # number of CTAs
+    has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
 
     @property
     def groups(self) -> int:
-        """Number of warpgroups of a CTA."""
+        """Number of warpgroups of a CTA that multiply."""
         return self.channels * self.splits
+
+    @property
+    def threads(self) -> int:
+        """Number of warpgroups of a CTA."""
+        return self.groups + self.has_loader
 
 
 def choose_tiles(

@@ -72,19 +72,24 @@ class PackedCta(ABC):
 
     def run(self) -> None:
         """Computes the work items of this CTA."""
+        tiles, total = self.tiles, self.total_slots
+        is_loader, first = self.warpgroup == (tiles.groups if tiles.has_loader else 0), jnp.minimum(tiles.stages, total)
 
-        @pl.when(self.warpgroup == 0)
-        def _():
-            pl.loop(0, jnp.minimum(self.tiles.stages, self.total_slots))(self.load)
+        def wait(slot):
+            self.plgpu.barrier_wait(self.done.at[self.place_in_ring(slot)])
 
-        pl.loop(0, self.items)(self.compute)
+        def replace(slot):
+            wait(slot)  # for the one that is `stages` before, in the same place
+            self.load(slot)
 
+        pl.when(is_loader)(lambda: pl.loop(0, first)(self.load))
+        if tiles.has_loader:
+            pl.when(is_loader)(lambda: pl.loop(first, total)(replace))
+            pl.when(~is_loader)(lambda: pl.loop(0, self.items)(self.compute))
+        else:
+            pl.loop(0, self.items)(self.compute)
         # A CTA must not end before all arrivals at its barriers are complete.
-        @pl.when(self.warpgroup == 0)
-        def _():
-            @pl.loop(jnp.maximum(self.total_slots - self.tiles.stages, 0), self.total_slots)
-            def _(slot):
-                self.plgpu.barrier_wait(self.done.at[self.place_in_ring(slot)])
+        pl.when(is_loader)(lambda: pl.loop(jnp.maximum(total - tiles.stages, 0), total)(wait))
 
     def place_in_ring(self, slot):
         """Returns the place in shared memory of a slot."""
@@ -95,10 +100,12 @@ class PackedCta(ABC):
         return (part * self.item_slots + index) * (SLICE * self.tiles.splits)
 
     def release(self, slot):
-        """Marks a slot as read by this warpgroup; the first warpgroup loads a later slot into the place before it."""
+        """Marks a slot as read; without a loader, the first warpgroup loads a later slot into the place before it."""
         self.plgpu.commit_smem()  # bytes are read before the TMA unit writes others
         self.plgpu.barrier_arrive(self.done.at[self.place_in_ring(slot)])
         before = slot - 1
+        if self.tiles.has_loader:
+            return
 
         @pl.when((self.warpgroup == 0) & (before >= 0) & (before + self.tiles.stages < self.total_slots))
         def _():

@@ -134,6 +134,7 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ("mxfp4", 128, 32, 3, "none", None, Tiles(8, 1, 1, 2, 1, 2)),
         ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
         ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
+        ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(8, 1, 2, 2, 1, 2, has_loader=True)),
     ],
 )
 def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
