@@ -56,6 +56,7 @@ def mix_experts(
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
+    assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
     parts = parts.reshape(-1, *x.shape)

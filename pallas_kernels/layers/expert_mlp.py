@@ -96,10 +96,10 @@ def expert_mlp(
     """
     gate_up, down, *_ = weights
     find = functools.partial(packed_tiles, dtype=jnp.dtype(x.dtype), chosen=chosen.shape)
-    tiles = None if deterministic else (find(gate_up, gated=True), find(down, gated=False, parts=PARTS))
-    fixed = functools.partial(_products, gate=gate, deterministic=deterministic)
-    if tiles is None or None in tiles:
-        return fixed(x, weights, factors, chosen, implementation=implementation)
-    kernel = functools.partial(_hopper, gate=gate, tiles=tiles)
-    reference = functools.partial(_reference, gate=gate, parts=tiles[1].parts)
+    first, second = find(gate_up, gated=True), find(down, gated=False, parts=PARTS)
+    if deterministic or first is None or second is None:
+        fixed: dict[str, Any] = {"gate": gate, "deterministic": deterministic, "implementation": implementation}
+        return _products(x, weights, factors, chosen, **fixed)
+    kernel = functools.partial(_hopper, gate=gate, tiles=(first, second))
+    reference = functools.partial(_reference, gate=gate, parts=second.parts)
     return choose_compiled(implementation, kernel, reference, x, weights, factors, chosen)

@@ -180,15 +180,14 @@ def _store_block_by_jax(ref, total, place, width, kind, is_joined):
 
     (first, channel), padding = place, -width % SLICE
     total = _channels_by_jax(total, is_joined).astype(ref.dtype)
+    rows = pl.ds(first, total.shape[1])
     for index in range(len(total)):
         own = channel + index
-        for row in range(total.shape[1]):
-            ref[own // SLICE, first + row, place_of(own % SLICE, kind)] = total[index, row]
+        ref[own // SLICE, rows, place_of(own % SLICE, kind)] = total[index]
 
         @pl.when(own >= width - padding)
         def _(own=own + padding):
-            for row in range(total.shape[1]):
-                ref[own // SLICE, first + row, place_of(own % SLICE, kind)] = jnp.zeros((), ref.dtype)
+            ref[own // SLICE, rows, place_of(own % SLICE, kind)] = jnp.zeros(total.shape[1], ref.dtype)
 
 
 def _channels_by_jax(total, is_joined):
