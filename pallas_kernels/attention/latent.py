@@ -77,7 +77,9 @@ def _kernel(
     start += head * (inner + (0 if cos_sin_ref is None else 2 * cos_sin_ref.shape[-1]))
     row = pl.program_id(0) * block + jnp.arange(block)[:, None]
     is_row, own = row < rows, jnp.minimum(row, rows - 1)  # padding rows load the last one, and are not stored
-    width, step = (min(max(pl.next_power_of_2(size), MMA_ROWS), most) for size, most in ((out, widest), (inner, longest)))
+    width, step = (
+        min(max(pl.next_power_of_2(size), MMA_ROWS), most) for size, most in ((out, widest), (inner, longest))
+    )
     column = tile * width + jnp.arange(width)
     is_column = column < out
 
