@@ -67,7 +67,7 @@ def parts_of(
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
     if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
         return 1
-    tile, step = _out_tile(rows), INNER_BYTES // weight_bytes
+    tile, step = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * step):
         return 1
     if rows <= MOST_ROWS:
@@ -89,9 +89,9 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
-def _out_tile(rows: int) -> int:
-    """Returns the number of columns of the kernel's output tile for a given number of rows."""
-    return 128 if rows <= FEW_ROWS else 64
+def _out_tile(rows: int, out: int) -> int:
+    """Returns the number of columns of the kernel's output tile for a number of rows and of columns in all."""
+    return 128 if rows <= FEW_ROWS and out % 128 == 0 else 64
 
 
 def _reference(x, weight, row_scale, scale, after, *, parts, dtype=jnp.float32):
@@ -142,7 +142,7 @@ def _kernel(
 
 def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
-    tile, columns = _out_tile(rows), INNER_BYTES // weight.dtype.itemsize
+    tile, columns = _out_tile(rows, out), INNER_BYTES // weight.dtype.itemsize
     scales = [array for array in (row_scale, scale) if array is not None]
     return pl.pallas_call(
         functools.partial(
