@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
@@ -180,7 +181,7 @@ def split_matmul(
     weight: Weight,
     *,
     gate: Activation | None = None,
-    after: PartialSums | None = None,
+    after: Float[Array, "..."] | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
