@@ -202,7 +202,8 @@ def split_matmul(
             and the Hopper kernel ignore it.
         implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
             unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
-            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
+            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4" has as many partial sums as
+            `packed_tiles` chooses.
     """
     if isinstance(weight, Shard):
         own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
