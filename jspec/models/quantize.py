@@ -145,7 +145,7 @@ def widened_bytes(tree: Any, rows: int) -> int:
         return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
     dense = [one for one in weights if one.kind == "int4" and len(one.shape) == 2]
-    copied = [one for one in dense if packed_tiles(rows, one.values, one.scale.shape[1], jnp.bfloat16) is None]
+    copied = [one for one in dense if packed_tiles(rows, one.values.shape, one.scale.shape[1], jnp.bfloat16) is None]
     return max((2 * widened_rows(*one.shape) * one.shape[1] for one in copied), default=0)
 
 

@@ -91,9 +91,7 @@ def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Arr
     values, scale = weight.values[expert], weight.scale[expert]
     if weight.kind == "mxfp4":
         return mxfp4.widened(values, scale)
-    repeated = functools.partial(jnp.repeat, repeats=weight.shape[-1] // scale.shape[1], axis=1)
-    zero = int4.ZERO if weight.zeros is None else repeated(weight.zeros[expert].astype(jnp.float32))
-    return (unpack(values).astype(jnp.float32) - zero) * repeated(scale)
+    return int4.scaled(unpack(values), scale, None if weight.zeros is None else weight.zeros[expert])
 
 
 def _kernel(

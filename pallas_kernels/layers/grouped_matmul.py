@@ -155,19 +155,19 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
 
 
 def packed_tiles(
-    rows: int, values: UInt8[Array, "out blocks bytes"], groups: int, dtype: jnp.dtype, parts: int | None = None
+    rows: int, packed: tuple[int, ...], groups: int, dtype: jnp.dtype, parts: int | None = None
 ) -> Tiles | None:
     """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
 
     Args:
         rows: number of rows of x.
-        values: packed values of the weight.
+        packed: shape of the weight's bytes [out, blocks, bytes of a block].
         groups: number of scales of a row.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
     """
     multiprocessors = hopper_kernel.multiprocessors()
-    return None if multiprocessors is None else choose_tiles(rows, values.shape, groups, dtype, multiprocessors, parts)
+    return None if multiprocessors is None else choose_tiles(rows, packed, groups, dtype, multiprocessors, parts)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:
@@ -219,7 +219,7 @@ def grouped_matmul(
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
     arguments = [x.reshape(-1, x.shape[-1]), values, scale, *([] if zeros is None else [zeros])]
-    tiles = packed_tiles(len(arguments[0]), values, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
+    tiles = packed_tiles(len(arguments[0]), values.shape, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
     if tiles:
         kernel = functools.partial(int4_kernel.multiply, tiles=tiles, dtype=dtype)
         sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)

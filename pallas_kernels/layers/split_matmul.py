@@ -214,7 +214,7 @@ def split_matmul(
     if has_group_scales(weight):
         many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
         if weight.kind == "int4" and LEAST_OUT <= out <= WIDEST_OUT:
-            packed = packed_tiles(rows, weight.values, weight.scale.shape[1], x.dtype)
+            packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
     if parts == 1:

@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if a.context is not None:
         files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
         written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
-        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree, a.draft_quantize))]
+        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree, a.draft_quantize)) is not None]
         sizes = dict(
             contexts=a.context,
             windows=a.draft_window,
