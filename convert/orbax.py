@@ -32,7 +32,8 @@ from convert.fields import CheckpointError, cut, listed, read_json, require
 from convert.sources import is_finite
 from pallas_kernels.layers.quantized import Quantized
 
-VERSION = 3  # the third has other orders of the bytes of packed weights
+VERSION = 3  # the third has other orders of the bytes of packed weights than the second
+OLDEST = 2  # read too, if the folder has no packed weights
 MANIFEST = "jspec.json"
 WEIGHTS = "weights"
 COMPANIONS = (
@@ -310,8 +311,9 @@ def read_header(folder: Path) -> Header:
     with _named_damage(folder):
         manifest = read_json(folder / MANIFEST)
         version = manifest.integer("version")
-    if version != VERSION:
-        raise CheckpointError(folder, f"expected format version {VERSION}, got {version}; convert the model again")
+    other = CheckpointError(folder, f"expected format version {VERSION}, got {version}; convert the model again")
+    if not OLDEST <= version <= VERSION:
+        raise other
     with _named_damage(folder):
         kind, config, wanted = manifest.text("kind"), manifest.object("config"), manifest.object("file_sizes")
         require(manifest, ("config", "file_sizes"))
@@ -322,7 +324,10 @@ def read_header(folder: Path) -> Header:
             raise ValueError(f"absent or incomplete files in {WEIGHTS}: {listed(broken)}")
         stored = ocp.metadata((folder / WEIGHTS).absolute()).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-        return Header(kind, config, parameters, folder, manifest.text("samples", ""))
+        header = Header(kind, config, parameters, folder, manifest.text("samples", ""))
+    if version < VERSION and any(leaf.dtype == np.uint8 for leaf in parameters.values()):
+        raise other
+    return header
 
 
 def read_arrays(

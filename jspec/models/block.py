@@ -184,7 +184,7 @@ def norm_all_heads(
 
 def feed_forward(
     x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, **fixed: Any
-) -> PartialSums:
+) -> PartialSums | tuple[Array, ...]:
     """Apply a layer's feed-forward, dense or a mixture of experts.
 
     Args:
@@ -194,7 +194,7 @@ def feed_forward(
         used, fixed: as for `mlp_part`.
 
     Returns:
-        Partial sums of the output, [parts, batch, tokens, hidden].
+        Partial sums of the output, [parts, batch, tokens, hidden], or several arrays of these.
     """
     if isinstance(config, Experts):
         return mix_experts(x, layer, config, used, **fixed)
@@ -233,12 +233,10 @@ def mlp_part(
     multiply = deterministic_matmul if fixed.get("deterministic") else split_matmul
     add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **fixed)
     delta = multiply(attended, layer.o, implementation=fixed["implementation"])
-    if layer.o_bias is not None:
-        delta = (reduce_partials(delta, jnp.float32) + layer.o_bias).astype(residual.dtype)[None]
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
     quantize_output = bool(own_norms) and has_dynamic_activations(layer.gate_up)
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
-    residual, *normed = add_norm(residual, delta, *own_norms, **options)
+    residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
     x = normed[0] if normed else residual
     delta = feed_forward(x, layer, config.mlp, used, **fixed)
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
-from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation, sum_f32, with_scales
+from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
 
@@ -30,7 +30,7 @@ def mix_experts(
     *,
     implementation: str,
     deterministic: bool = False,
-) -> PartialSums:
+) -> tuple[Array, ...]:
     """Apply a mixture of experts: each row's experts, and the shared expert if there is one.
 
     Each of several devices has some of the experts, and some channels of the shared one. All devices have all rows, and
@@ -45,7 +45,7 @@ def mix_experts(
         deterministic: use products whose result does not depend on the batch size.
 
     Returns:
-        Partial sums of the output, [parts, batch, tokens, hidden].
+        Arrays of partial sums of the output, [parts, batch, tokens, hidden] each.
     """
     gate_up, down = layer.experts_gate_up, layer.experts_down
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
@@ -59,17 +59,15 @@ def mix_experts(
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
-    parts = parts.reshape(-1, *x.shape)
-    if not config.shared and not isinstance(layer.experts_down, Shard):
-        return parts
+    found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared:
         assert layer.gate_up is not None and layer.down is not None
         own = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-        parts = (*parts, *with_scales(mlp(x, layer.gate_up, own, activation=config.activation, **fixed)))
-    total = sum_f32(parts)[None]
+        found += (with_scales(mlp(x, layer.gate_up, own, activation=config.activation, **fixed)),)
     if isinstance(layer.experts_down, Shard):
-        return layer.experts_down.join(total, x.dtype, deterministic=deterministic)
-    return total.astype(x.dtype)
+        total = sum_f32(part for parts in found for part in parts)[None]
+        return (layer.experts_down.join(total, x.dtype, deterministic=deterministic),)
+    return found
 
 
 def choose_experts(

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from pallas_kernels.layers.expert_matmul import unsupported_experts
-from pallas_kernels.layers.grouped_matmul import MOST_ROWS, unsupported, widened_rows
+from pallas_kernels.layers.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
 from pallas_kernels.layers.mxfp4 import GROUP
 from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, has_group_scales, quantize
 
@@ -138,12 +139,14 @@ def _check_packed(tree: Any) -> None:
 def widened_bytes(tree: Any, rows: int) -> int:
     """Return the bytes of the largest copy of a packed weight, or of a part of it, that products of rows write.
 
-    The copies have two bytes per value.
+    The copies have two bytes per value. The Hopper kernel writes none.
     """
     if rows <= MOST_ROWS:
         return 0
-    weights = (leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf))
-    return max((2 * widened_rows(*w.shape) * w.shape[1] for w in weights if w.kind == "int4"), default=0)
+    weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
+    dense = [one for one in weights if one.kind == "int4" and len(one.shape) == 2]
+    copied = [one for one in dense if packed_tiles(rows, one.values.shape, one.scale.shape[1], jnp.bfloat16) is None]
+    return max((2 * widened_rows(*one.shape) * one.shape[1] for one in copied), default=0)
 
 
 def _is_record(node: Any) -> bool:

@@ -171,7 +171,7 @@ class MemoryPlanner:
         The estimate counts two copies of each token's outputs of all matrix products in one layer. For each draft node
         and each piece of a prefill it also counts three copies of the logits: raw, with noise, and after top-k, top-p
         and min-p. If the program applies controls, it counts a fourth copy for the edited logits. Products of many rows
-        with packed weights also write a widened copy of a weight.
+        with packed weights also write a widened copy of a weight, except on a Hopper GPU.
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.main.config, self.program.drafter.tree

@@ -26,7 +26,7 @@ from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.head_config import Eagle3Config, HeadConfig, PEagleConfig
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.tokenizer import Tokenizer, load_tokenizer, warn_if_replaced
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools.replay import Replay, Texts, continue_greedily, observe
@@ -169,6 +169,7 @@ def load_target(
     words = load_tokenizer(words) if isinstance(words, str) else words
     if words is None:
         raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
+    warn_if_replaced(words, found.folder)
     return model, words
 
 

@@ -19,7 +19,7 @@ EXAMPLES = {  # two example command lines for the help of each command
     ),
     "jspec serve": ("serve", f"serve --target {TARGET} --eagle3 {HEAD} --slots 32 --warm logprobs,grammar"),
     "jspec train": (
-        "train --target demo --data texts.jsonl --out head --steps 500 --length 160 --learning-rate 4e-3",
+        "train --target demo --data texts.jsonl --out head --steps 500 --length 256 --learning-rate 3e-3",
         f"train --target {TARGET} --data chats.jsonl --out head --draft-vocab 32000",
     ),
     "jspec info": ("info demo", f"info --check {HEAD} {TARGET}"),

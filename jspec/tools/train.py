@@ -100,9 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     except Interrupted as reason:
         print(f"jspec: {reason}", file=sys.stderr)
         return interrupt.STATUS
-    print(f"{result.out}: {result.figures}; {result.steps} updates, draft vocabulary {result.coverage:.1%} of the data")
-    method = options.get("method", TrainConfig.method)
-    print(f"next: jspec generate --target {arguments.target} --{method} {result.out} --tree chain:4 ...")
+    vocabulary = f", draft vocabulary {result.coverage:.1%} of the data" if result.coverage < 1 else ""
+    print(f"{result.out}: {result.figures}; {result.steps} updates{vocabulary}")
+    method, depth = (options.get(name, getattr(TrainConfig, name)) for name in ("method", "ttt"))
+    print(f"next: jspec generate --target {arguments.target} --{method} {result.out} --tree chain:{min(depth, 4)} ...")
     if arguments.plot is not None:
         figure: Any = training(result.journal).get_figure(root=True)
         figure.savefig(arguments.plot)

@@ -92,10 +92,9 @@ class Divided:
 
     def count(self, size: int, left_out: int) -> None:
         """Count a document of a number of tokens, of which some are left out."""
-        is_long = size > self.length
         self.documents += 1
-        self.long += is_long
-        self.left_out += left_out * is_long
+        self.long += size > self.length
+        self.left_out += left_out
 
     def tell(self, path: Path) -> None:
         """Warn of long documents of a file, if it has any."""

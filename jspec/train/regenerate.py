@@ -52,7 +52,7 @@ def regenerate(
     """
     lines = _check(data)
     numbers = [json.loads(line)["line"] for line in _whole_lines(out)]
-    after, skipped = numbers[-1] if numbers else 0, 0
+    after, answers = numbers[-1] if numbers else 0, len(numbers)
     options: dict[str, Any] = dict(slots=SLOTS, max_len=config.length, eos_ids=tuple(eos), prefix_cache=False)
     with (
         Engine(target, drafter=Suffix("chain:4"), tokenizer=tokenizer, **options) as engine,
@@ -63,12 +63,12 @@ def regenerate(
         rest = ((number, value) for number, value in read_lines(data) if number > after)
         while chunk := list(islice(rest, CHUNK)):
             answered = _answer(chunk, engine, tokenizer, config)
-            skipped += len(chunk) - len(answered)
+            answers += len(answered)
             for number, value in answered:
                 file.write(json.dumps({"line": number, **value}) + "\n")
             file.flush()
             bar.update(len(chunk))
-    if skipped:
+    if skipped := lines - answers:
         logger.warning(
             "%d of %d lines were left out: their prompts have fewer than %d tokens, or leave no room for an answer "
             "within length", skipped, lines, LEAST,

@@ -17,7 +17,7 @@ import numpy as np
 
 from convert.hub import find
 from jspec.core.shorten import short
-from jspec.engine.tokenizer import Tokenizer, check_size, eos_ids, load_tokenizer
+from jspec.engine.tokenizer import Tokenizer, check_size, eos_ids, load_tokenizer, warn_if_replaced
 from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors
@@ -102,8 +102,8 @@ def fit(
             the run to resume is another, or the loss is not finite; the last message names the documents.
         FileExistsError: there is a head or a run already, and ``resume`` is False.
         OSError: a file cannot be written; earlier checkpoints and heads are whole.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; once updates are made, the running one has been finished and its state
-            written, unless the signal came twice.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM once updates are made. Then the running update has been finished and its
+            state written, unless the signal came twice. Before, answers that were written are kept.
     """
     try:
         config = TrainConfig(**options)
@@ -161,6 +161,8 @@ def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> 
             'train: tokenizer: expected one, because the target has none; pass tokenizer= ("bytes" if tokens are bytes)'
         )
     check_size(made, model.config.vocab_size)
+    if folder is not None:
+        warn_if_replaced(made, folder)
     return Pair(model, made, folder)
 
 

@@ -53,7 +53,8 @@ def bits_of_chunk(
     """Returns ancestor masks without the ancestors that are not in the chunk of the query's own row.
 
     The new rows that a query sees are successive rows of the text; the first one is row `lengths[b]`, and the last one
-    is the query's own. A query without bit 0 sees no committed row either, because its chunk begins after them.
+    is the query's own: with chunks, no query may see rows after its own. A query without bit 0 sees no committed row
+    either, because its chunk begins after them.
 
     Args:
         bits: packed ancestor masks.

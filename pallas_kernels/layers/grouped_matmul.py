@@ -6,9 +6,9 @@ Of packed weights (`int4`), which may have zero points too, values[n, k] - zeros
 
 The sum over s is x @ w.T. The kernel reads the weight's bytes, widens a tile of them in registers, and multiplies the
 sum over a step of k by the step's scales, so no widened copy of the weight is written to memory, and no value is
-rounded. More than 64 rows are multiplied by a copy of a packed weight, whose values are rounded to the rows' dtype. The
-scales of blocks of rows and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each
-row of a block.
+rounded. On a Hopper GPU `int4_kernel` multiplies packed weights in blocks of 128 columns. Elsewhere more than 64 rows
+are multiplied by a copy of a packed weight, whose values are rounded to the rows' dtype. The scales of blocks of rows
+and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block.
 """
 
 import functools
@@ -136,7 +136,7 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
     (rows, inner), (out, groups) = x.shape, scale.shape
     group, block = inner // groups, 2 * values.shape[2] if values.dtype == jnp.uint8 else 0
     is_few = rows <= MOST_ROWS
-    step = math.gcd(group, STEP)
+    step = math.gcd(group, STEP, block)
     if block:
         x = int4.ordered(x, step).reshape(rows, inner)
     row_tile = min(max(pl.next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
@@ -155,22 +155,22 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
 
 
 def packed_tiles(
-    rows: int, values: UInt8[Array, "out blocks bytes"], groups: int, dtype: jnp.dtype, parts: int | None = None
+    rows: int, packed: tuple[int, ...], groups: int, dtype: jnp.dtype, parts: int | None = None
 ) -> Tiles | None:
     """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
 
     Args:
         rows: number of rows of x.
-        values: packed values of the weight.
+        packed: shape of the weight's bytes [out, blocks, bytes of a block].
         groups: number of scales of a row.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
     """
     multiprocessors = hopper_kernel.multiprocessors()
-    return None if multiprocessors is None else choose_tiles(rows, values.shape, groups, dtype, multiprocessors, parts)
+    return None if multiprocessors is None else choose_tiles(rows, packed, groups, dtype, multiprocessors, parts)
 
 
-def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1) -> str | None:
+def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:
     """Returns a text that says which limit of the kernel a product exceeds; None if the product is supported.
 
     Args:
@@ -178,10 +178,12 @@ def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1) -> st
         groups: number of scales of a row.
         dtype: dtype of x.
         parts: number of partial sums.
+        block: columns of a block of a packed weight.
     """
-    step = math.gcd(inner // groups, STEP)
+    step = math.gcd(inner // groups, STEP, block)
     if step < LEAST_STEP or inner % (parts * step):
-        return f"groups must be multiples of {LEAST_STEP} columns, got {inner // groups}"
+        packed = f" and packed blocks of {block}" if block < STEP else ""
+        return f"groups must be multiples of {LEAST_STEP} columns, got {inner // groups}{packed}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"x must be bfloat16 or float16, got {dtype}"
     return None
@@ -217,10 +219,11 @@ def grouped_matmul(
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
     arguments = [x.reshape(-1, x.shape[-1]), values, scale, *([] if zeros is None else [zeros])]
-    tiles = packed_tiles(len(arguments[0]), values, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
+    tiles = packed_tiles(len(arguments[0]), values.shape, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
     if tiles:
         kernel = functools.partial(int4_kernel.multiply, tiles=tiles, dtype=dtype)
         sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
         return sums.reshape(parts, *rows, out)
-    limit = unsupported(x.shape[-1], groups, x.dtype, parts)
+    block = 2 * values.shape[2] if values.dtype == jnp.uint8 else STEP
+    limit = unsupported(x.shape[-1], groups, x.dtype, parts, block)
     return dispatch(implementation, limit, kernel, reference, *arguments).reshape(parts, *rows, out)

@@ -105,10 +105,18 @@ def widened(
     zeros: UInt8[Array, "out groups"] | None,
 ) -> Float[Array, "out columns"]:
     """Returns the weight in float32; differences and their products with a scale are rounded once."""
-    values = unpack(packed).astype(jnp.float32)
+    return scaled(unpack(packed), scale, zeros)
+
+
+def scaled(
+    values: UInt8[Array, "out columns"],
+    scale: Float[Array, "out groups"],
+    zeros: UInt8[Array, "out groups"] | None,
+) -> Float[Array, "out columns"]:
+    """Returns `widened` of values that are unpacked."""
     group = values.shape[1] // scale.shape[1]
     zero = ZERO if zeros is None else jnp.repeat(zeros.astype(jnp.float32), group, axis=1)
-    return (values - zero) * jnp.repeat(scale, group, axis=1)
+    return (values.astype(jnp.float32) - zero) * jnp.repeat(scale, group, axis=1)
 
 
 def round_to_int4(
@@ -160,13 +168,24 @@ def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -
             lines.append(f"prmt.b32 pair, word, 0, {selector}")
             lines.append(f"lop3.b32 pair, pair, {mask}, {bases}, 0xEA")  # (pair & mask) | bases
             lines.append(f"fma.rn.{kind} ${result}, pair, ones, ${3 + result}")
-        (half,) = pltriton.elementwise_inline_asm(
-            "{ " + "; ".join(lines) + "; }",
-            args=[packed, offset],
-            constraints="=&r,=&r,r,r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, dtype)],
-        )
-        found.append(half)
+        found.append(of_words(lines, packed, offset))
     low, high = found
     return low, high
+
+
+def of_words(lines: list[str], packed: Array, numbers: Array) -> Array:
+    """Returns what PTX instructions make of four bytes and the four numbers that belong to them, inside of a kernel.
+
+    Args:
+        lines: instructions. $2 is the word of four bytes, $3 and $4 are pairs of numbers, $0 and $1 pairs of results.
+        packed: bytes [out, bytes].
+        numbers: numbers of two bytes each [out, bytes]; the results have their dtype.
+    """
+    (found,) = pltriton.elementwise_inline_asm(
+        "{ " + "; ".join(lines) + "; }",
+        args=[packed, numbers],
+        constraints="=&r,=&r,r,r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, numbers.dtype)],
+    )
+    return found

@@ -8,9 +8,9 @@ are packed as `expert_bytes` says, in blocks of 32 columns.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, BFloat16, Float, UInt8
 
+from pallas_kernels.layers import int4
 from pallas_kernels.layers.expert_bytes import pack, unpack
 
 GROUP = 32  # columns that share a scale, and columns of a block
@@ -89,13 +89,6 @@ def products(packed: Array, scale: Array, interpret: bool) -> tuple[Array, Array
             lines.append("lop3.b32 word, sign, 0x80008000, word, 0xEA")  # (sign & bits) | word
             lines.append("fma.rn.bf16x2 word, word, most, none")
             lines.append(f"fma.rn.bf16x2 ${result}, word, ${3 + result}, none")
-        (half,) = pltriton.elementwise_inline_asm(
-            "{ " + "; ".join(lines) + "; }",
-            args=[packed, wide],
-            constraints="=&r,=&r,r,r,r",
-            pack=4,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
-        )
-        found.append(half)
+        found.append(int4.of_words(lines, packed, wide))
     low, high = found
     return low, high

@@ -12,7 +12,7 @@ decoding only up to such rounding errors, not bit for bit.
 
 A weight of int8 or fp8 may instead have a scale for each group of input channels in each row (`grouped_matmul`). A
 weight of int4 always has such scales, and may have zero points (`int4`). Only experts may be of mxfp4, whose scales are
-powers of two, stored in a byte (`mxfp4`).
+powers of two, stored in a byte (`mxfp4`). Experts of both kinds are packed in another order (`expert_bytes`).
 """
 
 import math

@@ -2,12 +2,12 @@
 
     sum = x + delta        normed = sum / sqrt(mean(sum^2) + eps) * weight        for every row of [..., hidden]
 
-delta is given as partial sums. It and `sum` are rounded to the model's dtype. The mean is computed in float32. The
-quotient is rounded before it is multiplied by the weight, unless the weight is float32: then the product is rounded
-instead. Before delta is added, it may be normed with a weight of its own (`post_norm`) and multiplied by a constant
-(`factor`). The rounded sum may be multiplied by a weight of one number (`scale`). The result may be quantised to float8
-for the next matrix product, as `quantize_rows` does. XLA compiles the norm alone to two kernels; for a few rows, their
-time is nothing but launch overhead.
+delta is given as partial sums, with a bias if it has one. It and `sum` are rounded to the model's dtype. The mean is
+computed in float32. The quotient is rounded before it is multiplied by the weight, unless the weight is float32: then
+the product is rounded instead. Before delta is added, it may be normed with a weight of its own (`post_norm`) and
+multiplied by a constant (`factor`). The rounded sum may be multiplied by a weight of one number (`scale`). The result
+may be quantised to float8 for the next matrix product, as `quantize_rows` does. XLA compiles the norm alone to two
+kernels; for a few rows, their time is nothing but launch overhead.
 """
 
 import functools
@@ -74,18 +74,22 @@ def _sum(
     return x + delta if scale is None else (x + delta) * scale
 
 
-def _reference(x, parts, post_norm, scale, *weights, eps, factor, quantize_output):
-    delta = reduce_partials(parts, x.dtype)
-    total = _sum(x, delta, post_norm, scale, eps=eps, factor=factor, size=x.shape[-1])
+def _reference(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_output):
+    several = len(delta) > 1
+    step = sum_f32(part for parts in delta for part in parts) if several else reduce_partials(delta[0], jnp.float32)
+    step = (step if bias is None else step + bias).astype(x.dtype)
+    total = _sum(x, step, post_norm, scale, eps=eps, factor=factor, size=x.shape[-1])
     (quotient,) = quotients([total], eps, x.shape[-1])
     normed = [weighted(quotient, weight, x.dtype) for weight in weights]
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
-def _reference_in_blocks(x, parts, *weights, **options):
-    flat = parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1)
+def _reference_in_blocks(x, delta, *weights, **options):
+    flat = [parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1) for parts in delta]
     outputs = in_row_blocks(
-        lambda x, parts: _reference(x, parts.swapaxes(0, 1), *weights, **options), x.reshape(-1, x.shape[-1]), flat
+        lambda x, delta: _reference(x, [parts.swapaxes(0, 1) for parts in delta], *weights, **options),
+        x.reshape(-1, x.shape[-1]),
+        flat,
     )
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
@@ -93,37 +97,37 @@ def _reference_in_blocks(x, parts, *weights, **options):
 def _kernel(
     # inputs
     x_ref,  # [T, hidden], the model's dtype
-    parts_ref,  # [parts, T, hidden]
-    *refs,  # a weight [hidden] per norm of the sum; the weight of delta's norm [hidden], if delta is normed; the factor
-    # of the sum [1], if there is one; float32 scales of the partial sums' rows [T] and columns [hidden], if any;
-    # outputs: the sum [T, hidden], then for each norm the result [T, hidden] and, if quantised, its scale [T] float32
+    delta_refs,  # partial sums [parts, T, hidden] each
+    scale_refs,  # float32 scales of rows [T] and of columns [hidden]; empty: no scales
+    bias_ref,  # [hidden]; None: no bias
+    post_ref,  # weight of delta's norm [hidden]; None: delta is not normed
+    factor_ref,  # factor of the sum [1]; None: 1
+    weight_refs,  # weight of each norm of the sum [hidden]
+    # outputs
+    total_ref,  # the sum [T, hidden]
+    *norm_refs,  # for each norm of the sum the result [T, hidden] and, if quantised, its scale [T] float32
     # static parameters
     eps,
     factor,
     hidden,
-    norms,  # number of norms of the sum
-    post_norms,  # number of norms of delta, 0 or 1
-    factors,  # number of factors of the sum, 0 or 1
     quantize_output,
 ):
     """Adds and normalises one row in one Pallas program; padding columns are zero and not written."""
     per_norm = 1 + quantize_output  # number of output arrays per norm
-    weight_refs, post_refs = refs[:norms], refs[norms : norms + post_norms]
-    factor_refs = refs[norms + post_norms :][:factors]
-    scale_refs = refs[norms + post_norms + factors : -1 - per_norm * norms]
-    total_ref, *norm_refs = refs[-1 - per_norm * norms :]
     row, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(hidden))
     inside = column < hidden
+    load = functools.partial(pltriton.load, mask=inside, other=0)
     # Add up the parts, and add their sum to the residual stream.
-    total = pltriton.load(x_ref.at[row, column], mask=inside, other=0)
-    count = parts_ref.shape[0]
-    delta = sum_f32([pltriton.load(parts_ref.at[part, row, column], mask=inside, other=0) for part in range(count)])
+    total = load(x_ref.at[row, column])
+    delta = sum_f32([load(ref.at[part, row, column]) for ref in delta_refs for part in range(ref.shape[0])])
     if scale_refs:
-        delta = delta * scale_refs[0][row] * pltriton.load(scale_refs[1].at[column], mask=inside, other=0)
-    post_norm = pltriton.load(post_refs[0].at[column], mask=inside, other=0) if post_refs else None
-    scale = factor_refs[0][0] if factor_refs else None
+        delta = delta * scale_refs[0][row] * load(scale_refs[1].at[column])
+    if bias_ref is not None:
+        delta = delta + load(bias_ref.at[column]).astype(jnp.float32)
+    post_norm = None if post_ref is None else load(post_ref.at[column])
+    scale = None if factor_ref is None else factor_ref[0]
     total = _sum(total, delta.astype(total.dtype), post_norm, scale, eps=eps, factor=factor, size=hidden)
-    weights = [pltriton.load(ref.at[column], mask=inside, other=0) for ref in weight_refs]
+    weights = [load(ref.at[column]) for ref in weight_refs]
     pltriton.store(total_ref.at[row, column], total, mask=inside)
     # Normalise, and quantise.
     (quotient,) = quotients([total], eps, hidden)
@@ -141,33 +145,31 @@ def warps_for(columns: int, parts: Array) -> int:
     return min(max(pl.next_power_of_2(columns) // own, 1), 32)
 
 
-def _pallas(x, parts, post_norm, scale, *weights, eps, factor, quantize_output, interpret):
-    hidden, (parts, scales) = x.shape[-1], split_scales(parts)
-    rows = x.reshape(-1, hidden)
-    parts, scales = parts.reshape(-1, *rows.shape), tuple(scale.ravel() for scale in scales)
+def _pallas(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_output, interpret):
+    hidden, (first, scales) = x.shape[-1], split_scales(delta[0])
+    rows, scales = x.reshape(-1, hidden), tuple(scale.ravel() for scale in scales)
+    delta = [parts.reshape(-1, *rows.shape) for parts in (first, *delta[1:])]
     same, row_scale = jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
     per_norm = [jax.ShapeDtypeStruct(rows.shape, FP8), row_scale] if quantize_output else [same]
-    out = [same, *per_norm * len(weights)]
-    post_norms, factors = ([] if weight is None else [weight] for weight in (post_norm, scale))
-    options = {"eps": eps, "factor": factor, "norms": len(weights)}
-    options |= {"post_norms": len(post_norms), "factors": len(factors)}
+    warps = max(warps_for(hidden, parts) for parts in delta)
     outputs = pl.pallas_call(
-        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, **options),
+        functools.partial(_kernel, hidden=hidden, quantize_output=quantize_output, eps=eps, factor=factor),
         grid=(rows.shape[0],),
-        out_shape=out,
-        compiler_params=pltriton.CompilerParams(num_warps=warps_for(hidden, parts), num_stages=1),
+        out_shape=[same, *per_norm * len(weights)],
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(rows, parts, *weights, *post_norms, *factors, *scales)
+    )(rows, delta, scales, bias, post_norm, scale, weights)
     return tuple(array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "factor", "quantize_output", "deterministic", "implementation"))
 def add_rms_norm(
     x: Float[Array, "*rows hidden"],
-    delta: PartialSums,
+    delta: PartialSums | tuple[Array, ...],
     *weights: Float[Array, " hidden"],
     eps: float,
+    bias: Float[Array, " hidden"] | None = None,
     post_norm: Float[Array, " hidden"] | None = None,
     scale: Float[Array, " one"] | None = None,
     factor: float = 1.0,
@@ -181,9 +183,11 @@ def add_rms_norm(
 
     Args:
         x: residual stream [*rows, hidden].
-        delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them.
+        delta: partial sums [parts, *rows, hidden], as `split_matmul` returns them, or several arrays of these, without
+            scales.
         weights: weight of each norm of the sum, [hidden] each.
         eps: number that is added to the mean square.
+        bias: bias of delta; None: none.
         post_norm: weight of a norm of delta before it is added [hidden]; None: delta is not normed.
         scale: factor of the sum, a weight of one number in x's dtype [1]; None: 1.
         factor: factor of delta, after its norm.
@@ -200,7 +204,8 @@ def add_rms_norm(
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_in_blocks if deterministic else _reference)
     )
-    total, *normed = dispatch(implementation, unsupported, kernel, reference, x, delta, post_norm, scale, *weights)
+    given = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale
+    total, *normed = dispatch(implementation, unsupported, kernel, reference, *given, *weights)
     if quantize_output:
         normed = [
             QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)

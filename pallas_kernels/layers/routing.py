@@ -67,7 +67,7 @@ def _reference(logits, bias, correction, used, *, choice, deterministic):
 def _reference_rows(logits, used=None, *, correction, choice):
     """Returns the experts and their weights, [rows, chosen] each."""
     scores = _scores(logits, choice)
-    keys = scores if correction is None else scores + correction
+    keys = _keys(logits, correction, choice)
     keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)
     if choice.groups > 1:
         keys = jnp.where(_of_best_groups(keys, choice), keys, -jnp.inf)
@@ -90,6 +90,16 @@ def _reference_rows(logits, used=None, *, correction, choice):
 def _scores(logits: Array, choice: Choice) -> Array:
     """Returns the scores before the softmax, inside or outside of a kernel."""
     return jax.nn.sigmoid(logits) if choice.scores == "sigmoid" else logits
+
+
+def _keys(logits: Array, correction: Array | None, choice: Choice) -> Array:
+    """Returns the numbers by which experts are ranked, inside or outside of a kernel.
+
+    Logits have the order of their sigmoids, and fewer ties: those above 17 have the sigmoid 1 in float32.
+    """
+    if correction is None and choice.groups == 1:
+        return logits
+    return _scores(logits, choice) + (0 if correction is None else correction)
 
 
 def _places(keys: Float[Array, "*rows count"]) -> Int[Array, "*rows count"]:
@@ -145,9 +155,10 @@ def _kernel(
 
     logits = load(expert, is_expert)
     is_nan = jnp.max((logits != logits).astype(jnp.int32)) > 0
-    keys = _scores(logits, choice)
+    correction = None
     if correction_ref is not None:
-        keys += pltriton.load(correction_ref.at[expert], mask=is_expert, other=0)
+        correction = pltriton.load(correction_ref.at[expert], mask=is_expert, other=0)
+    keys = _keys(logits, correction, choice)
     keys = jnp.where(is_expert & (keys == keys), keys, -jnp.inf)
     if choice.groups > 1:
         keys = jnp.where(_of_best_groups_in_kernel(keys, expert, choice), keys, -jnp.inf)

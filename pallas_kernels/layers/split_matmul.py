@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
@@ -67,7 +68,7 @@ def parts_of(
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
     if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
         return 1
-    tile, step = _out_tile(rows), INNER_BYTES // weight_bytes
+    tile, step = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * step):
         return 1
     if rows <= MOST_ROWS:
@@ -89,9 +90,9 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
-def _out_tile(rows: int) -> int:
-    """Returns the number of columns of the kernel's output tile for a given number of rows."""
-    return 128 if rows <= FEW_ROWS else 64
+def _out_tile(rows: int, out: int) -> int:
+    """Returns the number of columns of the kernel's output tile for a number of rows and of columns in all."""
+    return 128 if rows <= FEW_ROWS and out % 128 == 0 else 64
 
 
 def _reference(x, weight, row_scale, scale, after, *, parts, dtype=jnp.float32):
@@ -142,7 +143,7 @@ def _kernel(
 
 def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
-    tile, columns = _out_tile(rows), INNER_BYTES // weight.dtype.itemsize
+    tile, columns = _out_tile(rows, out), INNER_BYTES // weight.dtype.itemsize
     scales = [array for array in (row_scale, scale) if array is not None]
     return pl.pallas_call(
         functools.partial(
@@ -180,7 +181,7 @@ def split_matmul(
     weight: Weight,
     *,
     gate: Activation | None = None,
-    after: PartialSums | None = None,
+    after: Float[Array, "..."] | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
@@ -201,7 +202,8 @@ def split_matmul(
             and the Hopper kernel ignore it.
         implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
             unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
-            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`).
+            "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4" has as many partial sums as
+            `packed_tiles` chooses.
     """
     if isinstance(weight, Shard):
         own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
@@ -212,7 +214,7 @@ def split_matmul(
     if has_group_scales(weight):
         many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
         if weight.kind == "int4" and LEAST_OUT <= out <= WIDEST_OUT:
-            packed = packed_tiles(rows, weight.values, weight.scale.shape[1], x.dtype)
+            packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
     if parts == 1:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from jspec import DFlash, DraftModel, Eagle3, NGram
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
+from jspec.draft.auto import load_drafter
 from jspec.engine.metrics import Metrics
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
@@ -191,3 +194,33 @@ def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     assert window.split()[:4] == ["coupled", "chain:2", "64", "256"]
     results = [one["case"] for one in json.loads((tmp_path / "out.json").read_text())["results"]]
     assert [(r["draft_window"], r["context"]) for r in results] == [(None, 256), (None, 512), (64, 256), (64, 512)]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--context", "64", "--accept", "rejection"], "--accept"),
+        (["--context", "64", "--temperature", "1"], "--temperature"),
+        (["--context", "64", "--samples", "3"], "--samples"),
+        (["--places", "3"], "--places"),
+        (["--draft-window", "5"], "--draft-window"),
+    ],
+)
+def test_acceptance_refuses_options_that_the_measurement_does_not_use(words: list[str], option: str) -> None:
+    how = "with" if words[0] == "--context" else "without"
+    with pytest.raises(ValueError, match=f"{option}: expected none {how} --context, got .*; leave it out"):
+        acceptance.run(make_parser().parse_args(["bench", "acceptance", *words]))
+
+
+def test_names_demo_stand_for_the_embedded_target_and_head_and_suffix_cannot_be_quantised() -> None:
+    found = Pair.of(make_parser().parse_args(["bench", "acceptance", "--target", "demo", "--draft", "demo"]))
+    assert type(found.drafter(TREE)) is Eagle3 and found.target.config.vocab_size == 2048
+    with pytest.raises(ValueError, match="--draft-quantize: expected none with --draft suffix, got int8"):
+        Pair(TARGET, None, (), "suffix", None).drafter(TREE, "int8")
+
+
+def test_drafter_that_is_quantised_at_load_has_int8_weights() -> None:
+    found: Any = load_drafter(demo.HEAD, TREE, quantize="int8")
+    assert any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(found.head))
+    whole: Any = load_drafter(demo.HEAD, TREE)
+    assert all(leaf.dtype != jnp.int8 for leaf in jax.tree.leaves(whole.head)), "control: int8 is what was asked for"

@@ -242,14 +242,31 @@ def test_checkpoint_save_with_overwrite_over_a_folder_of_other_files_raises(tmp_
 def test_read_header_manifest_of_another_version_raises(converted):
     manifest = json.loads((converted / "jspec.json").read_text())
     (converted / "jspec.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(ValueError, match="version 2, got 99"):
+    with pytest.raises(ValueError, match=f"version {orbax.VERSION}, got 99"):
         auto.load_checkpoint(converted)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"version": 2}', '{"version": 2, "kind": "x", "config": {}}'])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_folder_of_version_two_is_read_unless_it_has_packed_weights(tmp_path, is_packed):
+    packed = {"layers.0.qkv.values": np.zeros((4, 2, 16), np.uint8)} if is_packed else {}
+    orbax.save(tmp_path / "old", "target", CONFIG, [parameters() | packed])
+    manifest = json.loads((tmp_path / "old" / "jspec.json").read_text())
+    (tmp_path / "old" / "jspec.json").write_text(json.dumps({**manifest, "version": 2}))
+    if not is_packed:
+        assert orbax.read_header(tmp_path / "old").parameters.keys() == parameters().keys()
+        return
+    with pytest.raises(ValueError, match=f"version {orbax.VERSION}, got 2; convert the model again"):
+        orbax.read_header(tmp_path / "old")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "this version", "another kind"])
 def test_read_header_damaged_manifest_raises(converted, content):
+    own = {"version": orbax.VERSION}
+    content = {"this version": json.dumps(own), "another kind": json.dumps({**own, "kind": "x", "config": {}})}.get(
+        content, content
+    )
     (converted / "jspec.json").write_text(content)
-    with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
+    with pytest.raises(ValueError, match=r"damaged checkpoint.*convert the model again"):
         auto.load_checkpoint(converted)
 
 
@@ -261,7 +278,7 @@ def test_load_checkpoint_converted_folder_with_damaged_weights_raises(converted,
         largest = max((f for f in (converted / "weights").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         content = largest.read_bytes()
         largest.write_bytes(content[: len(content) // 2] if how == "truncated" else b"")
-    with pytest.raises(ValueError, match=r"damaged.*convert the model again"):
+    with pytest.raises(ValueError, match=r"damaged checkpoint.*convert the model again"):
         auto.load_checkpoint(converted)
 
 

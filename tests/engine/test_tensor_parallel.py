@@ -285,7 +285,7 @@ def test_family_on_several_devices_emits_the_greedy_tokens_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("fp8", "fp8_dynamic"))]
+    "kind", ["int8", "int4", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("fp8", "fp8_dynamic"))]
 )
 def test_quantised_engine_on_four_devices_emits_with_a_draft_the_tokens_without_one(kind: str) -> None:
     """With fp8_dynamic, inputs have scales for each device's columns, so tokens may differ from one device's."""

@@ -239,6 +239,11 @@ def test_product_of_many_rows_with_a_packed_weight_compiled_for_a100_widens_at_m
     assert widened_bytes({"weight": weight}, 64) == 0
 
 
+def test_experts_with_packed_weights_are_not_widened() -> None:
+    shape, scale = jax.ShapeDtypeStruct((4, 64, 8, 16), jnp.uint8), jax.ShapeDtypeStruct((4, 64, 2), F32)
+    assert widened_bytes({"experts": Quantized(shape, scale)}, 1000) == 0  # type: ignore[arg-type]
+
+
 def test_reference_of_a_product_in_groups_compiled_for_h100_writes_a_widened_weight() -> None:
     """Negative control of the test of memory."""
     arrays = [

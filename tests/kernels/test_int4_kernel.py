@@ -81,6 +81,30 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
     assert error(packed, np.roll(scale, 1, axis=0), zeros) > 0.1, "control: scales of the row before"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (64, True), (32, False)])
+@pytest.mark.parametrize("rows", [1, 5, 33, 170])
+def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
+    rows: int, group: int, has_zeros: bool, dtype: str
+) -> None:
+    """On a Hopper GPU this is the kernel itself, of which the interpreter replaces what works on registers."""
+    rng, (out, inner) = np.random.default_rng(rows), (768, 2048)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), dtype)
+    packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
+    scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
+    zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
+    given = [jnp.asarray(packed), jnp.asarray(scale), F32, *([] if zeros is None else [jnp.asarray(zeros)])]
+    got = np.asarray(grouped_matmul(x, *given, implementation="pallas"), np.float64).sum(axis=0)
+
+    def error(*weight: Any) -> float:
+        wanted = np.asarray(x, np.float64) @ reference.device(*weight).astype(np.float64).T
+        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    assert error(packed, scale, zeros) < 1e-6
+    assert error(packed << 4 | packed >> 4, scale, zeros) > 0.1, "control: halves swapped"
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "rows", "height", "parts", "programs"),

@@ -215,6 +215,25 @@ def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int,
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+def test_residual_norm_adds_several_arrays_of_partial_sums_and_a_bias(implementation: str, deterministic: bool) -> None:
+    x, delta, weight = inputs(96, "bfloat16", 4)
+    parts, bias = delta[:3].astype(x.dtype), weight[::-1]
+    call = partial(add_rms_norm, eps=EPS, implementation=implementation, deterministic=deterministic)
+
+    def wanted(*rows: Any) -> list[np.ndarray]:
+        terms = [np.broadcast_to(np.asarray(one, np.float64), x.shape) for one in rows]
+        return float64_outputs(x, np.stack(terms), [weight], None, 1.0)
+
+    got = call(x, (parts, delta), weight, bias=bias)
+    assert mean_error(got, wanted(*parts, *delta, bias)) < 2e-3
+    assert mean_error(got, wanted(*parts, *delta)) > 0.1, "control: without the bias"
+    assert mean_error(got, wanted(*parts, bias)) > 0.1, "control: without the second array"
+    (total,) = call(x, delta, bias=bias)
+    assert mean_error([total], wanted(*delta, bias)[:1]) < 2e-3
+
+
 def test_residual_norm_of_small_rows_differs_from_a_norm_without_eps() -> None:
     """Negative control: the comparison with float64 detects a missing eps."""
     x, delta, weight = inputs(64, "float32")

@@ -37,7 +37,7 @@ def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 2048, 4), (60, 1024, 4), (64, 6144, 2)])
+@pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 1088, 4), (60, 1024, 4), (64, 6144, 2)])
 def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     rows: int, out: int, parts: int, implementation: str
 ) -> None:
@@ -115,6 +115,8 @@ def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits:
     [
         (1, 4096, 4096, BF16, 4),
         (60, 4096, 14336, BF16, 4),
+        (1, 2880, 4096, BF16, 4),  # tiles of 64 columns
+        (1, 2912, 4096, BF16, 1),  # no multiple of 64 columns
         (60, 6144, 4096, BF16, 2),
         (5, 6144, 4096, BF16, 2),
         (65, 4096, 4096, BF16, 4),  # by XLA, like all products of more than 64 rows

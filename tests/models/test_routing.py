@@ -104,11 +104,17 @@ def test_of_equal_scores_the_expert_with_the_smallest_index_is_chosen() -> None:
     assert choose(tied, Router(6, 3))[0].T.tolist() == [[1, 3, 2]]
 
 
+def test_sigmoids_that_round_to_one_are_ranked_by_their_logits() -> None:
+    logits = np.asarray([[17.5, 20, 3, 1], [18, 19, 30, 2]], np.float32)
+    experts, weights = choose(logits, Router(4, 2, scores="sigmoid", is_normalised=False))
+    assert experts.T.tolist() == [[1, 0], [2, 1]] and (weights == 1).all()
+
+
 def test_large_and_infinite_logits_give_finite_weights_and_nan_gives_no_index_out_of_range() -> None:
     logits = np.asarray([[1e30, -1e30, 0, 1], [-np.inf, 2, -np.inf, 1], [np.nan, 1, 2, 3], [np.nan] * 4], np.float32)
     for normalised in (True, False):
         experts, weights = choose(logits, Router(4, 2, is_normalised=normalised))
-        assert experts.min() >= -1 and experts.max() < 4
+        assert experts.min() >= 0 and experts.max() < 4
         assert np.isfinite(weights[:, :2]).all()
         assert not np.isfinite(weights[:, 2:]).all(axis=0).any()
     assert experts[:, 1].tolist() == [1, 3]
@@ -152,10 +158,15 @@ def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) 
     for j, t in np.ndindex(*experts.shape):
         wanted[t] += weights[j, t] * mlp(x[0, t].astype(np.float64), gate_up[experts[j, t]], down[experts[j, t]])
     fixed: dict[str, Any] = {"implementation": "reference"}
-    got = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, **fixed)))[0]
+
+    def mix(*used: Any) -> np.ndarray:
+        several = mixtures.mix_experts(jnp.asarray(x), layer, config, *used, **fixed)
+        return np.asarray(sum(part for parts in several for part in parts))[0]
+
+    got = mix()
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     used = jnp.asarray(rng.integers(2, size=(1, rows)), bool)
-    some = np.asarray(sum(mixtures.mix_experts(jnp.asarray(x), layer, config, used, **fixed)))[0]
+    some = mix(used)
     np.testing.assert_array_equal(some[used[0]], got[used[0]])
     alone = np.stack([mlp(row, *shared) for row in x[0]])
     np.testing.assert_allclose(some[~used[0]], alone[~used[0]], atol=1e-5)  # no expert

@@ -83,12 +83,16 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
         assert found[5]["messages"] == [*asked, {"role": "assistant", "content": answer(Chat().chat(asked), 7)}]
 
 
-def test_an_interrupted_file_is_completed_with_the_same_lines(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_file_is_completed_with_the_same_lines(
+    data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SLOTS", 4)
     whole = run(data)
     text = data.with_name("out").read_text()
-    data.with_name("cut").write_text(text[: text.index("\n", text.index("\n") + 1) + 9])
+    data.with_name("cut").write_text(text[: text.rindex("\n", 0, -1) + 9])
+    caplog.clear()
     assert run(data, "cut") == whole
+    assert "1 of 7 lines were left out" in caplog.text, "also those before the interruption"
 
 
 def test_bad_lines_are_refused_before_anything_is_generated(data: Path) -> None:

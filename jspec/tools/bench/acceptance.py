@@ -36,6 +36,7 @@ SLOTS = 16
 PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters, which are more than the tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
+WINDOWS = (None, 128)  # draft windows that are measured by default
 PLACES = 8  # places of the text that are continued, by context length
 
 
@@ -129,13 +130,14 @@ def measure_contexts(
     windows: Sequence[int | None],
     places: int = PLACES,
     tokens: int = TOKENS,
+    draft_quantize: str | None = None,
 ) -> Iterator[Acceptance]:
     """Yield the acceptance of each drafter, window and context length, as the target continues a text greedily."""
     found = text_places(ids, contexts, places)
     sizes: Any = dict(slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,))
     variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]
     for drafter in variants:
-        case = Case("coupled", drafter.tree, None, drafter.draft_window)
+        case = Case("coupled", drafter.tree, draft_quantize, drafter.draft_window)
         with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
             for context, texts in found.items():
                 yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
@@ -164,13 +166,30 @@ def standard_error(parts: Sequence[Metrics]) -> float:
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 
+def _refuse_unused(a: argparse.Namespace) -> None:
+    """Raise ValueError if an option has a value that the measurement does not use."""
+    rule = {"accept": ACCEPT_RULES, "temperature": TEMPERATURES, "samples": SAMPLES}
+    place = {"text": None, "places": PLACES, "draft_window": WINDOWS}
+    own, how = (place, "without") if a.context is None else (rule, "with")
+    for name, default in own.items():
+        if (given := getattr(a, name)) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: expected none {how} --context, got {given}; leave it out")
+
+
 def run(arguments: argparse.Namespace) -> Report:
+    _refuse_unused(arguments)
     a, pair = arguments, Pair.of(arguments)
     if a.context is not None:
         files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
         written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
-        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree)) is not None]
-        sizes = dict(contexts=a.context, windows=a.draft_window, places=a.places, tokens=a.tokens)
+        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree, a.draft_quantize)) is not None]
+        sizes = dict(
+            contexts=a.context,
+            windows=a.draft_window,
+            places=a.places,
+            tokens=a.tokens,
+            draft_quantize=a.draft_quantize,
+        )
         results: Iterable[Acceptance] = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
     else:
         found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
@@ -190,7 +209,7 @@ OPTIONS = (
     option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
     option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
     option("--context", type=count, nargs="+", metavar="256", help="by tokens of the prompts; default: by rule"),
-    option("--draft-window", type=_window, nargs="+", default=(None, 128), metavar="W", help="tokens, or none"),
+    option("--draft-window", type=_window, nargs="+", default=WINDOWS, metavar="W", help="tokens, or none"),
     option("--places", type=count, default=PLACES, help="with --context: places where the text is continued"),
     file_option("--text", "with --context: text that is continued; default: Python source"),
 )

@@ -27,7 +27,7 @@ from jspec.tools.bench.report import count, option
 
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
 OPTIONS = (
-    option("--target", metavar="PATH", help="folder or hub id; default: the embedded one"),
+    option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
     option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
     option(
@@ -68,9 +68,10 @@ class Pair:
             dtype = load.dtype_name(arguments.dtype)
             model, head = random_models.random_target(shape, dtype), random_models.random_head(shape, dtype)
             return cls(model, None, (), draft, dtype, head)
-        if target is None:
+        if target in (None, demo.NAME):
             embedded = {None: demo.HEAD, "dflash": demo.DFLASH}
             target, draft = str(demo.TARGET), str(embedded.get(draft, draft))
+        draft = None if draft is None else str(demo.folder(draft, "eagle3"))
         model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
         return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
 
@@ -96,6 +97,9 @@ class Pair:
         Args:
             tree: draft tree.
             quantize: how the weights of a drafter that --draft names by its folder are quantised; None: as stored.
+
+        Raises:
+            ValueError: there is nothing that drafts, or nothing to quantise.
         """
         if tree is None:
             return None
@@ -104,6 +108,8 @@ class Pair:
         if self.draft is None:
             raise ValueError(f"--tree {tree}: expected --draft, who drafts it, got none; name one, or --tree none")
         own = {"ngram": NGram, "suffix": Suffix}.get(self.draft)
+        if own and quantize:
+            raise ValueError(f"--draft-quantize: expected none with --draft {self.draft}, got {quantize}; leave it out")
         return own(tree) if own else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
 
 

@@ -27,8 +27,8 @@ TOKENS = 96
 LENGTH = 3  # draft tokens per round
 NAME = "demo"  # name of the embedded pair on the command line
 EXPLANATION = """mean acceptance length: tokens per forward pass of the target; plain decoding has 1.00
-speed-up: this target is hardly larger than its head, so that drafting may cost more time than it saves; a round of an
-8B target takes 1.24 times as long as a plain step, on one H200"""
+speed-up: this target is only three times as large as its head, and a CPU takes longer for several tokens than for one;
+a round of an 8B target on a GPU takes 1.24 times as long as a plain step (README.md)"""
 NEXT = """next:
   jspec generate --target demo --eagle3 demo "def main("
   jspec chat --target meta-llama/Llama-3.1-8B-Instruct --eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
