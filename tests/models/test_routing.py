@@ -181,13 +181,13 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
 ) -> None:
     """The second row of nodes is inactive; the second prompt has one token, whose keys are not written again."""
     seen: list[np.ndarray] = []
-    multiply = mixtures.expert_matmul
+    multiply = mixtures.expert_mlp
 
-    def watched(x: Any, weight: Any, chosen: Any, **options: Any) -> Any:
+    def watched(x: Any, weights: Any, chosen: Any, **options: Any) -> Any:
         seen.append(np.asarray(chosen))
-        return multiply(x, weight, chosen, **options)
+        return multiply(x, weights, chosen, **options)
 
-    monkeypatch.setattr(mixtures, "expert_matmul", watched)
+    monkeypatch.setattr(mixtures, "expert_mlp", watched)
     fields: dict[str, Any] = dict(
         tokens=jnp.asarray([[3, 4, 5], [6, 0, 0]]),
         positions=jnp.asarray([[0, 1, 2], [0, 1, 2]]),
@@ -200,10 +200,9 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
     batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
     pool = jnp.zeros((3, 2, 4, 4))
     forward(mixture(), KVCache(k=[pool], v=[pool]), batch)
-    assert len(seen) == 2
-    for chosen in seen:
-        assert chosen.shape == (2, 6)
-        assert [(row >= 0).tolist() for row in chosen] == [expected] * 2
+    (chosen,) = seen
+    assert chosen.shape == (2, 6)
+    assert [(row >= 0).tolist() for row in chosen] == [expected] * 2
 
 
 @pytest.mark.parametrize(
