@@ -1,6 +1,5 @@
 """Finds the rows of each expert, in blocks of which a Pallas program multiplies one after another."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -15,8 +14,6 @@ MOST_CHOICES = 512
 # Rows of a block: the smallest side of a product on tensor cores, and for many rows more. Values of packed weights take
 # registers when they are unpacked, so these have smaller blocks.
 FEW_ROWS, MANY_ROWS, MANY_ROWS_OF_PACKED = 16, 64, 32
-MOST_LISTED = 2048  # most choices that one program lists in less time than their products take
-CHOICES = 128  # choices that are compared with all experts at a time to list blocks
 
 
 class Blocks(NamedTuple):
@@ -42,78 +39,15 @@ def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks
     needed = -(-up_to[-1] // size)
     first = jnp.cumsum(needed) - needed
     block = first[own] + place // size
-    blocks = min(count, experts + 1) + count // size  # the last block of an expert may not be full
+    blocks = blocks_count(count, experts, size)
     expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(own)
     choices = jnp.full((blocks, size), -1, jnp.int32).at[block, place % size].set(jnp.arange(count, dtype=jnp.int32))
     return Blocks(expert, choices)
 
 
-def list_blocks(
-    chosen: Int[Array, " choices"], experts: int, size: int, *, interpret: bool = False
-) -> tuple[Blocks, Int[Array, "2"]]:
-    """Returns the blocks of `blocks_of`, found by one launch, and how many have an expert, and how many have none.
-
-    What is listed for other blocks is arbitrary.
-    """
-    count = chosen.shape[0]
-    blocks = min(count, experts + 1) + count // size
-    expert, choices, counts = pl.pallas_call(
-        functools.partial(_list_kernel, experts=experts, size=size),
-        grid=(1,),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((blocks,), (blocks, size), (2,))],
-        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
-        name="list_blocks",
-    )(chosen.astype(jnp.int32))
-    return Blocks(expert, choices), counts
-
-
-def _list_kernel(chosen_ref, expert_ref, choices_ref, counts_ref, *, experts, size):
-    """Finds all blocks in one Pallas program, which compares some choices with all experts at a time."""
-    (count,), each = chosen_ref.shape, jnp.arange(pl.next_power_of_2(experts))[None, :]
-    step = min(pl.next_power_of_2(count), CHOICES)
-
-    def compare(number):
-        index = number * step + jnp.arange(step)
-        chosen = pltriton.load(chosen_ref.at[index], mask=index < count, other=-1)
-        is_own = (chosen[:, None] == each) & (each < experts)
-        is_none = (index < count) & ((chosen < 0) | (chosen >= experts))
-        return index, is_own.astype(jnp.int32), is_none.astype(jnp.int32)
-
-    def add(number, totals):
-        _, is_own, is_none = compare(number)
-        return totals[0] + jnp.sum(is_own, axis=0), totals[1] + jnp.sum(is_none)
-
-    nothing = jnp.zeros(each.shape[1], jnp.int32), jnp.int32(0)
-    steps = pl.cdiv(count, step)
-    own, none = jax.lax.fori_loop(0, steps, add, nothing)
-    needed = (own + size - 1) // size
-    first, used = jnp.cumsum(needed) - needed, jnp.sum(needed)
-    is_used = jnp.arange(2) == 0
-    pltriton.store(counts_ref.at[jnp.arange(2)], jnp.where(is_used, used, (none + size - 1) // size))
-
-    def fill(place, blocks, expert, filled):
-        """Lists experts of blocks, and -1 for the rows that the last block of an expert has not."""
-        number, row = (jnp.arange(pl.next_power_of_2(most))[None, :] for most in (pl.cdiv(count, size), size))
-        mask = number < blocks[:, None]
-        pltriton.store(expert_ref.at[place[:, None] + number], jnp.broadcast_to(expert[:, None], mask.shape), mask=mask)
-        empty = filled[:, None] + row
-        at = choices_ref.at[place[:, None] + empty // size, empty % size]
-        pltriton.store(at, jnp.full(empty.shape, -1, jnp.int32), mask=(row < size) & (empty < blocks[:, None] * size))
-
-    fill(first, needed, jnp.arange(each.shape[1]), own)
-    only = jnp.zeros(1, jnp.int32)
-    fill(only + used, only + (none + size - 1) // size, only + experts, only + none)
-
-    def put(number, seen):
-        index, is_own, is_none = compare(number)
-        place = jnp.sum(is_own * (jnp.cumsum(is_own, axis=0) + seen[0][None, :]), axis=1)
-        place += is_none * (jnp.cumsum(is_none) + seen[1]) - 1
-        block = jnp.sum(is_own * first[None, :], axis=1) + is_none * used + place // size
-        pltriton.store(choices_ref.at[block, place % size], index, mask=index < count)
-        return seen[0] + jnp.sum(is_own, axis=0), seen[1] + jnp.sum(is_none)
-
-    jax.lax.fori_loop(0, steps, put, nothing)
+def blocks_count(count: int, experts: int, size: int) -> int:
+    """Returns the most blocks that `count` choices take; the last block of an expert may not be full."""
+    return min(count, experts + 1) + count // size
 
 
 class Plan(NamedTuple):

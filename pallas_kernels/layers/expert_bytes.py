@@ -60,9 +60,15 @@ def registered(x: Values, kind: str) -> Values:
     """
     library: Any = np if isinstance(x, np.ndarray) else jnp
     rows, columns = x.shape
+    whole = library.pad(x, ((0, 0), (0, -columns % SLICE)))
+    return slices_in_order(whole.reshape(rows, -1, SLICE), kind).reshape(rows, -1)
+
+
+def slices_in_order(x: Values, kind: str) -> Values:
+    """Returns slices of activations [rows, slices, 128] in the order of `registered`, inside or outside of a kernel."""
     fields = sorted(ORDERS[kind], reverse=True)
-    whole = library.pad(x, ((0, 0), (0, -columns % SLICE))).reshape(rows, -1, *(1 << bits for _, bits in fields))
-    return whole.transpose(0, 1, *(2 + fields.index(field) for field in ORDERS[kind])).reshape(rows, -1)
+    whole = x.reshape(*x.shape[:2], *(1 << bits for _, bits in fields))
+    return whole.transpose(0, 1, *(2 + fields.index(field) for field in ORDERS[kind])).reshape(x.shape)
 
 
 def place_of(column: Any, kind: str) -> Any:

@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_blocks import Blocks, list_blocks
-from pallas_kernels.layers.expert_bytes import registered
+from pallas_kernels.layers.expert_blocks import Blocks
+from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.expert_stores import store_block, store_choices
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
@@ -181,17 +181,13 @@ def multiply_chosen(
         tiles: static sizes of the call.
         interpret: as in `multiply`.
     """
-    blocks = list_blocks(chosen.ravel(), weight.shape[0], tiles.height, interpret=bool(interpret))
-    rows, optional = rows_of(x, blocks[0], weight.kind), named(bias=bias, factors=factors)
+    flat, experts = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    rows, *blocks = gather_blocks(
+        flat, chosen.ravel(), experts, tiles.height, weight.kind, interpret=bool(interpret)
+    )
+    optional = named(bias=bias, factors=factors)
     own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
     return multiply(rows, weight, blocks, optional, chosen.size, **own).reshape(tiles.parts, *chosen.shape, -1)
-
-
-def rows_of(x: Array, blocks: Blocks, kind: str) -> Array:
-    """Returns the rows of all blocks of x [*rows, inner] for `multiply`, whose weight is of this kind."""
-    flat = x.reshape(-1, x.shape[-1])
-    slices = registered(flat, kind).reshape(flat.shape[0], -1, SLICE).swapaxes(0, 1)
-    return slices[:, (jnp.maximum(blocks.choices, 0) % flat.shape[0]).ravel()]
 
 
 def named(**arrays: Array | None) -> dict[str, Array]:
@@ -218,7 +214,7 @@ def multiply(
         x: rows of all blocks [slices, blocks * height, 128], `registered`, bfloat16; of int4 also float16.
         weight: weights of all experts, of mxfp4 or int4.
         blocks: blocks of choices, those of experts first, then those of none, and how many of both there are
-            (`expert_blocks.list_blocks`). What is listed for other blocks is arbitrary.
+            (`expert_rows.gather_blocks`). What is listed for other blocks is arbitrary.
         optional: bias [experts, N], and float32 factors of the choices, if there are any.
         choices: number of choices.
         gate: as in `expert_matmul`; with a gate, k has one part.

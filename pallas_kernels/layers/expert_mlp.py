@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.expert_blocks import list_blocks
-from pallas_kernels.layers.expert_kernel import multiply, named, rows_of
+from pallas_kernels.layers.expert_kernel import multiply, named
 from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
+from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper_kernel import choose_compiled
 from pallas_kernels.layers.int4_tiling import Tiles
@@ -55,9 +55,9 @@ def multiply_packed(
     """
     (gate_up, down, gate_up_bias, down_bias), (first, second) = weights, tiles
     assert first.height == second.height and isinstance(gate_up, Quantized) and isinstance(down, Quantized)
-    blocks = list_blocks(chosen.ravel(), down.shape[0], first.height, interpret=bool(interpret))
+    flat, fixed = x.reshape(-1, x.shape[-1]), {"interpret": bool(interpret)}
+    rows, *blocks = gather_blocks(flat, chosen.ravel(), down.shape[0], first.height, gate_up.kind, **fixed)
     own = functools.partial(multiply, blocks=blocks, choices=chosen.size, dtype=x.dtype, interpret=interpret)
-    rows = rows_of(x, blocks[0], gate_up.kind)
     inner = own(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
     found = own(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
     return found.reshape(second.parts, *chosen.shape, -1)
@@ -87,8 +87,8 @@ def expert_mlp(
 ) -> Float[Array, "parts rows hidden"]:
     """Returns partial sums of each row's result: one for each of its experts, or one for each part of each product.
 
-    Packed weights and few choices take two launches of the Hopper kernel, one that lists the rows of each expert, and
-    one that orders x. Else both products are those of `expert_matmul`.
+    Packed weights and few choices take two launches of the Hopper kernel, and one that lists and gathers the rows of
+    each expert. Else both products are those of `expert_matmul`.
 
     Args:
         x, chosen, gate, factors, deterministic, implementation: as in `expert_matmul`.

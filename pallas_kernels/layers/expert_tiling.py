@@ -6,8 +6,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_blocks import MOST_LISTED
 from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
+from pallas_kernels.layers.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper_kernel import multiprocessors
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_tiling import Tiles, most_stages

@@ -12,12 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.expert_blocks import MOST_LISTED, blocks_of, list_blocks
+from pallas_kernels.layers.expert_blocks import blocks_of
 from pallas_kernels.layers.expert_bytes import pack, place_of, registered
 from pallas_kernels.layers.expert_kernel import multiply_chosen
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
 from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
+from pallas_kernels.layers.expert_rows import MOST_LISTED, gather_blocks
 from pallas_kernels.layers.expert_tiling import choose_tiles
 from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.quantized import Quantized
@@ -96,19 +97,28 @@ def test_instructions_that_unpack_mxfp4_compute_all_its_numbers_exactly(scale: i
 
 
 @pytest.mark.parametrize(
-    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 300, 16), (128, 64, 8)]
+    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 600, 16), (128, 64, 8)]
 )
 @pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
-def test_blocks_listed_by_one_launch_are_those_of_blocks_of(experts: int, count: int, size: int, none: float) -> None:
-    rng = np.random.default_rng(count)
+def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
+    experts: int, count: int, size: int, none: float
+) -> None:
+    """600 choices are compared with 40 experts in five steps; 640 columns of 3 rows are copied by several programs."""
+    rng, kind = np.random.default_rng(count), "int4" if size == 16 else "mxfp4"
     outside = rng.choice([-1, experts, experts + 5], count)
     chosen = jnp.asarray(np.where(rng.uniform(size=count) < none, outside, rng.integers(0, experts, count)), jnp.int32)
+    x = jnp.asarray(rng.normal(size=(-(-count // 3), 640 - 32 * (size == 24))), BF16)
     wanted = blocks_of(chosen, experts, size)
-    got, counts = list_blocks(chosen, experts, size, interpret=True)
+    rows, got, counts = gather_blocks(x, chosen, experts, size, kind, interpret=True)
     is_own, is_none = wanted.expert < experts, wanted.expert == experts
     assert counts.tolist() == [is_own.sum(), is_none.sum()]
     for found, right in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(found[: counts.sum()], right[: counts.sum()])
+    listed = np.asarray(wanted.choices[: counts[0]]).ravel()
+    own = np.asarray(rows.swapaxes(0, 1).reshape(rows.shape[1], -1), np.float32)[: len(listed)]
+    right = np.asarray(registered(x, kind), np.float32)[listed % len(x)]
+    np.testing.assert_array_equal(own, np.where(listed[:, None] < 0, 0, right))
+    assert counts[0] == 0 or not np.array_equal(own[0], np.pad(x, ((0, 0), (0, 640 - x.shape[1])))[listed[0] % len(x)])
 
 
 def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
@@ -236,14 +246,14 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
         product, new((rows, inner), BF16), *arrays, new((chosen, rows), jnp.int32)
     )
     assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
-    assert len(program.launches) == 3 and program.count("list_blocks") == 1  # the other gathers the rows of x
+    assert len(program.launches) == 2 and program.count("gather_blocks") == 1
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
 
 
 @mosaic
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 160])
-def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_four_launches(shape: str, rows: int) -> None:
+def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launches(shape: str, rows: int) -> None:
     (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
 
     def weight(out: int, inner: int) -> Quantized:
@@ -258,16 +268,20 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_four_launches
     arrays = new((rows, hidden), BF16), weights, new((chosen, rows), jnp.int32)
     program = compile_for_h200(function, *arrays, fail_on_spills=True)
     kinds = [launch.kind == "kCustomCall" for launch in program.launches]
-    assert kinds == [False, False, True, True] and program.count("list_blocks") == 1
+    assert kinds == [False, True, True] and program.count("gather_blocks") == 1
     parts = 2 if rows == 1 and shape == "gpt-oss-20b" else 1
     assert program.memory.output_size_in_bytes == 2 * parts * chosen * rows * hidden
     assert not program.copies(1 << 20)
 
 
-def test_list_of_blocks_compiled_for_an_h200_spills_no_registers() -> None:
-    for count, experts, size in ((4, 32, 8), (1280, 128, 16), (MOST_LISTED, 32, 64)):
-        chosen = jax.ShapeDtypeStruct((count,), jnp.int32)
-        program = compile_for_h200(
-            lambda chosen, own=(experts, size): list_blocks(chosen, *own), chosen, fail_on_spills=True
-        )
-        assert [launch.name for launch in program.launches] == ["list_blocks"]
+def test_rows_gathered_in_blocks_compiled_for_an_h200_spill_no_registers() -> None:
+    for rows, shape, size, kind in (
+        (1, "gpt-oss-20b", 8, "mxfp4"),
+        (160, "qwen3-30b-a3b", 16, "int4"),
+        (512, "gpt-oss-20b", 64, "mxfp4"),
+    ):
+        experts, chosen, hidden, _ = SHAPES[shape]
+        arrays = jax.ShapeDtypeStruct((rows, hidden), BF16), jax.ShapeDtypeStruct((rows * chosen,), jnp.int32)
+        fixed = {"experts": experts, "size": size, "kind": kind}
+        program = compile_for_h200(functools.partial(gather_blocks, **fixed), *arrays, fail_on_spills=True)
+        assert [launch.name for launch in program.launches] == ["gather_blocks"]
