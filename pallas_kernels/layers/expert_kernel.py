@@ -182,9 +182,7 @@ def multiply_chosen(
         interpret: as in `multiply`.
     """
     flat, experts = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    rows, *blocks = gather_blocks(
-        flat, chosen.ravel(), experts, tiles.height, weight.kind, interpret=bool(interpret)
-    )
+    rows, *blocks = gather_blocks(flat, chosen.ravel(), experts, tiles.height, weight.kind, interpret=bool(interpret))
     optional = named(bias=bias, factors=factors)
     own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
     return multiply(rows, weight, blocks, optional, chosen.size, **own).reshape(tiles.parts, *chosen.shape, -1)

@@ -97,16 +97,18 @@ def test_instructions_that_unpack_mxfp4_compute_all_its_numbers_exactly(scale: i
 
 
 @pytest.mark.parametrize(
-    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 600, 16), (128, 64, 8)]
+    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 600, 16), (128, 64, 8), (300, 2048, 64)]
 )
 @pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
 def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     experts: int, count: int, size: int, none: float
 ) -> None:
-    """600 choices are compared with 40 experts in five steps; 640 columns of 3 rows are copied by several programs."""
+    """2048 choices are counted in 16 steps, those of one expert in the same byte; other rows have several programs."""
     rng, kind = np.random.default_rng(count), "int4" if size == 16 else "mxfp4"
-    outside = rng.choice([-1, experts, experts + 5], count)
-    chosen = jnp.asarray(np.where(rng.uniform(size=count) < none, outside, rng.integers(0, experts, count)), jnp.int32)
+    outside, least = rng.choice([-1, experts, experts + 5], count), experts - 1 if count == MOST_LISTED else 0
+    chosen = jnp.asarray(
+        np.where(rng.uniform(size=count) < none, outside, rng.integers(least, experts, count)), jnp.int32
+    )
     x = jnp.asarray(rng.normal(size=(-(-count // 3), 640 - 32 * (size == 24))), BF16)
     wanted = blocks_of(chosen, experts, size)
     rows, got, counts = gather_blocks(x, chosen, experts, size, kind, interpret=True)
