@@ -182,10 +182,13 @@ def multiply_chosen(
         interpret: as in `multiply`.
     """
     flat, experts = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    rows, *blocks = gather_blocks(flat, chosen.ravel(), experts, tiles.height, weight.kind, interpret=bool(interpret))
+    fixed: dict[str, Any] = {"size": tiles.height, "kind": weight.kind, "interpret": bool(interpret)}
+    rows, own_blocks, counts = gather_blocks(flat, chosen.ravel(), experts, **fixed)
     optional = named(bias=bias, factors=factors)
     own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
-    return multiply(rows, weight, blocks, optional, chosen.size, **own).reshape(tiles.parts, *chosen.shape, -1)
+    return multiply(rows, weight, (own_blocks, counts), optional, chosen.size, **own).reshape(
+        tiles.parts, *chosen.shape, -1
+    )
 
 
 def named(**arrays: Array | None) -> dict[str, Array]:

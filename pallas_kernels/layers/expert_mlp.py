@@ -55,9 +55,9 @@ def multiply_packed(
     """
     (gate_up, down, gate_up_bias, down_bias), (first, second) = weights, tiles
     assert first.height == second.height and isinstance(gate_up, Quantized) and isinstance(down, Quantized)
-    flat, fixed = x.reshape(-1, x.shape[-1]), {"interpret": bool(interpret)}
-    rows, *blocks = gather_blocks(flat, chosen.ravel(), down.shape[0], first.height, gate_up.kind, **fixed)
-    own = functools.partial(multiply, blocks=blocks, choices=chosen.size, dtype=x.dtype, interpret=interpret)
+    fixed: dict[str, Any] = {"size": first.height, "kind": gate_up.kind, "interpret": bool(interpret)}
+    rows, blocks, counts = gather_blocks(x.reshape(-1, x.shape[-1]), chosen.ravel(), down.shape[0], **fixed)
+    own = functools.partial(multiply, blocks=(blocks, counts), choices=chosen.size, dtype=x.dtype, interpret=interpret)
     inner = own(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
     found = own(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
     return found.reshape(second.parts, *chosen.shape, -1)
