@@ -13,8 +13,10 @@ from pallas_kernels.layers.expert_bytes import SLICE, slices_in_order
 
 MOST_LISTED = 2048  # most choices that each program counts in less time than their products take
 LEAST_COUNTED = 16  # choices that are counted at a time
-PAIRS = 8192  # pairs of a choice and four experts, or of a choice and a place of the block, compared at a time
-ELEMENTS = 8192  # elements of x that a program copies at a time; both are 32 values of each thread
+# Pairs of a choice and four experts, or of a choice and a place of the block, that are compared at a time: 8 of each
+# thread. With 16 of each, registers spill for 512 experts.
+PAIRS = 2048
+ELEMENTS = 8192  # elements of x that a program copies at a time
 PROGRAMS = 132  # multiprocessors of an H100 or H200; fewer blocks than these are each copied by several programs
 
 
