@@ -10,6 +10,7 @@ from typing import Any
 
 from jspec import verify
 from jspec.core.config import EngineConfig
+from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, NoDraft, check_layer_windows
 from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
@@ -134,7 +135,7 @@ def build_core(
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)
-    return EngineCore(runner, scheduler, _policy(config, drafter, depths, nodes))
+    return EngineCore(runner, scheduler, policy_of(config, drafter.tree, depths, nodes, runner))
 
 
 def _for_length(params: Any, max_len: int) -> Any:
@@ -193,10 +194,20 @@ def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits
     )
 
 
-def _policy(config: EngineConfig, drafter: Drafter, depths: tuple[int, ...], nodes: tuple[int, ...]) -> Policy:
+def policy_of(
+    config: EngineConfig, tree: Tree, depths: tuple[int, ...], nodes: tuple[int, ...], runner: ModelRunner
+) -> Policy:
+    """Return the policy that chooses the sizes of an engine's rounds.
+
+    Args:
+        tree: the drafter's tree.
+        depths: draft depths to choose from, ascending.
+        nodes: numbers of verified nodes per batch row to choose from.
+        runner: runs the programs, which are timed if they were compiled ahead.
+    """
     if not config.adaptive:
         return Fixed(depths[-1])
-    return Adaptive(depths, nodes, shared_acceptance=drafter.tree.paths is not None)
+    return Adaptive(depths, nodes, shared_acceptance=tree.paths is not None, least_seconds=runner.time_rounds())
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:

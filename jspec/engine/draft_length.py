@@ -10,7 +10,7 @@ import abc
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -22,6 +22,7 @@ from jaxtyping import Int
 
 MIN_SAMPLES = 3  # least number of timed dispatches of a depth before it is compared with others
 MAX_TRIES = 12  # most dispatches of a depth to collect MIN_SAMPLES timings, because its program may always fail
+MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance is compared with others
 MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host spent a larger share of it outside `step`
 WINDOW = 5  # number of newest timings whose median is used, so that a pause of the host spoils none
 PROBE_SHARE = 0.01  # share of the time to spend on depths that do not look best, to update their estimates
@@ -107,23 +108,35 @@ class Fixed(Policy):
 class Adaptive(Policy):
     """A policy that chooses the size with the highest expected number of tokens per second.
 
-    Every size runs a few times in every bucket (compiled batch size) before sizes are compared. Later each size that is
-    not the best runs now and then as a probe, the least recently run size first. Probes are needed because time changes
-    with the context and acceptance with the text.
+    Without ``least_seconds``, every size runs a few times in every bucket (compiled batch size) before sizes are
+    compared. With them, a size that was not timed counts as if it took that time, and as if a budget of nodes lost no
+    accepted token; so it runs only if it could be the best (optimism under uncertainty, as in UCB1, doi:
+    10.1023/A:1013689704352). Later each size that was timed and is not the best runs now and then as a probe, the least
+    recently run size first. Probes are needed because time changes with the context and acceptance with the text.
 
     Args:
         depths: draft depths to choose from, ascending.
         nodes: numbers of verified nodes per batch row to choose from at the largest depth, besides all nodes.
         shared_acceptance: whether all depths share one estimate of acceptance, because each level of a cut tree accepts
             like that of the whole tree. True for trees of a fixed shape.
+        least_seconds: seconds of a dispatch whose rows are all empty, by bucket and size; others take longer.
     """
 
-    def __init__(self, depths: Sequence[int], nodes: Sequence[int] = (), *, shared_acceptance: bool = True) -> None:
-        whole = Acceptance(depths[-1])
+    def __init__(
+        self,
+        depths: Sequence[int],
+        nodes: Sequence[int] = (),
+        *,
+        shared_acceptance: bool = True,
+        least_seconds: Mapping[tuple[int, RoundSize], float] | None = None,
+    ) -> None:
+        self._whole = whole = Acceptance(depths[-1])
         self._sizes = round_sizes(depths, nodes)
         self._acceptance = {
-            size: whole if shared_acceptance and size.nodes is None else Acceptance(size.depth) for size in self._sizes
+            size: whole if size == RoundSize(depths[-1]) or (shared_acceptance and size.nodes is None) else own
+            for size, own in ((size, Acceptance(size.depth)) for size in self._sizes)
         }
+        self._least_seconds = dict(least_seconds or {})
         self._seconds: dict[tuple[int, RoundSize], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._last_run: dict[tuple[int, RoundSize], int] = {}  # number of the last dispatch, by bucket and size
         self._tries: Counter[tuple[int, RoundSize]] = Counter()
@@ -132,8 +145,8 @@ class Adaptive(Policy):
 
     def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
         useful = self._useful(bucket, max(caps, default=0))
-        untimed = [size for size in useful if self._is_untimed(bucket, size)]
-        size = untimed[-1] if untimed else self._best_or_stalest(bucket, useful, caps)
+        untried = [size for size in useful if self._must_try(bucket, size)]
+        size = untried[-1] if untried else self._best_or_stalest(bucket, useful, caps)
         self._num_dispatches += 1
         self._last_run[bucket, size] = self._num_dispatches
         self._tries[bucket, size] += 1
@@ -147,16 +160,33 @@ class Adaptive(Policy):
         self._acceptance[result.size].learn(result.accepted, offered, now=self._num_dispatches)
 
     def rate(self, bucket: int, size: RoundSize, caps: Sequence[int]) -> float:
-        """Return the expected tokens per second of a batch with rounds of a size; 0 if the size was never timed."""
+        """Return the expected tokens per second of a batch with rounds of a size; 0 if its time is unknown."""
         return self._rate(bucket, size, Counter(caps))
 
     def _rate(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected tokens per second, as `rate`, from the number of batch rows with each cap."""
-        if not self._seconds[bucket, size]:
+        seconds = self._expected_seconds(bucket, size)
+        if seconds is None:
             return 0.0
-        expected = self._acceptance[size].expected
+        own = self._acceptance[size]
+        expected = own.expected if own.rows >= MIN_ROWS or not self._least_seconds else self._whole.expected
         tokens = sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
-        return tokens / median(self._seconds[bucket, size])
+        return tokens / seconds
+
+    def _expected_seconds(self, bucket: int, size: RoundSize) -> float | None:
+        """Return the expected seconds of a dispatch, the least possible ones before it was timed; None: unknown."""
+        timings = self._seconds[bucket, size]
+        if self._is_untimed(bucket, size) and (bucket, size) in self._least_seconds:
+            return min([self._least_seconds[bucket, size], *timings])
+        return median(timings) if timings else None
+
+    def _must_try(self, bucket: int, size: RoundSize) -> bool:
+        """Return whether a size must run before sizes are compared, because no bound of its speed is known."""
+        if (bucket, size) not in self._least_seconds:
+            return self._is_untimed(bucket, size)
+        is_bounded = size.nodes is not None  # the whole tree accepts no fewer tokens
+        is_known = size.depth == 0 or is_bounded or self._acceptance[size].rows >= MIN_ROWS
+        return not is_known and self._tries[bucket, size] < MAX_TRIES
 
     def _useful(self, bucket: int, cap: int) -> list[RoundSize]:
         """Return the sizes of a bucket that help a request in which at most ``cap`` draft tokens can be accepted.
@@ -193,11 +223,13 @@ class Acceptance:
     Attributes:
         shares: estimated acceptance probability, by draft position.
         expected: expected number of accepted draft tokens, by depth from 0.
+        rows: number of drafted rows that were learned from.
     """
 
     def __init__(self, depth: int) -> None:
         self.shares = [PRIOR] * depth
         self.expected = self._expected()
+        self.rows = 0
         self._weights = [1.0] * depth
         self._last_update = [0] * depth
 
@@ -212,6 +244,7 @@ class Acceptance:
         for position, (tried, successes) in enumerate(self._count(accepted, offered)):
             if tried == 0:
                 break
+            self.rows += tried if position == 0 else 0
             stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
             weight = self._weights[position]
             weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)

@@ -6,10 +6,13 @@ This is the only file of `jspec.engine` that imports jax. It also packs requests
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from statistics import median
 from typing import Any, final
 
 import jax
@@ -17,7 +20,7 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import PrefillInput, SlotState, StepOutput
-from jspec.engine.draft_length import RoundSize
+from jspec.engine.draft_length import RoundSize, sizes_of
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key
@@ -38,6 +41,8 @@ from jspec.step.split_decode import draft_masks, first_masks
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.expert_matmul import unsupported_experts
+
+TIMINGS = 3  # number of dispatches of which `ModelRunner.time_rounds` takes the median
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ class ModelRunner:
     """
 
     def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
-        self.program, self.params, self._config = program, params, config
+        self.program, self.params, self._config, self._sizes = program, params, config, sizes
         target = params.main
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
@@ -187,6 +192,23 @@ class ModelRunner:
         for commit in commits:
             drafting.run(commit, rows, *drafting.receive((output.report, output.path)))
         return replace(output, path=None)
+
+    def time_rounds(self) -> dict[tuple[int, RoundSize], float]:
+        """Return the seconds of a dispatch whose rows are all empty, by bucket and size, for programs compiled ahead.
+
+        Such a dispatch changes nothing. It reads no keys and values, so others take longer.
+        """
+        if not self._config.compile_ahead:
+            return {}
+        assert self._config.buckets is not None
+        found: dict[tuple[int, RoundSize], list[float]] = defaultdict(list)
+        for bucket, size in product(self._config.buckets, self._sizes):
+            if size in sizes_of(bucket, self._sizes):
+                for _ in range(1 + TIMINGS):  # the first one also loads the program
+                    began = time.perf_counter()
+                    self.wait(self._round(RoundPlan([], bucket, []), size))
+                    found[bucket, size].append(time.perf_counter() - began)
+        return {key: median(seconds[1:]) for key, seconds in found.items()}
 
     def wait(self, output: StepOutput) -> None:
         """Wait for a step; an interrupt loses nothing."""

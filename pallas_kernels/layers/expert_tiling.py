@@ -23,6 +23,7 @@ SHAPES = {
     32: ((3, 1), (4, 1), (2, 2), (2, 1)),
     64: ((3, 1), (4, 1), (2, 1)),
 }
+LOADED = (16, 32)  # rows of a block with which a warpgroup of its own loads slots; with others this gains nothing
 SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
 PARTS_WORTH = 0.9  # more parts of k are worth their sums if the time is below this share
 
@@ -58,7 +59,8 @@ def choose_tiles(
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
         if time < least * worth:
             stages = min(most_stages(height, channels, splits), slots * waves)
-            best, least = Tiles(height, channels, splits, stages, count, multiprocessors), time
+            own = height in LOADED
+            best, least = Tiles(height, channels, splits, stages, count, multiprocessors, own), time
     return best
 
 

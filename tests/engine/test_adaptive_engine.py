@@ -392,3 +392,23 @@ def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> Non
 def test_adaptive_engine_with_impossible_options_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)
+
+
+def test_rounds_timed_ahead_have_a_time_for_every_size_and_change_no_state() -> None:
+    """Without `compile_ahead` nothing is timed, as programs are compiled when they are first needed."""
+    target, options = tiny.model(32), {"slots": 8, "buckets": (1, 8), "adaptive": True, "max_len": 64}
+    with Engine(target, drafter=NGram(Tree.chain(4)), compile_ahead=True, prefill_buckets=(32,), **options) as one:
+        completion = one.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))[0]
+        runner = one.core.runner
+        before = [np.asarray(leaf) for leaf in jax.tree.leaves(runner.state)]
+        timed = runner.time_rounds()
+        after = [np.asarray(leaf) for leaf in jax.tree.leaves(runner.state)]
+        assert {size for bucket, size in timed if bucket == 1} == {RoundSize(depth) for depth in (0, 1, 2, 4)}
+        assert {size.nodes for bucket, size in timed if bucket == 8} == {None, 1, 2}
+        assert min(timed.values()) > 0
+        for own, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(own, other)
+        again = one.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))[0]
+        assert again.token_ids == completion.token_ids
+    with Engine(target, drafter=NGram(Tree.chain(4)), compile_ahead=False, prefill_buckets=(32,), **options) as other:
+        assert other.core.runner.time_rounds() == {}

@@ -25,7 +25,8 @@ import numpy as np
 
 from jspec.core.tree import Tree
 from jspec.engine.api import Engine
-from jspec.engine.draft_length import Adaptive, Fixed, Policy, halvings, portions
+from jspec.engine.build import policy_of
+from jspec.engine.draft_length import Fixed, Policy, halvings, portions
 from jspec.engine.metrics import Metrics
 from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
@@ -196,12 +197,13 @@ class Setting:
         """The tree, and whether the engine's programs can cut it; settings with equal values share an engine."""
         return self.tree, self.depth is not None
 
-    def policy(self) -> Policy | None:
-        """Return the policy that chooses a step's draft depth; None if steps draft the whole tree or nothing."""
+    def policy(self, engine: Engine) -> Policy | None:
+        """Return a new policy that chooses the draft depth; None if steps draft the whole tree or nothing."""
         if self.tree is None or self.depth is None:
             return None
-        adaptive = Adaptive(self.depths, portions(self.tree.nodes - 1), shared_acceptance=self.tree.paths is not None)
-        return Fixed(self.depth) if isinstance(self.depth, int) else adaptive
+        if isinstance(self.depth, int):
+            return Fixed(self.depth)
+        return policy_of(engine.config, self.tree, self.depths, portions(self.tree.nodes - 1), engine.core.runner)
 
 
 class Spread(NamedTuple):
@@ -306,7 +308,7 @@ def measure(
             }
             for engine in engines.values():
                 _warm_up(engine)
-            runs = [partial(_run, engines[one.engine], one, one.policy(), arrivals) for one in group]
+            runs = [partial(_run, engines[one.engine], one, one.policy(engines[one.engine]), arrivals) for one in group]
             found = time_in_turns(runs, repeats, warm_up=int(repeats > 1))
         first = first or found[0]
         for setting, logs in zip(group, found, strict=True):
