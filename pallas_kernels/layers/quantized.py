@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Num, UInt8
 
 from pallas_kernels.layers import expert_bytes, int4, mxfp4
 from pallas_kernels.layers.grouped_matmul import grouped_matmul, widened
+from pallas_kernels.layers.plain_product import plain_product
 from pallas_kernels.layers.quantize_rows import FP8, INT8, Activation, gated, quantize_rows, scaled_rows
 from pallas_kernels.layers.shard import OwnColumns, Shard, gather_columns
 
@@ -224,12 +225,10 @@ def matmul_unscaled(
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
     dtype = dtype or x.dtype
-    precision = jax.lax.Precision.HIGHEST if f.x.dtype == jnp.float32 else None
     is_rounded_twice = f.row_scale is not None and math.prod(x.shape[:-1]) > FEW_ROWS and dtype != jnp.float16
     sums_dtype = dtype if f.scale is None or is_rounded_twice else jnp.float32
     right = f.weight if f.scale is None else f.weight.astype(f.x.dtype)
-    dims = (((f.x.ndim - 1,), (1,)), ((), ()))
-    sums = jax.lax.dot_general(f.x, right, dims, precision=precision, preferred_element_type=sums_dtype)
+    sums = plain_product(f.x, right, sums_dtype)
     if f.row_scale is not None and f.scale is not None:
         return Scaled(sums[None], f.row_scale, f.scale)
     return f.scaled(sums).astype(dtype)[None]

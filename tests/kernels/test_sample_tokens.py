@@ -126,6 +126,20 @@ def test_token_sampling_of_row_with_nan_returns_no_token_in_this_row_alone(
     np.testing.assert_array_equal(found[rest], clean[rest])
 
 
+@pytest.mark.parametrize("place", [0, 2050, 4099])
+def test_token_sampling_of_row_with_nan_beside_infinity_returns_no_token_on_cpu(place: int) -> None:
+    """As XLA compiles for a CPU unless the flags of the tests forbid it, a maximum ignores NaN."""
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    logits, *others = problem(4100)
+    logits[0, :, [(place + 1) % 4100, place - 1]] = np.inf
+    compiled = jax.jit(partial(draw, implementation="reference")).lower(logits, *others).compile(options)
+    assert (np.asarray(compiled(logits, *others))[:EACH] != NO_TOKEN).all(), "control"
+    logits[0, :, place] = np.nan
+    np.testing.assert_array_equal(compiled(logits, *others), NO_TOKEN)
+    greatest = jax.jit(partial(jnp.max, axis=-1)).lower(logits).compile(options)
+    assert not np.isnan(greatest(logits)).any(), "control"
+
+
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_token_sampling_without_token_ids_uses_other_noise(implementation: str) -> None:
     rows = mapped()
