@@ -31,12 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     data = options.prepare or options.data
     try:
+        if options.sharpen is not None:
+            folder, out, factor = options.sharpen
+            model.sharpen(Path(folder), Path(out), float(factor))
+            return 0
         if data is None:
             raise ValueError("--data: expected a folder that --prepare wrote, got none")
         if options.prepare is not None:
             prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
         if options.out is not None:
             _train(options, data)
+        if options.functions is not None:
+            from jspec.tools.demo.training.functions import write_functions
+
+            target, file = options.functions
+            write_functions(data, target, file, seed=options.seed, slots=options.slots)
         if options.answers is not None:
             from jspec.tools.demo.training.answers import answer
 
@@ -56,7 +65,14 @@ def _train(options: argparse.Namespace, data: Path) -> None:
     """Train a target and write its folder."""
     shape = model.Shape(**{field.name: getattr(options, field.name) for field in fields(model.Shape)})
     recipe = fit.Recipe(**{field.name: getattr(options, field.name) for field in fields(fit.Recipe)})
-    weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates)
+    init = None if options.init is None else model.read(options.init, shape)
+    if options.own is None:
+        own = None
+    else:
+        from jspec.tools.demo.training.functions import read_functions
+
+        own = read_functions(options.own, data)
+    weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates, init=init, own=own)
     model.write(weights, shape, options.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(data / name, options.out / name)
@@ -78,6 +94,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder to write a trained target to")
     parser.add_argument(
         "--answers", type=Path, nargs=2, metavar=("TARGET", "FILE"), help="let a target complete prompts.jsonl"
+    )
+    parser.add_argument(
+        "--functions",
+        type=Path,
+        nargs=2,
+        metavar=("TARGET", "FILE"),
+        help="let a target write functions behind first lines of the text",
+    )
+    parser.add_argument("--init", type=Path, help="folder of a target to begin with")
+    parser.add_argument("--own", type=Path, nargs="+", help="files of --functions to train on too")
+    parser.add_argument(
+        "--sharpen",
+        nargs=3,
+        metavar=("TARGET", "OUT", "FACTOR"),
+        help="write a target whose logits are larger by a factor",
     )
     parser.add_argument("--slots", type=int, default=256, help="completions that run at once; default: 256")
     parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")

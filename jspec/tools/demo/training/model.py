@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,10 +12,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from safetensors.flax import save_file
+from safetensors.flax import load_file, save_file
 
 EPS = 1e-5
 THETA = 10000.0
+WEIGHTS, FINAL_NORM = "model.safetensors", "model.norm.weight"
 Weights = dict[str, Array]
 Attention = Literal["xla", "cudnn"]  # implementations of `jax.nn.dot_product_attention`
 
@@ -136,10 +138,36 @@ def write(weights: Weights, shape: Shape, folder: Path) -> None:
             stored |= {f"model.layers.{layer}.{name}.weight": rounded[layer] for layer in range(shape.layers)}
         else:
             stored[f"model.{name}.weight"] = rounded
-    save_file(stored, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(stored, str(folder / WEIGHTS), metadata={"format": "pt"})
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     for name, fields in (("config.json", shape.config() | ends), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def read(folder: Path, shape: Shape) -> Weights:
+    """Return the weights that `write` wrote, in float32."""
+    stored = {name: value.astype(jnp.float32) for name, value in load_file(str(folder / WEIGHTS)).items()}
+    weights = {name: stored[f"model.{name}.weight"] for name in ("embed_tokens", "norm")}
+    for name in (*LINEAR, *NORMS):
+        weights[name] = jnp.stack([stored[f"model.layers.{layer}.{name}.weight"] for layer in range(shape.layers)])
+    return weights
+
+
+def sharpen(folder: Path, out: Path, factor: float) -> None:
+    """Write a target whose logits are ``factor`` times as large: at temperature 1 it writes as the other at 1 / factor.
+
+    The factor is one of the weight of the final norm. The most probable tokens are the same.
+
+    Args:
+        folder: folder of a target.
+        out: folder to write.
+        factor: the factor.
+    """
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    stored = load_file(str(folder / WEIGHTS))
+    norm = stored[FINAL_NORM]
+    stored[FINAL_NORM] = (factor * norm.astype(jnp.float32)).astype(norm.dtype)
+    save_file(stored, str(out / WEIGHTS), metadata={"format": "pt"})
 
 
 def _norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:
