@@ -11,8 +11,7 @@ from jspec.draft.head_config import Eagle3Config
 from jspec.models.decoder import Layer, Model
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense
-
-COPIED = ("o", "mlp_norm", "gate_up", "down")  # weights that are copied as they are, if the width is the target's
+from pallas_kernels.layers.quantized import Quantized
 
 
 def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> dict[str, Array]:
@@ -31,13 +30,12 @@ def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> di
         ValueError: the target's layers are of another kind.
     """
     count, hidden = config.num_layers, config.hidden_size
+    if count > len(target.layers):
+        raise ValueError(f"train: layers: expected at most {len(target.layers)}, those of the target, got {count}")
     layers, configs = target.layers[-count:], target.config.layers[-count:]
-    for own, theirs in zip(config.layers, configs, strict=False):
+    for own, theirs in zip(config.layers, configs, strict=True):
         _check(own, theirs)
-    if len(layers) < count:
-        raise ValueError(f"train: layers: expected at most {len(layers)}, those of the target, got {count}")
-    begun = weights | {"norm": _wide(target.norm)}
-    begun["fc"] = weights["fc"].at[:, -hidden:].add(jnp.eye(hidden))
+    begun = weights | {"norm": _wide(target.norm), "fc": weights["fc"].at[:, -hidden:].add(jnp.eye(hidden))}
     for index, layer in enumerate(layers):
         begun |= {f"layers.{index}.{name}": value for name, value in _layer(weights, index, layer).items()}
     return begun
@@ -68,10 +66,10 @@ def _check(own: LayerConfig, theirs: LayerConfig) -> None:
     fits = own.attention == theirs.attention and is_wide and own.norms == theirs.norms
     if not fits:
         raise ValueError(
-            f"train: copy_layers: expected layers of the target that fit the head's, {own}, got {theirs}; "
-            "leave it out, so that the head begins at random"
+            f"train: copy_layers: expected layers of the target like the head's, {own}, at most as wide, got {theirs}; "
+            "give rope_theta and intermediate_size that fit, or leave it out, so that the head begins at random"
         )
 
 
 def _wide(value: Any) -> Array:
-    return jnp.asarray(value, jnp.float32)
+    return value.widened() if isinstance(value, Quantized) else jnp.asarray(value, jnp.float32)

@@ -31,8 +31,8 @@ def learning_rate(config: TrainConfig, steps: int) -> optax.Schedule:
 def optimizer(config: TrainConfig, steps: int) -> optax.GradientTransformation:
     """Return the optimiser of a run, which limits the norm of gradients first.
 
-    "adamw" is AdamW (arXiv:1711.05101). "muon" is Muon (arXiv:2502.16982) for matrices, and AdamW for norms, biases
-    and output heads.
+    "adamw" is AdamW (arXiv:1711.05101). "muon" is Muon (arXiv:2502.16982) for matrices, and AdamW with Nesterov's
+    momentum for norms, biases and output heads.
     """
     rate, decay = learning_rate(config, steps), config.weight_decay
     if config.optimizer == "adamw":
