@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from jspec import Engine, Model, SamplingParams
 from jspec.engine.tokenizer import load_tokenizer
-from jspec.tools.demo.training import evaluate, fit, functions, model, prepare, text
+from jspec.tools.demo.training import evaluate, fit, functions, model, prepare, sample, text
 from jspec.tools.demo.training.__main__ import main
 from jspec.tools.demo.training.answers import answer
 from jspec.tools.replay import run_texts
@@ -171,8 +171,8 @@ def test_newlines_and_indentation_are_tokens_of_their_own() -> None:
 
 def test_tokenizer_returns_every_text_unchanged(data: Path) -> None:
     tokenizer = load_tokenizer(data)
-    for sample in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):
-        assert tokenizer.decode(tokenizer.encode(sample)) == sample
+    for written in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):
+        assert tokenizer.decode(tokenizer.encode(written)) == written
 
 
 def test_learning_rate_rises_then_falls_to_zero() -> None:
@@ -211,23 +211,61 @@ def test_code_length_by_the_engine_is_that_of_the_function_with_half_a_context(f
         assert evaluate.code_length(engine, tokens, width) == pytest.approx(nats / math.log(2), rel=1e-5)
 
 
-def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tmp_path: Path) -> None:
-    shape = replace(SHAPE, context=256)
-    target, prompts, out = (tmp_path / name for name in ("target", "prompts.jsonl", "answers.jsonl"))
-    model.write(sharp_weights(), shape, target)
-    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), target)
-    prompts.write_text('{"prompt": "def f"}\n' * 7)
-    answer(prompts, target, out, seconds=0.01, slots=2)
+def test_sampled_tokens_are_those_of_the_whole_forward_pass_and_the_noise() -> None:
+    prompts, lengths, heat = jnp.asarray(TOKENS[[0, 1, 0, 0], :20]), np.array([1, 7, 12, 12]), np.array([0, 0, 1, 0.5])
+    key = jax.random.key(3)
+    done = np.asarray(sample.sample(sharp_weights(), prompts, lengths, jnp.asarray(heat), key, shape=SHAPE))
+    scores = np.asarray(model.logits(sharp_weights(), jnp.asarray(done), SHAPE))
+    for row, length in enumerate(lengths):
+        assert np.array_equal(done[row, :length], prompts[row, :length])
+        for place in range(length, 20):
+            noise = np.asarray(jax.random.gumbel(jax.random.fold_in(key, place - 1), (4, SHAPE.vocab)))[row]
+            assert done[row, place] == np.argmax(scores[row, place - 1] + heat[row] * noise)
+    assert not np.array_equal(done[2], done[3]), "the temperature matters"
+
+
+@pytest.fixture(scope="module")
+def writer(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target with `sharp_weights` and a tokenizer."""
+    made = tmp_path_factory.mktemp("writer")
+    model.write(sharp_weights(), replace(SHAPE, context=512), made)
+    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), made)
+    return made
+
+
+PROMPTS = ["def f", "class A:\n    ", "\n", "x = ", "import os\n"]
+
+
+def test_completions_are_cut_at_the_end_token_as_those_of_the_engine(writer: Path) -> None:
+    found = list(sample.samples(writer, PROMPTS, [0.0] * 5, 128, seed=0, rows=3, dtype="float32"))
+    with Engine.from_pretrained(writer, slots=5, max_len=128, dtype="float32") as engine:
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=127, temperature=0))
+    assert [one.text for one in found] == [one.text for one in done]
+    assert [one.has_ended for one in found] == [one.finish_reason == "eos" for one in done]
+    assert len({one.text for one in found}) == 5
+
+
+def test_prompt_without_room_for_a_completion_is_refused(writer: Path) -> None:
+    with pytest.raises(ValueError, match="prompts of fewer than 8 tokens"):
+        next(sample.samples(writer, ["x" * 99], [0.0], 8, seed=0))
+
+
+def test_answers_are_the_targets_own_some_greedy_and_some_sampled(
+    writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "ROWS", 4)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "def f"}\n' * 4)
+    answer(prompts, writer, out)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["def f"] * 4, "the clock is read after four completions"
+    assert [line["prompt"] for line in lines] == ["def f"] * 4
     texts = [line["completion"] for line in lines]
-    with Engine.from_pretrained(target, slots=1, max_len=256, dtype="float32") as engine:
-        (greedy,) = engine.generate("def f", SamplingParams(max_tokens=prepare.COMPLETION, temperature=0))
+    greedy, *_ = sample.samples(writer, ["def f"], [0.0], prepare.PROMPT[1] + 1 + prepare.COMPLETION, seed=5, rows=4)
     assert [text == greedy.text for text in texts] == [False, True] * 2 and texts[0] != texts[2]
 
 
 @pytest.mark.parametrize(
-    ("sample", "kept"),
+    ("text", "kept"),
     [
         ("def f():\n    return 1\n\n\nx = 1\n", "def f():\n    return 1\n\n\n"),
         ("def f():\n    return 1\n# a comment", "def f():\n    return 1\n"),
@@ -241,10 +279,10 @@ def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tm
     ],
 )
 def test_statement_ends_where_another_begins_in_column_0_outside_of_brackets_and_strings(
-    sample: str, kept: str | None
+    text: str, kept: str | None
 ) -> None:
-    end = evaluate.statement_end(sample)
-    assert (None if end is None else sample[:end]) == kept
+    end = evaluate.statement_end(text)
+    assert (None if end is None else text[:end]) == kept
 
 
 class Script:
@@ -353,26 +391,46 @@ def test_functions_are_good_if_they_parse_and_do_not_repeat_themselves(text: str
     assert functions.good(text) is expected
 
 
-def test_functions_are_the_targets_samples_that_end_behind_first_lines(
+def test_functions_are_the_good_samples_that_end_behind_first_lines(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, out = tmp_path / "target", tmp_path / "own.jsonl"
-    model.write(sharp_weights(), replace(SHAPE, context=512), target)
-    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), target)
-    monkeypatch.setattr(functions, "good", lambda text: len(text) % 2 == 0)
-    monkeypatch.setattr(functions, "first_lines", lambda texts: ["def f():", "class A:"] * 4)
-    written = {}
-    for seed in (0, 1):
-        functions.write_functions(data, target, out, seed=seed, slots=4)
-        written[seed] = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    with Engine.from_pretrained(target, slots=4, max_len=384, dtype="float32") as engine:
-        common = SamplingParams(max_tokens=functions.COMPLETION, temperature=1.0, stop="\n\n\n")
-        done = engine.generate(["def f():", "class A:"] * 4, [replace(common, seed=8 + place) for place in range(8)])
-    ended = [one.finish_reason != "length" for one in done]
-    whole = [f"{line}{one.text}" for line, one in zip(["def f():", "class A:"] * 4, done, strict=True)]
-    whole = [text[: evaluate.statement_end(text)] for text in whole]
-    assert written[1] == [text for text, is_ended in zip(whole, ended, strict=True) if is_ended and len(text) % 2 == 0]
-    assert written[0] != written[1] and written[1] and not all(ended), "some are left out"
+    texts = [
+        "\n    return 1\nx",
+        "\n    return 2\n",
+        "\n    pass",
+        "\n    return 3 +",
+        "\n    4",
+        "\n    5\n",
+        "\n",
+        "\n  6\n6",
+    ]
+    given: list[Any] = []
+
+    def samples(*arguments: Any, **options: Any) -> list[sample.Sample]:
+        given.append((*arguments, options))
+        return [sample.Sample(text, has_ended=index % 2 == 1) for index, text in enumerate(texts)]
+
+    monkeypatch.setattr(functions, "samples", samples)
+    monkeypatch.setattr(functions, "first_lines", lambda found: ["def f():", "class A:"])
+    out = tmp_path / "own.jsonl"
+    functions.write_functions(data, data, out, seed=7, count=4)
+    written = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    expected = ["def f():\n    return 1\n", "class A:\n    return 2\n", "class A:\n    5\n", "class A:\n  6\n"]
+    assert written == expected, "one is not finished, three do not end"
+    assert given == [(data, ["def f():", "class A:"] * 4, [1.0] * 8, 384, {"seed": 7})]
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "expected"),
+    [
+        ("def f():\n    return 1\nx = 1", True, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\nx = 1", False, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\n", True, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\n", False, None),
+    ],
+)
+def test_function_is_the_first_statement_if_it_ends(text: str, has_ended: bool, expected: str | None) -> None:
+    assert functions.function(text, has_ended=has_ended) == expected
 
 
 def test_documents_are_the_different_ones_of_the_prepared_text(data: Path) -> None:

@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.tools.demo.training.functions import write_functions
 
             target, file = options.functions
-            write_functions(data, target, file, seed=options.seed, slots=options.slots)
+            write_functions(data, target, file, seed=options.seed, count=options.samples)
         if options.answers is not None:
             from jspec.tools.demo.training.answers import answer
 
             target, file = options.answers
-            answer(data / prepare.PROMPTS, target, file, seconds=60 * (options.minutes or 1), slots=options.slots)
+            answer(data / prepare.PROMPTS, target, file, seed=options.seed)
         if options.evaluate is not None:
             from jspec.tools.demo.training.evaluate import evaluate
 
@@ -102,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("TARGET", "FILE"),
         help="let a target write functions behind first lines of the text",
     )
+    parser.add_argument(
+        "--samples", type=int, default=4, help="texts of --functions behind each first line; default: 4"
+    )
     parser.add_argument("--init", type=Path, help="folder of a target to begin with")
     parser.add_argument("--own", type=Path, nargs="+", help="files of --functions to train on too")
     parser.add_argument(
@@ -110,9 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("TARGET", "OUT", "FACTOR"),
         help="write a target whose logits are larger by a factor",
     )
-    parser.add_argument("--slots", type=int, default=256, help="completions that run at once; default: 256")
     parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")
-    parser.add_argument("--minutes", type=float, help="time to train or to complete prompts for")
+    parser.add_argument("--minutes", type=float, help="time to train for")
     parser.add_argument("--updates", type=int, default=1000, help="updates to train for, without --minutes")
     for kind in (model.Shape, fit.Recipe):
         for field in fields(kind):

@@ -9,51 +9,48 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from jspec.engine.api import Engine
-from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.demo.training.evaluate import first_lines, is_python, statement_end
 from jspec.tools.demo.training.prepare import TRAIN
+from jspec.tools.demo.training.sample import samples
 
 PROMPT, COMPLETION = 128, 256  # most tokens of a first line, and of what is written behind it
-END = "\n\n\n"  # two empty lines end a function or a class
+COUNT = 4  # samples behind a first line
 REPEATED = 0.35  # a text that deflate shortens to less than this part repeats itself
 TOKENIZER = "tokenizer.json"
 
 
-def write_functions(data: Path, target: Path, out: Path, *, seed: int, slots: int) -> None:
+def write_functions(data: Path, target: Path, out: Path, *, seed: int, count: int = COUNT) -> None:
     """Write the functions and classes that a target samples behind the first lines of its training text.
 
     Args:
         data: folder of `jspec.tools.demo.training.prepare.prepare`.
         target: folder of the target.
         out: file to write, with a line for each text that is `good`.
-        seed: seed of the samples; another one gives other texts behind the same lines.
-        slots: texts that are written at once.
+        seed: seed of the samples.
+        count: samples behind each first line.
     """
-    lines = first_lines(documents(data))
-    sizes: Any = dict(slots=slots, buckets=(slots,), max_len=PROMPT + COMPLETION, prefill_buckets=(8 * PROMPT,))
-    with Engine.from_pretrained(target, controls=False, prefix_cache=False, **sizes) as engine:
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None
-        lines = [line for line in lines if len(tokenizer.encode(line)) <= PROMPT]
-        params = [
-            SamplingParams(max_tokens=COMPLETION, temperature=1.0, stop=END, seed=len(lines) * seed + index)
-            for index in range(len(lines))
-        ]
-        done = engine.generate(lines, params)
-    ended = [
-        f"{line}{one.text}"
-        for line, one in zip(lines, done, strict=True)
-        if one.raise_for_error().finish_reason != "length"
-    ]
-    kept = [text for text in (whole[: statement_end(whole)] for whole in ended) if good(text)]
+    tokenizer = Tokenizer.from_file(str(target / TOKENIZER))
+    lines = [line for line in first_lines(documents(data)) if len(tokenizer.encode(line).ids) <= PROMPT] * count
+    found = samples(target, lines, [1.0] * len(lines), PROMPT + COMPLETION, seed=seed)
+    whole = [function(f"{line}{one.text}", has_ended=one.has_ended) for line, one in zip(lines, found, strict=True)]
+    kept = [text for text in whole if text is not None and good(text)]
     out.write_text("".join(f"{json.dumps({'text': text})}\n" for text in kept))
-    print(f"{out}: {len(kept)} of {len(lines)} texts, {len(ended)} of which ended")
+    print(f"{out}: {len(kept)} of {len(lines)} texts, {sum(text is not None for text in whole)} of which ended")
+
+
+def function(text: str, *, has_ended: bool) -> str | None:
+    """Return the first statement of a text; None if it does not end.
+
+    Args:
+        text: the text.
+        has_ended: whether the document ends with it.
+    """
+    end = statement_end(text)
+    return text[:end] if has_ended or end is not None else None
 
 
 def documents(data: Path) -> list[str]:

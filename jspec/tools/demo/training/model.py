@@ -32,6 +32,17 @@ LINEAR = (
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
+FIELDS = {  # name in config.json of each size
+    "vocab": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "context": "max_position_embeddings",
+}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -58,14 +69,7 @@ class Shape:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": self.vocab,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.ffn,
-            "max_position_embeddings": self.context,
+            **{name: getattr(self, field) for field, name in FIELDS.items()},
             "hidden_act": "silu",
             "rms_norm_eps": EPS,
             "rope_theta": THETA,
@@ -101,21 +105,21 @@ def logits(
     angles = jnp.arange(tokens.shape[1])[:, None] * THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
 
     def layer(x: Array, own: Weights) -> tuple[Array, None]:
-        normed = _norm(x, own["input_layernorm"])
+        normed = norm(x, own["input_layernorm"])
         q, k, v = (
             (normed @ own[f"self_attn.{name}_proj"].T).reshape(*tokens.shape, -1, shape.head_dim) for name in "qkv"
         )
         mixed = jax.nn.dot_product_attention(
-            _rotated(q, angles), _rotated(k, angles), v, is_causal=True, implementation=attention
+            rotated(q, angles), rotated(k, angles), v, is_causal=True, implementation=attention
         )
         x += mixed.reshape(*tokens.shape, -1) @ own["self_attn.o_proj"].T
-        normed = _norm(x, own["post_attention_layernorm"])
+        normed = norm(x, own["post_attention_layernorm"])
         gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
         return x + gated @ own["mlp.down_proj"].T, None
 
     layers = {name: weights[name] for name in (*LINEAR, *NORMS)}
     x, _ = jax.lax.scan(layer, weights["embed_tokens"][tokens], layers)
-    normed = _norm(x, weights["norm"])
+    normed = norm(x, weights["norm"])
     return jnp.matmul(normed, weights["embed_tokens"].T, preferred_element_type=jnp.float32)
 
 
@@ -153,6 +157,12 @@ def read(folder: Path, shape: Shape) -> Weights:
     return weights
 
 
+def shape_of(folder: Path) -> Shape:
+    """Return the sizes of a target that `write` wrote."""
+    config = json.loads((folder / "config.json").read_text())
+    return Shape(**{field: config[name] for field, name in FIELDS.items()})
+
+
 def sharpen(folder: Path, out: Path, factor: float) -> None:
     """Write a target whose logits are ``factor`` times as large: at temperature 1 it writes as the other at 1 / factor.
 
@@ -170,14 +180,14 @@ def sharpen(folder: Path, out: Path, factor: float) -> None:
     save_file(stored, str(out / WEIGHTS), metadata={"format": "pt"})
 
 
-def _norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:
+def norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:
     """Return the RMS norm (arXiv:1910.07467) of the rows."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
     return scaled.astype(x.dtype) * weight
 
 
-def _rotated(
+def rotated(
     x: Float[Array, "rows size heads channels"], angles: Float[Array, "size half"]
 ) -> Float[Array, "rows size heads channels"]:
     """Return rotary position embeddings (arXiv:2104.09864) of the pairs of channels (i, i + half)."""
