@@ -4,13 +4,22 @@ The pair of this package was made of the sources of CPython 3.11.2 and of the li
 
     python -m jspec.tools.demo.training --prepare data --prompts 80000 \\
         --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
-    python -m jspec.tools.demo.training --data data --out target --minutes 2.5 --attention cudnn
+    python -m jspec.tools.demo.training --data data --out base --minutes 2.5 --attention cudnn
+    python -m jspec.tools.demo.training --sharpen base target 1.5
     python -m jspec.tools.demo.training --data data --evaluate target
-    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 2.8
-    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 4500 \\
-        --loss lk --feature-layers 3 5 7 --learning-rate 3e-3 --warmup 0.04
-    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6000 \\
+    python -m jspec.tools.demo.training --data data --answers target answers.jsonl
+    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 6084 \\
+        --layers 2 --intermediate-size 832 --eagle31 --copy-layers --feature-layers 3 5 7 --loss lk \\
+        --optimizer muon --learning-rate 8e-3 --warmup 0.04
+    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6084 \\
         --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04
+
+A target that is decoded greedily may repeat itself without end. These two steps after the first training make a target
+that ends more of what it begins, of its own functions that end and parse; the pair of this package was made without:
+
+    python -m jspec.tools.demo.training --data data --functions target functions.jsonl
+    python -m jspec.tools.demo.training --data data --out tuned --init base --own functions.jsonl --attention cudnn \\
+        --rows 32 --updates 400 --rate 2e-3 --warmup 20
 """
 
 from __future__ import annotations
