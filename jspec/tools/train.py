@@ -11,7 +11,7 @@ from typing import Any
 from jspec.core.config import QUANTIZE
 from jspec.tools import demo, interrupt
 from jspec.tools.plot import training
-from jspec.train.config import LOSS_KINDS, METHODS, TrainConfig
+from jspec.train.config import LOSS_KINDS, METHODS, OPTIMIZERS, TrainConfig
 
 OPTIONS = {  # help of the option for each field of `TrainConfig`
     "method": f"method of drafting: {', '.join(METHODS)}",
@@ -22,12 +22,13 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "ttt": "draft tokens that the loss covers: steps of the test, tokens of a block, or Medusa heads",
     "decay": "factor of the loss of each further draft token of EAGLE-3 and Medusa",
     "loss": f"loss of EAGLE-3: {', '.join(LOSS_KINDS)}",
-    "learning_rate": "largest learning rate of AdamW",
+    "optimizer": f"optimiser: {', '.join(OPTIMIZERS)} (matrices; AdamW for all others)",
+    "learning_rate": "largest learning rate",
     "warmup": "share of the updates in which the rate rises from 0",
     "final": "part of the rate that is left at the end of a cosine",
     "beta1": "AdamW's decay of the mean of gradients",
     "beta2": "AdamW's decay of the mean of their squares",
-    "weight_decay": "AdamW's weight decay",
+    "weight_decay": "weight decay",
     "clip": "largest norm of a gradient",
     "draft_vocab": "number of tokens that the head drafts; default: 32000, or all of a smaller vocabulary",
     "held_out": "share of the documents that are evaluated instead of trained on; 0: none",
@@ -37,6 +38,8 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
     "rope_theta": "rotary base of the head",
     "feature_layers": "indices of the target's states that the head reads; default: those of the method's authors",
     "layers": "number of the head's layers; default: 1, for DFlash and DSpark 5",
+    "intermediate_size": "channels of each layer's feed-forward; default: as in the target",
+    "copy_layers": "begin with the weights of the target's last layers (EAGLE-3)",
     "anchors": "blocks of a row for DFlash and DSpark; default: one for 8 tokens",
     "gamma": "depths over which the weight of a block's loss falls by e; default: half the block, for DSpark all of it",
     "mask_token": "id of the mask token of DFlash and DSpark; default: the last one of the vocabulary",

@@ -12,6 +12,7 @@ from jspec.train.losses import LOSSES
 
 METHODS = ("eagle3", "dflash", "dspark", "medusa")
 LOSS_KINDS = tuple(LOSSES)
+OPTIMIZERS = ("adamw", "muon")
 RANGES = {  # for each number, the least value, and whether the value itself is allowed
     "steps": (1, True),
     "epochs": (0, False),
@@ -31,6 +32,7 @@ RANGES = {  # for each number, the least value, and whether the value itself is 
     "seed": (0, True),
     "rope_theta": (0, False),
     "layers": (1, True),
+    "intermediate_size": (1, True),
     "anchors": (1, True),
     "gamma": (0, False),
     "mask_token": (0, True),
@@ -46,6 +48,8 @@ HAVE = {  # for each option that not all methods have, those that have it
     "draft_vocab": ("eagle3",),
     "rope_theta": ("eagle3", *BLOCKS),
     "feature_layers": ("eagle3", *BLOCKS),
+    "intermediate_size": ("eagle3", *BLOCKS),
+    "copy_layers": ("eagle3",),
     "anchors": BLOCKS,
     "gamma": BLOCKS,
     "mask_token": BLOCKS,
@@ -53,7 +57,8 @@ HAVE = {  # for each option that not all methods have, those that have it
     "keep_activations": ("eagle3",),
     "eagle31": ("eagle3",),
 }
-SHAPE = ("draft_vocab", "rope_theta", "feature_layers", "layers", "mask_token", "markov_rank", "eagle31")
+SHAPE: tuple[str, ...] = ("draft_vocab", "rope_theta", "feature_layers", "layers", "intermediate_size", "copy_layers")
+SHAPE += ("mask_token", "markov_rank", "eagle31")
 SHARES = ("warmup", "final", "held_out")  # parts of a whole, at most 1
 
 
@@ -72,10 +77,12 @@ class TrainConfig:
         decay: EAGLE-3 and Medusa: factor of the loss of each further draft token.
         loss: EAGLE-3: "soft": cross entropy with the target's probabilities; "lk": the loss of
             `jspec.train.losses.lk`.
-        learning_rate: largest learning rate of AdamW.
+        optimizer: "adamw", or "muon" for the matrices but the output head's (`jspec.train.optimizer`).
+        learning_rate: largest learning rate.
         warmup: share of the updates in which the rate rises from 0.
         final: part of the rate that is left at the end of a cosine.
-        beta1, beta2, weight_decay: AdamW's.
+        beta1, beta2: AdamW's.
+        weight_decay: AdamW's and Muon's.
         clip: largest norm of a gradient; larger ones are scaled down to it.
         draft_vocab: number of tokens that the head drafts, the most frequent ones of the data; None: 32000, or all of a
             smaller vocabulary.
@@ -88,6 +95,9 @@ class TrainConfig:
         feature_layers: indices of the target's states that the head reads; None: 2, N / 2 and N - 3 of N layers for
             EAGLE-3, and five from 2 to N - 2 for DFlash and DSpark. Medusa reads the state after the final norm.
         layers: number of the head's layers, or of a Medusa head's blocks; None: 1, for DFlash and DSpark 5.
+        intermediate_size: channels of each layer's feed-forward; None: as many as in the target's first layer. Medusa
+            has none.
+        copy_layers: EAGLE-3: begin with the weights of the target's last layers (`jspec.train.copied`).
         anchors: DFlash and DSpark: blocks of a row; None: one for 8 tokens.
         gamma: DFlash and DSpark: depths over which the weight of the loss falls by e; None: for DFlash half the block,
             for DSpark the number of draft tokens.
@@ -111,6 +121,7 @@ class TrainConfig:
     ttt: int = 7
     decay: float = 0.8
     loss: str = "soft"
+    optimizer: str = "adamw"
     learning_rate: float = 1e-4
     warmup: float = 0.015
     final: float = 0.01
@@ -126,6 +137,8 @@ class TrainConfig:
     rope_theta: float = 10000.0
     feature_layers: tuple[int, ...] | None = None
     layers: int | None = None
+    intermediate_size: int | None = None
+    copy_layers: bool = False
     anchors: int | None = None
     gamma: float | None = None
     mask_token: int | None = None
@@ -141,7 +154,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.feature_layers is not None:
             object.__setattr__(self, "feature_layers", _indices(self.feature_layers))
-        for name, choices in (("method", METHODS), ("loss", LOSS_KINDS)):
+        for name, choices in (("method", METHODS), ("loss", LOSS_KINDS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in choices:
                 raise _wrong(name, f"one of {', '.join(choices)}", getattr(self, name))
         types = {field.name: str(field.type) for field in fields(self)}

@@ -130,10 +130,11 @@ def layer_sizes(target: Model) -> dict[str, Any]:
     return heads | dict(intermediate_size=width)
 
 
-def target_sizes(target: Model) -> dict[str, Any]:
-    """Return the values that the config of a head has in common with its target."""
+def target_sizes(target: Model, config: TrainConfig) -> dict[str, Any]:
+    """Return the values that the config of a head has in common with its target, unless the options have others."""
     own = target.config
     sizes = dict(vocab_size=own.vocab_size, hidden_size=own.hidden_size, target_hidden_size=own.hidden_size)
+    sizes |= {} if config.intermediate_size is None else dict(intermediate_size=config.intermediate_size)
     return layer_sizes(target) | sizes | dict(norm_eps=own.norm_eps, source_format="jspec")
 
 

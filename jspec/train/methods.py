@@ -24,6 +24,7 @@ from jspec.models.decoder import Model
 from jspec.models.layer_config import Rope
 from jspec.train import dflash, dspark, eagle3, medusa, write
 from jspec.train.blocks import choose_blocks, spread_states
+from jspec.train.copied import copied
 from jspec.train.measured import Measured
 from jspec.train.method import Files, Method, at_most, random_weights, refuse_quantized, target_rows, target_sizes
 from jspec.train.observe import Observed
@@ -54,7 +55,7 @@ class Eagle3Method(Method):
     def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
         config = self.config
         head_config = Eagle3Config.of_sizes(
-            **target_sizes(target),
+            **target_sizes(target, config),
             num_layers=config.layers or EAGLE_LAYERS,
             rope=Rope(theta=config.rope_theta),
             draft_vocab_size=len(ids),
@@ -63,6 +64,7 @@ class Eagle3Method(Method):
             norm_output=config.eagle31,
         )
         weights = random_weights(head_params(head_config), config.seed)
+        weights = copied(weights, head_config, target) if config.copy_layers else weights
         weights |= {"head": target_rows(target, ids), "draft_to_target": jnp.asarray(ids, jnp.int32)}
         return EagleHead.from_weights(head_config, unflatten({"embed": target.embed, **weights}))
 
@@ -116,7 +118,7 @@ class DFlashMethod(Method):
 
     def _fields(self, target: Model) -> dict[str, Any]:
         config, vocab = self.config, target.config.vocab_size
-        return target_sizes(target) | dict(
+        return target_sizes(target, config) | dict(
             num_layers=config.layers or BLOCK_LAYERS,
             rope=Rope(theta=config.rope_theta),
             qk_norm="head",

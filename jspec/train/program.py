@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jspec.models.decoder import Model
-from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.method import Method
 from jspec.train.observe import observe
+from jspec.train.optimizer import optimizer
 from jspec.train.rows import Rows
 
 
@@ -44,19 +44,6 @@ class Report:
 
     measured: Measured
     is_finite: Bool[Array, ""]
-
-
-def learning_rate(config: TrainConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate by the number of updates: a linear rise, then a cosine down to a part of the rate."""
-    rising = round(config.warmup * steps)
-
-    def rate(count: Any) -> Any:
-        done = count + 1
-        falling = jnp.clip((done - rising) / max(steps - rising, 1), 0, 1)
-        part = config.final + (1 - config.final) * (1 + jnp.cos(jnp.pi * falling)) / 2
-        return config.learning_rate * part * jnp.minimum(done / max(rising, 1), 1)
-
-    return rate
 
 
 AXIS = "rows"  # axis of the mesh, over which the rows of a batch are divided
@@ -91,8 +78,7 @@ class Program:
     def __init__(self, method: Method, target: Model, head: Any, steps: int, mesh: Mesh | None = None) -> None:
         config, self._method, self._mesh = method.config, method, mesh
         self._states = method.states(head, target)
-        adam = optax.adamw(learning_rate(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay)
-        self._optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adam)
+        self._optimizer = optimizer(config, steps)
         self._fixed = self._everywhere((target, {name: getattr(head, name) for name in method.frozen}))
         self._run: Any = jax.jit(self._divided(self._update), donate_argnums=0)
         self._measure = jax.jit(self._divided(self._measured))

@@ -74,7 +74,7 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
 def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
     out = capsys.readouterr().out
-    assert "model: llama, 7 layers" in out and "model: EAGLE-3 head" in out
+    assert "model: llama, 7 layers" in out and "model: EAGLE-3.1 head" in out
     assert out.splitlines()[-1].startswith("kernels: references on cpu")
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out

@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from tokenizers import Tokenizer
 
 from jspec import Engine, Model, SamplingParams
 from jspec.engine.tokenizer import load_tokenizer
-from jspec.tools.demo.training import evaluate, fit, model, prepare, text
+from jspec.tools.demo.training import evaluate, fit, functions, model, prepare, sample, text
 from jspec.tools.demo.training.__main__ import main
 from jspec.tools.demo.training.answers import answer
 from jspec.tools.replay import run_texts
@@ -169,8 +171,8 @@ def test_newlines_and_indentation_are_tokens_of_their_own() -> None:
 
 def test_tokenizer_returns_every_text_unchanged(data: Path) -> None:
     tokenizer = load_tokenizer(data)
-    for sample in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):
-        assert tokenizer.decode(tokenizer.encode(sample)) == sample
+    for written in ("def f():\n\n\treturn  'é☃'\n    \n", " leading", "trailing \n", "a" * 50):
+        assert tokenizer.decode(tokenizer.encode(written)) == written
 
 
 def test_learning_rate_rises_then_falls_to_zero() -> None:
@@ -209,47 +211,234 @@ def test_code_length_by_the_engine_is_that_of_the_function_with_half_a_context(f
         assert evaluate.code_length(engine, tokens, width) == pytest.approx(nats / math.log(2), rel=1e-5)
 
 
-def test_answers_are_the_targets_own_some_greedy_and_some_sampled(data: Path, tmp_path: Path) -> None:
-    shape = replace(SHAPE, context=256)
-    target, prompts, out = (tmp_path / name for name in ("target", "prompts.jsonl", "answers.jsonl"))
-    model.write(sharp_weights(), shape, target)
-    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), target)
-    prompts.write_text('{"prompt": "def f"}\n' * 7)
-    answer(prompts, target, out, seconds=0.01, slots=2)
+def test_sampled_tokens_are_those_of_the_whole_forward_pass_and_the_noise() -> None:
+    prompts, lengths, heat = jnp.asarray(TOKENS[[0, 1, 0, 0], :20]), np.array([1, 7, 12, 12]), np.array([0, 0, 1, 0.5])
+    key = jax.random.key(3)
+    done = np.asarray(sample.sample(sharp_weights(), prompts, lengths, jnp.asarray(heat), key, shape=SHAPE))
+    scores = np.asarray(model.logits(sharp_weights(), jnp.asarray(done), SHAPE))
+    for row, length in enumerate(lengths):
+        assert np.array_equal(done[row, :length], prompts[row, :length])
+        for place in range(length, 20):
+            noise = np.asarray(jax.random.gumbel(jax.random.fold_in(key, place - 1), (4, SHAPE.vocab)))[row]
+            assert done[row, place] == np.argmax(scores[row, place - 1] + heat[row] * noise)
+    assert not np.array_equal(done[2], done[3]), "the temperature matters"
+
+
+@pytest.fixture(scope="module")
+def writer(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target with `sharp_weights` and a tokenizer."""
+    made = tmp_path_factory.mktemp("writer")
+    model.write(sharp_weights(), replace(SHAPE, context=512), made)
+    prepare.write_tokenizer(Tokenizer.from_file(str(data / "tokenizer.json")), made)
+    return made
+
+
+PROMPTS = ["def f", "class A:\n    ", "\n", "x = ", "import os\n"]
+
+
+def test_completions_are_cut_at_the_end_token_as_those_of_the_engine(writer: Path) -> None:
+    found = list(sample.samples(writer, PROMPTS, [0.0] * 5, 128, seed=0, rows=3, dtype="float32"))
+    with Engine.from_pretrained(writer, slots=5, max_len=128, dtype="float32") as engine:
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=127, temperature=0))
+    assert [one.text for one in found] == [one.text for one in done]
+    assert [one.has_ended for one in found] == [one.finish_reason == "eos" for one in done]
+    assert len({one.text for one in found}) == 5
+
+
+def test_prompt_without_room_for_a_completion_is_refused(writer: Path) -> None:
+    with pytest.raises(ValueError, match="prompts of fewer than 8 tokens"):
+        next(sample.samples(writer, ["x" * 99], [0.0], 8, seed=0))
+
+
+def test_answers_are_the_targets_own_some_greedy_and_some_sampled(
+    writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "ROWS", 4)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "def f"}\n' * 4)
+    answer(prompts, writer, out)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["def f"] * 4, "the clock is read after four completions"
+    assert [line["prompt"] for line in lines] == ["def f"] * 4
     texts = [line["completion"] for line in lines]
-    with Engine.from_pretrained(target, slots=1, max_len=256, dtype="float32") as engine:
-        (greedy,) = engine.generate("def f", SamplingParams(max_tokens=prepare.COMPLETION, temperature=0))
+    greedy, *_ = sample.samples(writer, ["def f"], [0.0], prepare.PROMPT[1] + 1 + prepare.COMPLETION, seed=5, rows=4)
     assert [text == greedy.text for text in texts] == [False, True] * 2 and texts[0] != texts[2]
 
 
 @pytest.mark.parametrize(
-    ("sample", "expected"),
+    ("text", "kept"),
     [
-        ("def f():\n    return 1\ncut off (", "whole"),
-        ("def f():\n    if x:\n", "unfinished"),
-        ("def f():\n    call(1,\n         2\n", "unfinished"),
-        ('def f():\n    """A text\n    goes on\n', "unfinished"),
-        ("def f():\n    return return\n    x = 1\n", "wrong"),
-        ("def f():\n  x = 1\n    y = 2\n", "wrong"),
-        ("def f(:\n    x = (\n", "wrong"),
+        ("def f():\n    return 1\n\n\nx = 1\n", "def f():\n    return 1\n\n\n"),
+        ("def f():\n    return 1\n# a comment", "def f():\n    return 1\n"),
+        ("def f():\n    return 1\n", None),
+        ("class A:\n    def f(self):\n        pass\n\n    x = 1\n", None),
+        ('def f():\n    """A text\ngoes on\n    """\nf()\n', 'def f():\n    """A text\ngoes on\n    """\n'),
+        ("def f():\n    call(1,\n2\n)\n", None),
+        ("def f():\n    call(1,\n2\n)\nf()", "def f():\n    call(1,\n2\n)\n"),
+        ("def f():\n    return return\nx = 1\ny = 2\n", "def f():\n    return return\n"),
+        ("def f():\nx = 1\ny = 2\n", "def f():\nx = 1\n"),
     ],
 )
-def test_verdict_says_whether_the_whole_lines_are_python(sample: str, expected: str) -> None:
-    assert evaluate.verdict(sample) == expected
+def test_statement_ends_where_another_begins_in_column_0_outside_of_brackets_and_strings(
+    text: str, kept: str | None
+) -> None:
+    end = evaluate.statement_end(text)
+    assert (None if end is None else text[:end]) == kept
 
 
-def test_shares_of_completions_that_parse_are_printed_with_and_without_the_unfinished() -> None:
-    strict, lenient = evaluate.parsed(["whole", "wrong", "unfinished", "whole", "unfinished"]).splitlines()
-    assert strict.startswith("40% of 5 ") and "up to the last whole line" in strict
-    assert lenient.startswith("80% ") and "is left out" in lenient
+class Script:
+    """An engine that writes given texts, whose tokens are bytes and whose end token is 0."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+        self.texts, self.asked = texts, list[int]()
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        self.asked.append(len(prompts))
+        return [self._one(bytes(prompt).decode(), own.max_tokens) for prompt, own in zip(prompts, params, strict=True)]
+
+    def _one(self, prompt: str, limit: int) -> Any:
+        whole = next(line + text for line, text in self.texts.items() if prompt.startswith(line))
+        new = whole[len(prompt) :][:limit]
+        reason = "eos" if new.endswith("$") else "length"
+        text = new.removesuffix("$")
+        done = SimpleNamespace(text=text, token_ids=list(new.encode()), finish_reason=reason)
+        done.raise_for_error = lambda: done
+        return done
+
+
+def test_completions_go_on_until_the_statement_the_document_or_the_context_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "STEP", 20)
+    texts = {
+        "def a():": "\n    return 'a longer text than a step'\nx = 1\n" + "y" * 99,
+        "def b():": "\n    pass\n$",
+        "def c():": "\n" + "    c()\n" * 99,
+        "def d():": "\n    1 = 2\nx\n" + "y" * 99,
+    }
+    engine: Any = Script(texts)
+    a, b, c, d = evaluate.completions(engine, list(texts), 50)
+    assert (a.text, a.has_ended, a.parses) == ("def a():\n    return 'a longer text than a step'\n", True, True)
+    assert (b.text, b.has_ended, b.parses) == ("def b():\n    pass\n", True, True)
+    assert (len(c.tokens), c.has_ended, c.parses) == (50, False, False)
+    assert (d.text, d.has_ended, d.parses) == ("def d():\n    1 = 2\n", True, False)
+    assert engine.asked == [4, 2, 2], "what has ended is not continued"
+    assert evaluate.shares([a, b, c, d]).endswith("75% end within the context, and 50% parse")
 
 
 def test_heads_are_different_lines_that_begin_a_function_or_a_class() -> None:
     texts = ["def a():\n    def inner():\nclass B:\n", "def a():\nclass C(\nclass D(B):\n"]
     assert evaluate.heads(texts) == ["def a():", "class B:", "class D(B):"]
     assert evaluate.heads(texts, 1) == ["def a():"]
+
+
+def test_read_weights_are_the_written_ones(folder: Path) -> None:
+    read, written = model.read(folder, SHAPE), sharp_weights()
+    assert read.keys() == written.keys()
+    assert all(np.array_equal(read[name], written[name]) for name in read)
+
+
+def test_sharpened_target_has_the_logits_of_the_other_times_the_factor(folder: Path, tmp_path: Path) -> None:
+    logits = {}
+    for factor in (1, 2):
+        model.sharpen(folder, tmp_path / str(factor), factor)
+        target = Model.from_pretrained(tmp_path / str(factor), dtype="float32")
+        logits[factor] = np.asarray(run_texts(target, jnp.asarray(TOKENS)).logits)
+    np.testing.assert_allclose(logits[1], own_logits(), atol=1e-4)
+    np.testing.assert_allclose(logits[2], 2 * logits[1], rtol=1e-6)
+
+
+def test_training_goes_on_with_given_weights_and_texts_that_begin_half_of_the_rows(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, texts = tmp_path / "own.jsonl", ["def f():\n    return 1", "class A:\n    pass\n\n"]
+    file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    own = functions.read_functions([file, file], data)
+    given: list[Any] = []
+
+    def update(state: fit.State, tokens: Any, blocks: Any, total: Any) -> tuple[fit.State, Any]:
+        given[:] = np.asarray(tokens), np.asarray(blocks)
+        return state, jnp.float32(0)
+
+    monkeypatch.setattr(fit, "prepared", lambda shape, recipe, init: (fit.State(init, (), jnp.int32(0)), update))
+    weights = sharp_weights()
+    assert fit.fit(data, SHAPE, RECIPE, updates=1, init=weights, own=own) is weights
+    tokens, blocks = given
+    assert np.array_equal(tokens[: -len(own[0])], np.load(data / prepare.TRAIN))
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    ends = [*blocks[1:] - 1, len(tokens)]
+    found = [tokenizer.decode(tokens[start:end].tolist()) for start, end in zip(blocks, ends, strict=True)]
+    assert found == [f"{text.rstrip()}\n" for text in texts] * 2
+    assert (tokens[blocks - 1] == 0).all(), "each is behind an end token"
+
+
+def test_training_begins_with_the_given_weights(data: Path) -> None:
+    begun, _ = fit.prepared(SHAPE, RECIPE, sharp_weights())
+    assert all(np.array_equal(begun.weights[name], value) for name, value in sharp_weights().items())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(a):\n    return a + 1\n", True),
+        ("def f(a): return a + 1", False),
+        ("def f(a):\n    return a +\n", False),
+        ("def f(a):\n" + "    a.append(1)\n" * 12, False),
+        ("def f(a):\n" + "".join(f"    {name} = a.{name[::-1]}\n" for name in ("one", "far", "top", "six")), True),
+    ],
+)
+def test_functions_are_good_if_they_parse_and_do_not_repeat_themselves(text: str, expected: bool) -> None:
+    assert functions.good(text) is expected
+
+
+def test_functions_are_the_good_samples_that_end_behind_first_lines(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [
+        "\n    return 1\nx",
+        "\n    return 2\n",
+        "\n    pass",
+        "\n    return 3 +",
+        "\n    4",
+        "\n    5\n",
+        "\n",
+        "\n  6\n6",
+    ]
+    given: list[Any] = []
+
+    def samples(*arguments: Any, **options: Any) -> list[sample.Sample]:
+        given.append((*arguments, options))
+        return [sample.Sample(text, has_ended=index % 2 == 1) for index, text in enumerate(texts)]
+
+    monkeypatch.setattr(functions, "samples", samples)
+    monkeypatch.setattr(functions, "first_lines", lambda found: ["def f():", "class A:"])
+    out = tmp_path / "own.jsonl"
+    functions.write_functions(data, data, out, seed=7, count=4)
+    written = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    expected = ["def f():\n    return 1\n", "class A:\n    return 2\n", "class A:\n    5\n", "class A:\n  6\n"]
+    assert written == expected, "one is not finished, three do not end"
+    assert given == [(data, ["def f():", "class A:"] * 4, [1.0] * 8, 384, {"seed": 7})]
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "expected"),
+    [
+        ("def f():\n    return 1\nx = 1", True, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\nx = 1", False, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\n", True, "def f():\n    return 1\n"),
+        ("def f():\n    return 1\n", False, None),
+    ],
+)
+def test_function_is_the_first_statement_if_it_ends(text: str, has_ended: bool, expected: str | None) -> None:
+    assert functions.function(text, has_ended=has_ended) == expected
+
+
+def test_documents_are_the_different_ones_of_the_prepared_text(data: Path) -> None:
+    tokens = np.load(data / prepare.TRAIN)
+    found = functions.documents(data)
+    assert len(found) == len(set(found)) and 0 < len(found) <= (tokens == 0).sum()
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    assert tokenizer.encode(found[0]).ids == tokens[: len(tokenizer.encode(found[0]).ids)].tolist()
 
 
 def test_command_line_trains_a_folder_that_loads(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.once
     [
         ({"method": "eagle4"}, "method: expected one of eagle3.*'eagle4'"),
         ({"loss": "hard"}, "loss: expected one of soft, lk"),
+        ({"optimizer": "sgd"}, "optimizer: expected one of adamw, muon"),
+        ({"intermediate_size": 0}, "intermediate_size: expected at least 1, got 0"),
         ({"steps": 0}, "steps: expected at least 1, got 0"),
         ({"steps": 2.5}, "steps: expected an int, got 2.5"),
         ({"batch": True}, "batch: expected an int"),
@@ -46,6 +48,10 @@ def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str
         ({"anchors": 8, "method": "medusa"}, "anchors: expected none with method 'medusa'"),
         ({"eagle31": True, "method": "dflash"}, "eagle31: expected none with method 'dflash'"),
         ({"decay": 0.8, "method": "dspark"}, "decay: expected none with method 'dspark'"),  # the default, but given
+        ({"intermediate_size": 8, "method": "medusa"}, "intermediate_size: expected none with method 'medusa'"),
+        ({"intermediate_size": 8, "init": "head"}, "intermediate_size: expected none with init"),
+        ({"copy_layers": True, "init": "head"}, "copy_layers: expected none with init"),
+        ({"copy_layers": True, "method": "dflash"}, r"copy_layers: expected none .* \(those of eagle3 have it\)"),
         ({"draft_vocab": 8, "method": "dflash"}, "draft_vocab: expected none with method 'dflash'"),
         ({"rope_theta": 5.0, "method": "medusa"}, "rope_theta: expected none with method 'medusa'"),
         ({"layers": 2, "init": "head"}, "layers: expected none with init, whose head has its own, got 2; leave it out"),

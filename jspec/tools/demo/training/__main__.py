@@ -4,13 +4,22 @@ The pair of this package was made of the sources of CPython 3.11.2 and of the li
 
     python -m jspec.tools.demo.training --prepare data --prompts 80000 \\
         --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
-    python -m jspec.tools.demo.training --data data --out target --minutes 2.5 --attention cudnn
+    python -m jspec.tools.demo.training --data data --out base --minutes 2.5 --attention cudnn
+    python -m jspec.tools.demo.training --sharpen base target 1.5
     python -m jspec.tools.demo.training --data data --evaluate target
-    python -m jspec.tools.demo.training --data data --answers target answers.jsonl --minutes 2.8
-    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 4500 \\
-        --loss lk --feature-layers 3 5 7 --learning-rate 3e-3 --warmup 0.04
-    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6000 \\
+    python -m jspec.tools.demo.training --data data --answers target answers.jsonl
+    jspec train --target target --data answers.jsonl --out head --length 512 --batch 32 --ttt 5 --steps 6084 \\
+        --layers 2 --intermediate-size 832 --eagle31 --copy-layers --feature-layers 3 5 7 --loss lk \\
+        --optimizer muon --learning-rate 8e-3 --warmup 0.04
+    jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 6084 \\
         --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04
+
+A target that is decoded greedily may repeat itself without end. These two steps after the first training make a target
+that ends more of what it begins, of its own functions that end and parse; the pair of this package was made without:
+
+    python -m jspec.tools.demo.training --data data --functions target functions.jsonl
+    python -m jspec.tools.demo.training --data data --out tuned --init base --own functions.jsonl --attention cudnn \\
+        --rows 32 --updates 400 --rate 2e-3 --warmup 20
 """
 
 from __future__ import annotations
@@ -31,17 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     data = options.prepare or options.data
     try:
+        if options.sharpen is not None:
+            folder, out, factor = options.sharpen
+            model.sharpen(Path(folder), Path(out), float(factor))
+            return 0
         if data is None:
             raise ValueError("--data: expected a folder that --prepare wrote, got none")
         if options.prepare is not None:
             prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
         if options.out is not None:
             _train(options, data)
+        if options.functions is not None:
+            from jspec.tools.demo.training.functions import write_functions
+
+            target, file = options.functions
+            write_functions(data, target, file, seed=options.seed, count=options.samples)
         if options.answers is not None:
             from jspec.tools.demo.training.answers import answer
 
             target, file = options.answers
-            answer(data / prepare.PROMPTS, target, file, seconds=60 * (options.minutes or 1), slots=options.slots)
+            answer(data / prepare.PROMPTS, target, file, seed=options.seed)
         if options.evaluate is not None:
             from jspec.tools.demo.training.evaluate import evaluate
 
@@ -56,7 +74,14 @@ def _train(options: argparse.Namespace, data: Path) -> None:
     """Train a target and write its folder."""
     shape = model.Shape(**{field.name: getattr(options, field.name) for field in fields(model.Shape)})
     recipe = fit.Recipe(**{field.name: getattr(options, field.name) for field in fields(fit.Recipe)})
-    weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates)
+    init = None if options.init is None else model.read(options.init, shape)
+    if options.own is None:
+        own = None
+    else:
+        from jspec.tools.demo.training.functions import read_functions
+
+        own = read_functions(options.own, data)
+    weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates, init=init, own=own)
     model.write(weights, shape, options.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(data / name, options.out / name)
@@ -79,9 +104,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--answers", type=Path, nargs=2, metavar=("TARGET", "FILE"), help="let a target complete prompts.jsonl"
     )
-    parser.add_argument("--slots", type=int, default=256, help="completions that run at once; default: 256")
+    parser.add_argument(
+        "--functions",
+        type=Path,
+        nargs=2,
+        metavar=("TARGET", "FILE"),
+        help="let a target write functions behind first lines of the text",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=4, help="texts of --functions behind each first line; default: 4"
+    )
+    parser.add_argument("--init", type=Path, help="folder of a target to begin with")
+    parser.add_argument("--own", type=Path, nargs="+", help="files of --functions to train on too")
+    parser.add_argument(
+        "--sharpen",
+        nargs=3,
+        metavar=("TARGET", "OUT", "FACTOR"),
+        help="write a target whose logits are larger by a factor",
+    )
     parser.add_argument("--evaluate", type=Path, help="folder of a target to measure")
-    parser.add_argument("--minutes", type=float, help="time to train or to complete prompts for")
+    parser.add_argument("--minutes", type=float, help="time to train for")
     parser.add_argument("--updates", type=int, default=1000, help="updates to train for, without --minutes")
     for kind in (model.Shape, fit.Recipe):
         for field in fields(kind):

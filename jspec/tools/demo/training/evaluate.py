@@ -1,4 +1,8 @@
-"""Measures a target with `jspec.Engine`: bits a byte of held-out text, and how much of what it writes is Python."""
+"""Measures a target with `jspec.Engine`: bits a byte of held-out text, and how many functions it writes that parse.
+
+Functions are judged as in HumanEval (arXiv:2107.03374, section 2.1): the target goes on behind a first line until
+another statement begins in column 0, where its text is cut off.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import codeop
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +22,11 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.demo.training.prepare import HELD, INDEX
 
 HEADS = 100  # `def` and `class` lines that are completed
-TOKENS = 200  # tokens of a completion
+STEP = 128  # tokens after which a completion is looked at
 
 
 def evaluate(folder: Path, data: Path) -> None:
-    """Measure a target and print its bits a byte of held-out modules, and the shares of completions that parse.
+    """Measure a target and print its bits a byte of held-out modules, and the shares of completions that end and parse.
 
     Args:
         folder: folder of the target and its tokenizer.
@@ -35,58 +40,111 @@ def evaluate(folder: Path, data: Path) -> None:
         tokenizer = engine.tokenizer
         assert tokenizer is not None, "the folder has a tokenizer"
         texts = [tokenizer.decode(module[1:].tolist()) for module in modules]
-        verdicts = [verdict(text) for text in completions(engine, heads(texts))]
-        print(parsed(verdicts), flush=True)
+        print(shares(completions(engine, heads(texts), context)), flush=True)
         bits = sum(code_length(engine, module, context - 1) for module in modules)
     print(f"held-out modules: {bits / sum(one['bytes'] for one in index):.3f} bits a byte")
 
 
 def heads(texts: Sequence[str], count: int = HEADS) -> list[str]:
-    """Return ``count`` different lines of some texts, evenly spaced, that begin a function or a class."""
+    """Return ``count`` of the `first_lines` of some texts, evenly spaced."""
+    lines = first_lines(texts)
+    return lines[:: max(1, len(lines) // count)][:count]
+
+
+def first_lines(texts: Sequence[str]) -> list[str]:
+    """Return the different lines of some texts that begin a function or a class."""
     lines = [line for text in texts for line in text.splitlines()]
-    found = [line for line in lines if line.startswith(("def ", "class ")) and line.endswith(":")]
-    unique = list(dict.fromkeys(found))
-    return unique[:: max(1, len(unique) // count)][:count]
+    return list(dict.fromkeys(line for line in lines if line.startswith(("def ", "class ")) and line.endswith(":")))
 
 
-def completions(engine: Engine, prompts: Sequence[str]) -> list[str]:
-    """Return each prompt with its greedy completion."""
-    params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
-    done = engine.generate(list(prompts), params)
-    return [f"{prompt}{one.raise_for_error().text}" for prompt, one in zip(prompts, done, strict=True)]
+@dataclass
+class Written:
+    """A completion of the first line of a function or a class.
+
+    Attributes:
+        tokens: the line's tokens and those written behind it.
+        text: the line, and the text behind it up to its end.
+        has_ended: whether another statement or the end of the document follows, and not the limit of the context.
+    """
+
+    tokens: list[int]
+    text: str
+    has_ended: bool = False
+
+    @property
+    def parses(self) -> bool:
+        """Whether it ended, and is Python."""
+        return self.has_ended and is_python(self.text)
 
 
-def parsed(verdicts: Sequence[str]) -> str:
-    """Return two lines with the shares of completions that parse: as they are, and without an unfinished end."""
-    whole, unfinished = (verdicts.count(kind) / len(verdicts) for kind in ("whole", "unfinished"))
-    return (
-        f"{whole:.0%} of {len(verdicts)} greedy completions after def and class lines parse up to the last whole line\n"
-        f"{whole + unfinished:.0%} parse if a last statement that the limit of {TOKENS} tokens cuts off is left out"
-    )
+def completions(engine: Engine, prompts: Sequence[str], context: int) -> list[Written]:
+    """Return the greedy completion of each prompt, up to the end of its statement or of the context."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    all_written = [Written(list(tokenizer.encode(prompt)), prompt) for prompt in prompts]
+    open_ones = all_written
+    while open_ones:
+        steps = [min(STEP, context - len(one.tokens)) for one in open_ones]
+        params = [SamplingParams(max_tokens=step, temperature=0.0) for step in steps]
+        done = engine.generate([one.tokens for one in open_ones], params)
+        for one, more in zip(open_ones, done, strict=True):
+            one.tokens += more.raise_for_error().token_ids
+            one.text += more.text or ""
+            end = statement_end(one.text)
+            one.has_ended = end is not None or more.finish_reason == "eos"
+            one.text = one.text[:end]
+        open_ones = [one for one in open_ones if not one.has_ended and len(one.tokens) < context]
+    return all_written
 
 
-def verdict(text: str) -> str:
-    """Say whether a text parses as Python up to its last whole line.
+def statement_end(text: str) -> int | None:
+    """Return where the first statement of a text ends: at a line that begins another one in column 0.
+
+    Lines in column 0 within brackets or a string do not end it. A statement that is no Python ends there too.
 
     Returns:
-        "whole" if it does; "unfinished" if more lines could make it parse, as the text ends within brackets, a string
-        or a block; else "wrong".
+        Number of characters before that line; None if there is none.
     """
-    lines = text[: text.rfind("\n") + 1]
+    return next((end for end in _unindented(text) if is_python(text[:end]) or not _is_unfinished(text[:end])), None)
+
+
+def _unindented(text: str) -> Iterator[int]:
+    """Yield where lines but the first begin that have no space in front; the last line may be incomplete."""
+    start = text.find("\n") + 1
+    while 0 < start < len(text):
+        if not text[start].isspace():
+            yield start
+        start = text.find("\n", start) + 1
+
+
+def is_python(text: str) -> bool:
+    """Return whether a text parses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escapes in strings
         try:
-            ast.parse(lines)
-        except SyntaxError:
-            return _unfinished(lines)
-    return "whole"
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
 
 
-def _unfinished(lines: str) -> str:
-    try:
-        return "unfinished" if codeop.compile_command(lines, symbol="exec") is None else "wrong"
-    except (SyntaxError, ValueError, OverflowError):
-        return "wrong"
+def _is_unfinished(text: str) -> bool:
+    """Return whether a text that does not parse is the beginning of one that does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return codeop.compile_command(text, symbol="exec") is None
+        except (SyntaxError, ValueError, OverflowError):
+            return False
+
+
+def shares(found: Sequence[Written]) -> str:
+    """Return a line with the shares of completions that end, and that parse too."""
+    ended, parsing = (sum(getattr(one, name) for one in found) / len(found) for name in ("has_ended", "parses"))
+    return (
+        f"of {len(found)} functions and classes written greedily behind a first line, {ended:.0%} end within the "
+        f"context, and {parsing:.0%} parse"
+    )
 
 
 def code_length(engine: Engine, tokens: np.ndarray, width: int) -> float:

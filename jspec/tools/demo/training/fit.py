@@ -63,7 +63,16 @@ class Windows(NamedTuple):
     bytes: int  # of all rows
 
 
-def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = None, updates: int = 0) -> Weights:
+def fit(
+    data: Path,
+    shape: Shape,
+    recipe: Recipe,
+    *,
+    minutes: float | None = None,
+    updates: int = 0,
+    init: Weights | None = None,
+    own: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Weights:
     """Train a target, print its progress, and return its weights in float32.
 
     Args:
@@ -72,13 +81,19 @@ def fit(data: Path, shape: Shape, recipe: Recipe, *, minutes: float | None = Non
         recipe: how to train.
         minutes: time to train for; the clock tells the number of updates.
         updates: updates to train for, if ``minutes`` is None.
+        init: weights to begin with; None: random ones.
+        own: tokens of texts of the target itself, with which the prepared text goes on, and the places where they
+            begin. Then the half of the rows that begins with a block begins with one of these.
     """
     stored = np.load(data / TRAIN)
     if stored.max() >= shape.vocab:
         raise ValueError(f"vocab: expected at least {stored.max() + 1}, the tokens of {data}, got {shape.vocab}")
-    tokens, blocks = jnp.asarray(stored), jnp.asarray(np.load(data / STARTS))
+    blocks = np.load(data / STARTS)
+    if own is not None:
+        stored, blocks = np.concatenate([stored, own[0]]), own[1] + np.uint32(len(stored))
+    state, update = prepared(shape, recipe, init)
+    tokens, blocks = jnp.asarray(stored), jnp.asarray(blocks)
     began = time.perf_counter()
-    state, update = prepared(shape, recipe)
     # With a time limit, the clock tells the number of updates after each chunk but the first, which compiles.
     total, done = (updates if minutes is None else 2**30), 0
     while done < total:
@@ -111,7 +126,7 @@ def report(done: int, total: int, loss: float, rate: float, began: float) -> Non
 
 
 def prepared(
-    shape: Shape, recipe: Recipe
+    shape: Shape, recipe: Recipe, init: Weights | None = None
 ) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
     """Return the state before the first update, and the compiled program of an update.
 
@@ -119,7 +134,7 @@ def prepared(
     and the loss.
     """
     optimizer = _optimizer(recipe)
-    weights = initial(shape, jax.random.key(recipe.seed))
+    weights = initial(shape, jax.random.key(recipe.seed)) if init is None else init
     state = State(weights, optimizer.init(weights), jnp.int32(0))
 
     def loss_of(weights: Weights, rows: Int[Array, "rows longer"]) -> Float[Array, ""]:

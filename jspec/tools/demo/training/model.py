@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,10 +12,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from safetensors.flax import save_file
+from safetensors.flax import load_file, save_file
 
 EPS = 1e-5
 THETA = 10000.0
+WEIGHTS, FINAL_NORM = "model.safetensors", "model.norm.weight"
 Weights = dict[str, Array]
 Attention = Literal["xla", "cudnn"]  # implementations of `jax.nn.dot_product_attention`
 
@@ -29,6 +31,17 @@ LINEAR = (
     "mlp.down_proj",
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
+
+FIELDS = {  # name in config.json of each size
+    "vocab": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "context": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -56,14 +69,7 @@ class Shape:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": self.vocab,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.ffn,
-            "max_position_embeddings": self.context,
+            **{name: getattr(self, field) for field, name in FIELDS.items()},
             "hidden_act": "silu",
             "rms_norm_eps": EPS,
             "rope_theta": THETA,
@@ -99,21 +105,21 @@ def logits(
     angles = jnp.arange(tokens.shape[1])[:, None] * THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
 
     def layer(x: Array, own: Weights) -> tuple[Array, None]:
-        normed = _norm(x, own["input_layernorm"])
+        normed = norm(x, own["input_layernorm"])
         q, k, v = (
             (normed @ own[f"self_attn.{name}_proj"].T).reshape(*tokens.shape, -1, shape.head_dim) for name in "qkv"
         )
         mixed = jax.nn.dot_product_attention(
-            _rotated(q, angles), _rotated(k, angles), v, is_causal=True, implementation=attention
+            rotated(q, angles), rotated(k, angles), v, is_causal=True, implementation=attention
         )
         x += mixed.reshape(*tokens.shape, -1) @ own["self_attn.o_proj"].T
-        normed = _norm(x, own["post_attention_layernorm"])
+        normed = norm(x, own["post_attention_layernorm"])
         gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
         return x + gated @ own["mlp.down_proj"].T, None
 
     layers = {name: weights[name] for name in (*LINEAR, *NORMS)}
     x, _ = jax.lax.scan(layer, weights["embed_tokens"][tokens], layers)
-    normed = _norm(x, weights["norm"])
+    normed = norm(x, weights["norm"])
     return jnp.matmul(normed, weights["embed_tokens"].T, preferred_element_type=jnp.float32)
 
 
@@ -136,20 +142,52 @@ def write(weights: Weights, shape: Shape, folder: Path) -> None:
             stored |= {f"model.layers.{layer}.{name}.weight": rounded[layer] for layer in range(shape.layers)}
         else:
             stored[f"model.{name}.weight"] = rounded
-    save_file(stored, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(stored, str(folder / WEIGHTS), metadata={"format": "pt"})
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     for name, fields in (("config.json", shape.config() | ends), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:
+def read(folder: Path, shape: Shape) -> Weights:
+    """Return the weights that `write` wrote, in float32."""
+    stored = {name: value.astype(jnp.float32) for name, value in load_file(str(folder / WEIGHTS)).items()}
+    weights = {name: stored[f"model.{name}.weight"] for name in ("embed_tokens", "norm")}
+    for name in (*LINEAR, *NORMS):
+        weights[name] = jnp.stack([stored[f"model.layers.{layer}.{name}.weight"] for layer in range(shape.layers)])
+    return weights
+
+
+def shape_of(folder: Path) -> Shape:
+    """Return the sizes of a target that `write` wrote."""
+    config = json.loads((folder / "config.json").read_text())
+    return Shape(**{field: config[name] for field, name in FIELDS.items()})
+
+
+def sharpen(folder: Path, out: Path, factor: float) -> None:
+    """Write a target whose logits are ``factor`` times as large: at temperature 1 it writes as the other at 1 / factor.
+
+    The factor is one of the weight of the final norm. The most probable tokens are the same.
+
+    Args:
+        folder: folder of a target.
+        out: folder to write.
+        factor: the factor.
+    """
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    stored = load_file(str(folder / WEIGHTS))
+    norm = stored[FINAL_NORM]
+    stored[FINAL_NORM] = (factor * norm.astype(jnp.float32)).astype(norm.dtype)
+    save_file(stored, str(out / WEIGHTS), metadata={"format": "pt"})
+
+
+def norm(x: Float[Array, "*rows hidden"], weight: Float[Array, "hidden"]) -> Float[Array, "*rows hidden"]:
     """Return the RMS norm (arXiv:1910.07467) of the rows."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
     return scaled.astype(x.dtype) * weight
 
 
-def _rotated(
+def rotated(
     x: Float[Array, "rows size heads channels"], angles: Float[Array, "size half"]
 ) -> Float[Array, "rows size heads channels"]:
     """Return rotary position embeddings (arXiv:2104.09864) of the pairs of channels (i, i + half)."""
