@@ -203,11 +203,11 @@ def policy_of(
         tree: the drafter's tree.
         depths: draft depths to choose from, ascending.
         nodes: numbers of verified nodes per batch row to choose from.
-        runner: runs the programs, which are timed if they were compiled ahead.
+        runner: knows the times of programs that were compiled ahead.
     """
     if not config.adaptive:
         return Fixed(depths[-1])
-    return Adaptive(depths, nodes, shared_acceptance=tree.paths is not None, least_seconds=runner.time_rounds())
+    return Adaptive(depths, nodes, shared_acceptance=tree.paths is not None, empty_seconds=runner.round_seconds)
 
 
 def _draft_depths(config: EngineConfig, drafter: Drafter) -> tuple[int, ...]:

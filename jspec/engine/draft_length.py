@@ -108,18 +108,19 @@ class Fixed(Policy):
 class Adaptive(Policy):
     """A policy that chooses the size with the highest expected number of tokens per second.
 
-    Without ``least_seconds``, every size runs a few times in every bucket (compiled batch size) before sizes are
+    Without ``empty_seconds``, every size runs a few times in every bucket (compiled batch size) before sizes are
     compared. With them, a size that was not timed counts as if it took that time, and as if a budget of nodes lost no
-    accepted token; so it runs only if it could be the best (optimism under uncertainty, as in UCB1, doi:
-    10.1023/A:1013689704352). Later each size that was timed and is not the best runs now and then as a probe, the least
-    recently run size first. Probes are needed because time changes with the context and acceptance with the text.
+    accepted token; so it runs only if it may be the best (optimism under uncertainty, as in UCB1, doi:
+    10.1023/A:1013689704352). Later each size that is not the best runs now and then as a probe, the least recently run
+    size first. Probes are needed because time changes with the context and acceptance with the text.
 
     Args:
         depths: draft depths to choose from, ascending.
         nodes: numbers of verified nodes per batch row to choose from at the largest depth, besides all nodes.
         shared_acceptance: whether all depths share one estimate of acceptance, because each level of a cut tree accepts
             like that of the whole tree. True for trees of a fixed shape.
-        least_seconds: seconds of a dispatch whose rows are all empty, by bucket and size; others take longer.
+        empty_seconds: seconds of a dispatch whose rows are all empty, by bucket and size. Where rounds with requests
+            are found to take less, these times are reduced by the same factor.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Adaptive(Policy):
         nodes: Sequence[int] = (),
         *,
         shared_acceptance: bool = True,
-        least_seconds: Mapping[tuple[int, RoundSize], float] | None = None,
+        empty_seconds: Mapping[tuple[int, RoundSize], float] | None = None,
     ) -> None:
         self._whole = whole = Acceptance(depths[-1])
         self._sizes = round_sizes(depths, nodes)
@@ -136,7 +137,7 @@ class Adaptive(Policy):
             size: whole if size == RoundSize(depths[-1]) or (shared_acceptance and size.nodes is None) else own
             for size, own in ((size, Acceptance(size.depth)) for size in self._sizes)
         }
-        self._least_seconds = dict(least_seconds or {})
+        self._empty_seconds = dict(empty_seconds or {})
         self._seconds: dict[tuple[int, RoundSize], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._last_run: dict[tuple[int, RoundSize], int] = {}  # number of the last dispatch, by bucket and size
         self._tries: Counter[tuple[int, RoundSize]] = Counter()
@@ -169,20 +170,30 @@ class Adaptive(Policy):
         if seconds is None:
             return 0.0
         own = self._acceptance[size]
-        expected = own.expected if own.rows >= MIN_ROWS or not self._least_seconds else self._whole.expected
+        expected = own.expected if own.rows >= MIN_ROWS or not self._empty_seconds else self._whole.expected
         tokens = sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
         return tokens / seconds
 
     def _expected_seconds(self, bucket: int, size: RoundSize) -> float | None:
-        """Return the expected seconds of a dispatch, the least possible ones before it was timed; None: unknown."""
+        """Return the expected seconds of a dispatch, those with empty rows until it was timed; None: unknown."""
         timings = self._seconds[bucket, size]
-        if self._is_untimed(bucket, size) and (bucket, size) in self._least_seconds:
-            return min([self._least_seconds[bucket, size], *timings])
+        if self._is_untimed(bucket, size) and (bucket, size) in self._empty_seconds:
+            return min([self._empty_seconds[bucket, size] * self._factor(bucket), *timings])
         return median(timings) if timings else None
+
+    def _factor(self, bucket: int) -> float:
+        """Return the least ratio of measured seconds to those with empty rows in a bucket, 1 at most."""
+        timed = [size for size in self._sizes if not self._is_untimed(bucket, size) and self._seconds[bucket, size]]
+        ratios = [
+            median(self._seconds[bucket, size]) / self._empty_seconds[bucket, size]
+            for size in timed
+            if (bucket, size) in self._empty_seconds
+        ]
+        return min([1.0, *ratios])
 
     def _must_try(self, bucket: int, size: RoundSize) -> bool:
         """Return whether a size must run before sizes are compared, because no bound of its speed is known."""
-        if (bucket, size) not in self._least_seconds:
+        if (bucket, size) not in self._empty_seconds:
             return self._is_untimed(bucket, size)
         is_bounded = size.nodes is not None  # the whole tree accepts no fewer tokens
         is_known = size.depth == 0 or is_bounded or self._acceptance[size].rows >= MIN_ROWS
@@ -205,10 +216,11 @@ class Adaptive(Policy):
         """Return the size of highest rate, or the least recently run size if the saved time allows a probe."""
         rows_by_cap = Counter(caps)
         best = max(reversed(sizes), key=lambda size: self._rate(bucket, size, rows_by_cap))
-        others = [size for size in sizes if size != best and self._seconds[bucket, size]]
+        seconds = {size: self._expected_seconds(bucket, size) for size in sizes if size != best}
+        others = {size: one for size, one in seconds.items() if one is not None}
         if others:
             stalest = min(others, key=lambda size: self._last_run.get((bucket, size), 0))
-            if self._probe_seconds >= min(self._seconds[bucket, stalest]):
+            if self._probe_seconds >= others[stalest]:
                 self._probe_seconds = 0.0
                 return stalest
         return best

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any, final
 
 import jax
@@ -42,7 +41,7 @@ from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.expert_matmul import unsupported_experts
 
-TIMINGS = 3  # number of dispatches of which `ModelRunner.time_rounds` takes the median
+TIMINGS = 4  # number of dispatches whose mean time is taken
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +58,15 @@ class ModelRunner:
         target_side: the devices that run the target.
         draft_side: the devices that run the drafter, the same object unless the draft model is on other devices.
         choice: chooses the programs to compile.
+        round_seconds: with ``compile_ahead`` and several sizes, seconds of a dispatch whose rows are all empty, by
+            bucket and size. It reads no keys and values, so others usually take longer.
 
     Raises:
         ValueError: the engine does not fit into memory; the message names settings to lower.
     """
 
     def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
-        self.program, self.params, self._config, self._sizes = program, params, config, sizes
+        self.program, self.params, self._config = program, params, config
         target = params.main
         self._vocab_size = target.config.vocab_size
         pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
@@ -95,10 +96,13 @@ class ModelRunner:
             is_divided=program.mesh is not None and program.mesh.size > 1,
             is_split=len(self._sides) > 1,
         )
+        self.round_seconds: dict[tuple[int, RoundSize], float] = {}
         if config.compile_ahead:
             for side in self._sides:
                 with memory.explain_oom(side.planner, self.pool):
                     side.compile(self.choice.all_keys())
+            with memory.explain_oom(self.target_side.planner, self.pool):
+                self.round_seconds = self._time_rounds(sizes)
         return self.programs.digests
 
     @property
@@ -193,22 +197,19 @@ class ModelRunner:
             drafting.run(commit, rows, *drafting.receive((output.report, output.path)))
         return replace(output, path=None)
 
-    def time_rounds(self) -> dict[tuple[int, RoundSize], float]:
-        """Return the seconds of a dispatch whose rows are all empty, by bucket and size, for programs compiled ahead.
-
-        Such a dispatch changes nothing. It reads no keys and values, so others take longer.
-        """
-        if not self._config.compile_ahead:
-            return {}
+    def _time_rounds(self, sizes: Sequence[RoundSize]) -> dict[tuple[int, RoundSize], float]:
+        """Return `round_seconds` if there are several sizes; the dispatches change nothing."""
         assert self._config.buckets is not None
-        found: dict[tuple[int, RoundSize], list[float]] = defaultdict(list)
-        for bucket, size in product(self._config.buckets, self._sizes):
-            if size in sizes_of(bucket, self._sizes):
-                for _ in range(1 + TIMINGS):  # the first one also loads the program
-                    began = time.perf_counter()
-                    self.wait(self._round(RoundPlan([], bucket, []), size))
-                    found[bucket, size].append(time.perf_counter() - began)
-        return {key: median(seconds[1:]) for key, seconds in found.items()}
+        found: dict[tuple[int, RoundSize], float] = {}
+        for bucket, size in product(self._config.buckets, sizes if len(sizes) > 1 else ()):
+            if size in sizes_of(bucket, sizes):
+                start = partial(self._round, RoundPlan([], bucket, []), size)
+                self.wait(start())  # the first dispatch also loads the program
+                began = time.perf_counter()
+                outputs = [start() for _ in range(TIMINGS)]  # the host prepares one while another runs
+                self.wait(outputs[-1])
+                found[bucket, size] = (time.perf_counter() - began) / TIMINGS
+        return found
 
     def wait(self, output: StepOutput) -> None:
         """Wait for a step; an interrupt loses nothing."""

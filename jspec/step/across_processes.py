@@ -198,6 +198,8 @@ class Lead(Shared):
         self.job.at_end.insert(0, self.close)
 
     def run(self, call: Callable[..., T], key: ExecutableKey, inputs: Sequence[np.ndarray]) -> T:
+        if not self._is_open:  # all processes run the same programs when they make the engine (`make`)
+            return call(key, *inputs)
         return self._everywhere("run", lambda: call(key, *inputs), inputs, key=asdict(key))
 
     def reset(self, call: Callable[[], None]) -> None:

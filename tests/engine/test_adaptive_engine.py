@@ -396,19 +396,20 @@ def test_adaptive_engine_with_impossible_options_raises(options: dict[str, Any],
 
 def test_rounds_timed_ahead_have_a_time_for_every_size_and_change_no_state() -> None:
     """Without `compile_ahead` nothing is timed, as programs are compiled when they are first needed."""
-    target, options = tiny.model(32), {"slots": 8, "buckets": (1, 8), "adaptive": True, "max_len": 64}
-    with Engine(target, drafter=NGram(Tree.chain(4)), compile_ahead=True, prefill_buckets=(32,), **options) as one:
-        completion = one.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))[0]
+    target, options = tiny.model(32), {"slots": 8, "buckets": (1, 8), "max_len": 64, "prefill_buckets": (32,)}
+    make = partial(Engine, target, drafter=NGram(Tree.chain(4)), **options)
+    with make(compile_ahead=True, adaptive=True) as one:
         runner = one.core.runner
-        before = [np.asarray(leaf) for leaf in jax.tree.leaves(runner.state)]
-        timed = runner.time_rounds()
-        after = [np.asarray(leaf) for leaf in jax.tree.leaves(runner.state)]
-        assert {size for bucket, size in timed if bucket == 1} == {RoundSize(depth) for depth in (0, 1, 2, 4)}
-        assert {size.nodes for bucket, size in timed if bucket == 8} == {None, 1, 2}
-        assert min(timed.values()) > 0
-        for own, other in zip(before, after, strict=True):
-            np.testing.assert_array_equal(own, other)
-        again = one.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))[0]
-        assert again.token_ids == completion.token_ids
-    with Engine(target, drafter=NGram(Tree.chain(4)), compile_ahead=False, prefill_buckets=(32,), **options) as other:
-        assert other.core.runner.time_rounds() == {}
+        assert {size for bucket, size in runner.round_seconds if bucket == 1} == {*map(RoundSize, (0, 1, 2, 4))}
+        assert {size.nodes for bucket, size in runner.round_seconds if bucket == 8} == {None, 1, 2}
+        assert min(runner.round_seconds.values()) > 0
+        one.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))
+        before = [np.array(leaf) for leaf in jax.tree.leaves(runner.state)]
+        assert runner._time_rounds([*map(RoundSize, (0, 4))]).keys() == {
+            (b, RoundSize(d)) for b in (1, 8) for d in (0, 4)
+        }
+        for leaf, own in zip(jax.tree.leaves(runner.state), before, strict=True):
+            np.testing.assert_array_equal(leaf, own)
+    for others in ({"compile_ahead": False, "adaptive": True}, {"compile_ahead": True}):
+        with make(**others) as other:
+            assert other.core.runner.round_seconds == {}

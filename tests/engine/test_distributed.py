@@ -102,7 +102,8 @@ def test_two_processes_without_drafter_emit_the_tokens_of_one() -> None:
 def test_two_processes_whose_rounds_verify_a_part_of_the_nodes_emit_the_tokens_of_one() -> None:
     first, second = run_script("sized")
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
-    assert first.said == [expected_of_one_device(), [1, 2]]
+    timed, *said = first.said
+    assert second.said == [timed] and timed == 5 and said == [expected_of_one_device(), [1, 2]]
 
 
 @pytest.mark.long

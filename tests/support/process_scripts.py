@@ -140,10 +140,11 @@ def plain() -> None:
 
 
 def sized() -> None:
-    """Run rounds of all sizes in turns, some of which verify a part of the draft nodes."""
+    """Run rounds of all sizes in turns, timed ahead; some verify a part of the draft nodes."""
     draft_length.BUDGET_ROWS = 2
     model = tiny.model(small.VOCAB, layers=1, seed=3)
-    own = engine(drafter=DraftModel(model, "topk:9,3,3"), adaptive=True, draft_nodes=(1, 2))
+    own = engine(drafter=DraftModel(model, "topk:9,3,3"), adaptive=True, draft_nodes=(1, 2), compile_ahead=True)
+    say(len(own.core.runner.round_seconds))
     if distributed.process_id():
         own.follow()
         return
