@@ -151,7 +151,7 @@ def sized() -> None:
     sizes = cycle([RoundSize(3, 1), RoundSize(3, 2), RoundSize(3), RoundSize(1), RoundSize(0)])
     own.policy.choose = lambda *_: next(sizes)  # type: ignore[method-assign]
     say(tokens(own.generate(PROMPTS, PLAIN)))
-    say(sorted(key.nodes for key in own.core.runner.programs.compiled if key.nodes is not None))
+    say(sorted({key.nodes for key in own.core.runner.programs.compiled if key.nodes is not None}))
     own.close()
 
 
