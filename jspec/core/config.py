@@ -64,7 +64,8 @@ class EngineConfig:
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
         adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
             accept="coupled", or another rule under which the emitted tokens do not depend on the draft
-            (`jspec.core.accept_rule.AcceptRule.is_draft_independent`).
+            (`jspec.core.accept_rule.AcceptRule.is_draft_independent`). With ``compile_ahead`` each program of a round
+            runs five times without requests when the engine is made, to know its time.
         draft_depths: draft depths that ``adaptive`` chooses from, ascending, from 0 to the tree's depth. One program is
             compiled for each depth and bucket. None: 0, the tree's depth, and its repeated halves down to 1.
         draft_nodes: numbers of draft nodes per batch row that ``adaptive`` chooses from besides all nodes, ascending.

@@ -92,9 +92,9 @@ def scored_reference(scaled_logits, seed, first, offsets, ids, *controls, purpos
         # On a CPU, argmax takes several times as long as these two reductions, and XLA may ignore NaN in a maximum.
         scores = with_nan_largest(scores)
         top, column = jnp.max(scores, axis=-1), jnp.arange(scores.shape[-1], dtype=jnp.int32)
-        first = jnp.min(jnp.where(scores == top[:, None], column, scores.shape[-1]), axis=-1)
+        token = jnp.min(jnp.where(scores == top[:, None], column, scores.shape[-1]), axis=-1)
         is_nan = top == jnp.inf
-        return jnp.where(is_nan, NO_TOKEN, first), jnp.where(is_nan, jnp.nan, top)
+        return jnp.where(is_nan, NO_TOKEN, token), jnp.where(is_nan, jnp.nan, top)
 
     def drawn():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids

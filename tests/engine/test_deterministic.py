@@ -39,6 +39,7 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(qk_norm="unit", v_norm=True, chunk=11),
         dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True), has_scale=True),
     ),
+    # sizes that the kernel of deterministic products takes: multiples of 64 out, of 32 in
     "latent": ({}, dict(attention=MLA(4, 48, 16, 16, 32, 0.2, query_latent=64, rope=Rope()))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
