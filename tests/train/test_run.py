@@ -129,6 +129,15 @@ def test_a_killed_run_goes_on_with_the_same_numbers(folder: Path, unbroken: Resu
         assert_same_run(other, unbroken.out)  # one bit differs
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT interrupt, which a process that a shell starts in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_a_signal_ends_between_two_records_goes_on_with_the_same_numbers(
     folder: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
