@@ -253,7 +253,7 @@ def multiply(
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
-        num_threads=tiles.threads,
+        num_threads=tiles.warpgroups,
         thread_name="warpgroup",
         kernel_name="packed_expert_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),

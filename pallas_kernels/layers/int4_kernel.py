@@ -143,7 +143,7 @@ def multiply(
         out_type=jax.ShapeDtypeStruct((tiles.parts, rows, out), dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
-        num_threads=tiles.threads,
+        num_threads=tiles.warpgroups,
         thread_name="warpgroup",
         kernel_name="int4_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),

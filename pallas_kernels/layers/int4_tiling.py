@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
         return self.channels * self.splits
 
     @property
-    def threads(self) -> int:
+    def warpgroups(self) -> int:
         """Number of warpgroups of a CTA."""
         return self.groups + self.has_loader
 
