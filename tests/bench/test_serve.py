@@ -63,12 +63,24 @@ def test_serve_load_with_a_text_has_prompts_that_are_parts_of_it() -> None:
         load.arrivals(9, text=range(5))
 
 
+def test_serve_load_with_scrambled_prompts_has_the_tokens_of_a_share_in_another_order() -> None:
+    load = Load(num_prompts=40, input_len=50, range_ratio=1.0, seed=3)
+    plain, scrambled = (replace(load, scrambled=share).arrivals(9, text=range(1000)) for share in (0.0, 0.25))
+    assert plain == load.arrivals(9, text=range(1000))
+    pairs = [(one.prompt, other.prompt) for one, other in zip(plain, scrambled, strict=True)]
+    assert sum(one != other for one, other in pairs) == 10
+    assert all(one == sorted(other) for one, other in pairs)
+    given = replace(load, num_prompts=2, scrambled=0.5).arrivals_of([list(range(50))] * 2)
+    assert sorted(one.prompt == list(range(50)) for one in given) == [False, True]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("num_prompts", 0),
         ("input_len", 0),
         ("range_ratio", 1.5),
+        ("scrambled", 1.5),
         ("rate", 0.0),
         ("rate", math.nan),
         ("seed", -1),

@@ -61,11 +61,12 @@ class Load:
     rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
     temperature: float = 0.0
     seed: int = 0  # seed of lengths, prompts and arrivals
+    scrambled: float = 0.0  # share of the prompts whose tokens are put into a random order, so that drafts are poor
 
     def __post_init__(self) -> None:
-        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0)
+        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0, scrambled=0)
         for name, low in least.items():
-            value, high = getattr(self, name), 1 if name == "range_ratio" else math.inf
+            value, high = getattr(self, name), 1 if name in ("range_ratio", "scrambled") else math.inf
             if not low <= value <= high:
                 raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
@@ -84,13 +85,23 @@ class Load:
             start = 0 if text is None else int(rng.integers(0, len(text) - size + 1))
             prompt = rng.integers(0, vocab_size, size).tolist() if text is None else list(text[start : start + size])
             found.append(Arrival(at, prompt, replace(common, max_tokens=output)))
-        return found
+        return self._scramble(found)
 
     def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
         """Return requests with given prompts, which end at an end token or after `output_len` tokens."""
         params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
         times = self._times(np.random.default_rng(self.seed))
-        return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
+        return self._scramble([Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)])
+
+    def _scramble(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Put the tokens of some prompts, `scrambled` of all, into a random order."""
+        rng = np.random.default_rng((self.seed, 1))
+        ranks, count = rng.permutation(len(arrivals)), round(self.scrambled * len(arrivals))
+        orders = [rng.permutation(one.prompt).tolist() for one in arrivals]
+        return [
+            one._replace(prompt=order) if rank < count else one
+            for one, order, rank in zip(arrivals, orders, ranks, strict=True)
+        ]
 
     def _times(self, rng: np.random.Generator) -> list[float]:
         return [0.0, *np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1)).tolist()]
@@ -341,7 +352,7 @@ def _warm_up(engine: Engine) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
+    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed", "scrambled")
     texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
     requests = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
     load = Load(requests, **{name: getattr(a, name) for name in names})
@@ -381,6 +392,9 @@ OPTIONS = (
     option("--repeats", type=count, default=1, help="times that the load is served, all configurations in turns"),
     option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
+    option(
+        "--scrambled", type=float, default=0.0, help="share of the prompts with tokens in random order: hard to draft"
+    ),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
     option("--shape", choices=sorted(random_models.TARGETS), help="random weights of this shape; default: none"),
     *ENGINE_OPTIONS,
