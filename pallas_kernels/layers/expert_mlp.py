@@ -16,7 +16,7 @@ from pallas_kernels.layers.hopper_kernel import choose_compiled
 from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.quantized import Quantized
 
-PARTS = (1, 2)  # parts of k of the product with down; whoever reads its results adds up those of several experts anyway
+PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
 
 
 class ExpertMlp(NamedTuple):

@@ -83,7 +83,7 @@ def _train(options: argparse.Namespace, data: Path) -> None:
         own = read_functions(options.own, data)
     weights = fit.fit(data, shape, recipe, minutes=options.minutes, updates=options.updates, init=init, own=own)
     model.write(weights, shape, options.out)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in (prepare.TOKENIZER, "tokenizer_config.json"):
         shutil.copy(data / name, options.out / name)
     print(f"{options.out}: {sum(path.stat().st_size for path in options.out.iterdir())} bytes")
 

@@ -62,8 +62,8 @@ class Written:
     """A completion of the first line of a function or a class.
 
     Attributes:
-        tokens: the line's tokens and those written behind it.
-        text: the line, and the text behind it up to its end.
+        tokens: tokens of the line and of its completion.
+        text: text of both, up to the end of the function or class.
         has_ended: whether another statement or the end of the document follows, and not the limit of the context.
     """
 

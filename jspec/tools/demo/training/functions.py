@@ -14,17 +14,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jspec.tools.demo.training.evaluate import first_lines, is_python, statement_end
-from jspec.tools.demo.training.prepare import TRAIN
-from jspec.tools.demo.training.sample import samples
+from jspec.tools.demo.training.prepare import TOKENIZER, TRAIN
+from jspec.tools.demo.training.sample import END, samples
 
-PROMPT, COMPLETION = 128, 256  # most tokens of a first line, and of what is written behind it
+PROMPT, COMPLETION = 128, 256  # most tokens of a first line, and of its completion
 COUNT = 4  # samples behind a first line
 REPEATED = 0.35  # a text that deflate shortens to less than this part repeats itself
-TOKENIZER = "tokenizer.json"
 
 
 def write_functions(data: Path, target: Path, out: Path, *, seed: int, count: int = COUNT) -> None:
-    """Write the functions and classes that a target samples behind the first lines of its training text.
+    """Write the functions and classes that a target samples as completions of the first lines of its training text.
 
     Args:
         data: folder of `jspec.tools.demo.training.prepare.prepare`.
@@ -56,7 +55,7 @@ def function(text: str, *, has_ended: bool) -> str | None:
 def documents(data: Path) -> list[str]:
     """Return the different documents of a prepared training text, in their order."""
     tokens, tokenizer = np.load(data / TRAIN), Tokenizer.from_file(str(data / TOKENIZER))
-    parts = np.split(tokens, np.flatnonzero(tokens == 0))[1:]
+    parts = np.split(tokens, np.flatnonzero(tokens == END))[1:]
     return list(dict.fromkeys(tokenizer.decode_batch([part[1:].tolist() for part in parts])))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -102,23 +104,46 @@ def logits(
         shape: sizes of the model.
         attention: implementation of the attention.
     """
-    angles = jnp.arange(tokens.shape[1])[:, None] * THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
+    positions = jnp.arange(tokens.shape[1])
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=attention)
 
-    def layer(x: Array, own: Weights) -> tuple[Array, None]:
-        normed = norm(x, own["input_layernorm"])
-        q, k, v = (
-            (normed @ own[f"self_attn.{name}_proj"].T).reshape(*tokens.shape, -1, shape.head_dim) for name in "qkv"
-        )
-        mixed = jax.nn.dot_product_attention(
-            rotated(q, angles), rotated(k, angles), v, is_causal=True, implementation=attention
-        )
-        x += mixed.reshape(*tokens.shape, -1) @ own["self_attn.o_proj"].T
-        normed = norm(x, own["post_attention_layernorm"])
-        gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
-        return x + gated @ own["mlp.down_proj"].T, None
+    def step(x: Array, own: Weights) -> tuple[Array, None]:
+        return layer(x, own, positions, attend, shape), None
 
     layers = {name: weights[name] for name in (*LINEAR, *NORMS)}
-    x, _ = jax.lax.scan(layer, weights["embed_tokens"][tokens], layers)
+    x, _ = jax.lax.scan(step, weights["embed_tokens"][tokens], layers)
+    return output(x, weights)
+
+
+def layer(
+    x: Float[Array, "rows size hidden"],
+    own: Weights,
+    positions: Int[Array, "size"],
+    attend: Callable[[Array, Array, Array], Array],
+    shape: Shape,
+) -> Float[Array, "rows size hidden"]:
+    """Return the output of a layer.
+
+    Args:
+        x: the layer's input.
+        own: weights of the layer.
+        positions: positions of the tokens of each row.
+        attend: function of queries, keys and values [rows, size, heads, head_dim] of these tokens that returns the
+            attention of all heads, of the queries' shape.
+        shape: sizes of the model.
+    """
+    angles = positions[:, None] * THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
+    normed = norm(x, own[NORMS[0]])
+    q, k, v = ((normed @ own[f"self_attn.{name}_proj"].T).reshape(*x.shape[:2], -1, shape.head_dim) for name in "qkv")
+    mixed = attend(rotated(q, angles), rotated(k, angles), v)
+    x += mixed.reshape(*x.shape[:2], -1) @ own["self_attn.o_proj"].T
+    normed = norm(x, own[NORMS[1]])
+    gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
+    return x + gated @ own["mlp.down_proj"].T
+
+
+def output(x: Float[Array, "*rows hidden"], weights: Weights) -> Float[Array, "*rows vocab"]:
+    """Return the logits of the last layer's outputs, in float32."""
     normed = norm(x, weights["norm"])
     return jnp.matmul(normed, weights["embed_tokens"].T, preferred_element_type=jnp.float32)
 

@@ -18,6 +18,7 @@ VOCABULARY = 2048
 REPEATS = {"modules": 2}  # how often the training text has the documents of a group, which is measured; others once
 TRAIN, STARTS, HELD, INDEX = "train.npy", "starts.npy", "held_out.npy", "held_out.json"
 PROMPTS = "prompts.jsonl"
+TOKENIZER = "tokenizer.json"
 PROMPT, COMPLETION = (16, 96), 128  # least and most tokens of a prompt, and tokens of a completion
 
 
@@ -86,7 +87,7 @@ def trained(texts: Sequence[str], vocabulary: int) -> Tokenizer:
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the files of a tokenizer as Hugging Face's folders have them."""
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / TOKENIZER))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,

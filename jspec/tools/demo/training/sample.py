@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from jspec.tools.demo.training.model import NORMS, THETA, Shape, Weights, norm, read, rotated, shape_of
+from jspec.tools.demo.training.model import LINEAR, NORMS, Shape, Weights, layer, output, read, shape_of
+from jspec.tools.demo.training.prepare import TOKENIZER
 
 END = 0  # id of the token that begins and ends documents
 ROWS = 4096  # prompts that are completed at once
@@ -48,7 +49,7 @@ def samples(
         rows: prompts that are completed at once; None: `ROWS`.
         dtype: dtype of products.
     """
-    tokenizer, shape = Tokenizer.from_file(str(folder / "tokenizer.json")), shape_of(folder)
+    tokenizer, shape = Tokenizer.from_file(str(folder / TOKENIZER)), shape_of(folder)
     weights = jax.tree.map(lambda value: value.astype(dtype), read(folder, shape))
     ids = [one.ids for one in tokenizer.encode_batch(list(prompts))]
     if max(map(len, ids)) >= size:
@@ -79,13 +80,13 @@ def sample(
     *,
     shape: Shape,
 ) -> Int[Array, "rows size"]:
-    """Return prompts with the tokens that a target writes behind them.
+    """Return prompts, each followed by its completion.
 
     All rows are at the same position; before the end of its prompt, a row takes the prompt's token.
 
     Args:
         weights: the weights, whose dtype is that of the products.
-        prompts: tokens of the prompts, with any behind them.
+        prompts: tokens of the prompts, padded with any tokens.
         lengths: tokens of each prompt.
         temperatures: temperature of each row; 0: the most probable token.
         key: key of the random numbers.
@@ -96,13 +97,20 @@ def sample(
 
     def step(carry: tuple[Array, list[Array]], position: Array) -> tuple[tuple[Array, list[Array]], Array]:
         token, cache = carry
-        x, written = weights["embed_tokens"][token], list[Array]()
+        x, written = weights["embed_tokens"][token][:, None], list[Array]()
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(rows, own, position, axis=1)
+                for rows, own in zip(cache[len(written) :], (k, v), strict=False)
+            )
+            written.extend((keys, values))
+            return _attention(q, keys, values, position)
+
         for index in range(shape.layers):
-            own = {name: value[index] for name, value in weights.items() if name not in ("embed_tokens", "norm")}
-            x, *new = _layer(x, own, cache[2 * index], cache[2 * index + 1], position, shape)
-            written += new
-        normed = norm(x, weights["norm"])
-        scores = jnp.matmul(normed, weights["embed_tokens"].T, preferred_element_type=jnp.float32)
+            own = {name: weights[name][index] for name in (*LINEAR, *NORMS)}
+            x = layer(x, own, position[None], attend, shape)
+        scores = output(x[:, 0], weights)
         noise = jax.random.gumbel(jax.random.fold_in(key, position), scores.shape)
         chosen = jnp.argmax(scores + temperatures[:, None] * noise, axis=-1).astype(prompts.dtype)
         token = jnp.where(position + 1 < lengths, prompts[:, position + 1], chosen)
@@ -112,21 +120,15 @@ def sample(
     return jnp.concatenate([prompts[:, :1], written.T], axis=1)
 
 
-def _layer(
-    x: Float[Array, "rows hidden"], own: Weights, keys: Array, values: Array, position: Array, shape: Shape
-) -> tuple[Array, Array, Array]:
-    """Return the output of a layer for one token of each row, and the cache [rows, size, kv_heads, head_dim]."""
-    rows, size, *_ = keys.shape
-    frequencies = THETA ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
-    normed, angles = norm(x, own[NORMS[0]]), (position * frequencies)[None]
-    q, k, v = ((normed @ own[f"self_attn.{name}_proj"].T).reshape(rows, 1, -1, shape.head_dim) for name in "qkv")
-    keys = jax.lax.dynamic_update_slice_in_dim(keys, rotated(k, angles), position, axis=1)
-    values = jax.lax.dynamic_update_slice_in_dim(values, v, position, axis=1)
-    grouped = rotated(q, angles).reshape(rows, shape.kv_heads, -1, shape.head_dim)
+def _attention(
+    q: Float[Array, "rows one heads head_dim"],
+    keys: Float[Array, "rows size kv_heads head_dim"],
+    values: Float[Array, "rows size kv_heads head_dim"],
+    position: Int[Array, ""],
+) -> Float[Array, "rows kv_heads group head_dim"]:
+    """Return the attention of one token of each row to the cache up to its position."""
+    rows, size, kv_heads, head_dim = keys.shape
+    grouped = q.reshape(rows, kv_heads, -1, head_dim)
     scores = jnp.einsum("rkgd,rskd->rkgs", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(jnp.arange(size) <= position, scores / math.sqrt(shape.head_dim), -jnp.inf)
-    mixed = jnp.einsum("rkgs,rskd->rkgd", jax.nn.softmax(scores, axis=-1).astype(x.dtype), values)
-    x += mixed.reshape(rows, -1) @ own["self_attn.o_proj"].T
-    normed = norm(x, own[NORMS[1]])
-    gated = jax.nn.silu(normed @ own["mlp.gate_proj"].T) * (normed @ own["mlp.up_proj"].T)
-    return x + gated @ own["mlp.down_proj"].T, keys, values
+    scores = jnp.where(jnp.arange(size) <= position, scores / math.sqrt(head_dim), -jnp.inf)
+    return jnp.einsum("rkgs,rskd->rkgd", jax.nn.softmax(scores, axis=-1).astype(q.dtype), values)
