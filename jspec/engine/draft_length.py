@@ -133,10 +133,8 @@ class Adaptive(Policy):
     ) -> None:
         self._whole = whole = Acceptance(depths[-1])
         self._sizes = round_sizes(depths, nodes)
-        self._acceptance = {
-            size: whole if size == RoundSize(depths[-1]) or (shared_acceptance and size.nodes is None) else own
-            for size, own in ((size, Acceptance(size.depth)) for size in self._sizes)
-        }
+        sharing = map(RoundSize, depths if shared_acceptance else depths[-1:])
+        self._acceptance = {size: Acceptance(size.depth) for size in self._sizes} | dict.fromkeys(sharing, whole)
         self._empty_seconds = dict(empty_seconds or {})
         self._seconds: dict[tuple[int, RoundSize], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._last_run: dict[tuple[int, RoundSize], int] = {}  # number of the last dispatch, by bucket and size
@@ -162,34 +160,23 @@ class Adaptive(Policy):
 
     def rate(self, bucket: int, size: RoundSize, caps: Sequence[int]) -> float:
         """Return the expected tokens per second of a batch with rounds of a size; 0 if its time is unknown."""
-        return self._rate(bucket, size, Counter(caps))
+        seconds = self._expected_seconds(bucket)
+        return self._expected_tokens(size, Counter(caps)) / seconds[size] if size in seconds else 0.0
 
-    def _rate(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
-        """Return the expected tokens per second, as `rate`, from the number of batch rows with each cap."""
-        seconds = self._expected_seconds(bucket, size)
-        if seconds is None:
-            return 0.0
+    def _expected_tokens(self, size: RoundSize, rows_by_cap: Counter[int]) -> float:
+        """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
         own = self._acceptance[size]
         expected = own.expected if own.rows >= MIN_ROWS or not self._empty_seconds else self._whole.expected
-        tokens = sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
-        return tokens / seconds
+        return sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
 
-    def _expected_seconds(self, bucket: int, size: RoundSize) -> float | None:
-        """Return the expected seconds of a dispatch, those with empty rows until it was timed; None: unknown."""
-        timings = self._seconds[bucket, size]
-        if self._is_untimed(bucket, size) and (bucket, size) in self._empty_seconds:
-            return min([self._empty_seconds[bucket, size] * self._factor(bucket), *timings])
-        return median(timings) if timings else None
-
-    def _factor(self, bucket: int) -> float:
-        """Return the least ratio of measured seconds to those with empty rows in a bucket, 1 at most."""
-        timed = [size for size in self._sizes if not self._is_untimed(bucket, size) and self._seconds[bucket, size]]
-        ratios = [
-            median(self._seconds[bucket, size]) / self._empty_seconds[bucket, size]
-            for size in timed
-            if (bucket, size) in self._empty_seconds
-        ]
-        return min([1.0, *ratios])
+    def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
+        """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
+        timings = {size: self._seconds[bucket, size] for size in self._sizes}
+        measured = {size: median(own) for size, own in timings.items() if own}
+        empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
+        untimed = {size for size in empty if self._is_untimed(bucket, size)}
+        factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & measured.keys() - untimed)])
+        return measured | {size: min([factor * empty[size], *timings[size]]) for size in untimed}
 
     def _must_try(self, bucket: int, size: RoundSize) -> bool:
         """Return whether a size must run before sizes are compared, because no bound of its speed is known."""
@@ -214,13 +201,13 @@ class Adaptive(Policy):
 
     def _best_or_stalest(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
         """Return the size of highest rate, or the least recently run size if the saved time allows a probe."""
-        rows_by_cap = Counter(caps)
-        best = max(reversed(sizes), key=lambda size: self._rate(bucket, size, rows_by_cap))
-        seconds = {size: self._expected_seconds(bucket, size) for size in sizes if size != best}
-        others = {size: one for size, one in seconds.items() if one is not None}
+        rows_by_cap, seconds = Counter(caps), self._expected_seconds(bucket)
+        rates = {size: self._expected_tokens(size, rows_by_cap) / seconds[size] for size in sizes if size in seconds}
+        best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
+        others = [size for size in rates if size != best]
         if others:
             stalest = min(others, key=lambda size: self._last_run.get((bucket, size), 0))
-            if self._probe_seconds >= others[stalest]:
+            if self._probe_seconds >= seconds[stalest]:
                 self._probe_seconds = 0.0
                 return stalest
         return best

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, final
 
 import jax
@@ -102,7 +101,7 @@ class ModelRunner:
                 with memory.explain_oom(side.planner, self.pool):
                     side.compile(self.choice.all_keys())
             with memory.explain_oom(self.target_side.planner, self.pool):
-                self.round_seconds = self._time_rounds(sizes)
+                self.round_seconds = self._time_rounds(sizes) if len(sizes) > 1 else {}
         return self.programs.digests
 
     @property
@@ -198,17 +197,17 @@ class ModelRunner:
         return replace(output, path=None)
 
     def _time_rounds(self, sizes: Sequence[RoundSize]) -> dict[tuple[int, RoundSize], float]:
-        """Return `round_seconds` if there are several sizes; the dispatches change nothing."""
+        """Return `round_seconds` of some sizes; the dispatches change nothing."""
         assert self._config.buckets is not None
         found: dict[tuple[int, RoundSize], float] = {}
-        for bucket, size in product(self._config.buckets, sizes if len(sizes) > 1 else ()):
-            if size in sizes_of(bucket, sizes):
-                start = partial(self._round, RoundPlan([], bucket, []), size)
-                self.wait(start())  # the first dispatch also loads the program
-                began = time.perf_counter()
-                outputs = [start() for _ in range(TIMINGS)]  # the host prepares one while another runs
-                self.wait(outputs[-1])
-                found[bucket, size] = (time.perf_counter() - began) / TIMINGS
+        pairs = [(bucket, size) for bucket in self._config.buckets for size in sizes_of(bucket, sizes)]
+        for bucket, size in pairs:
+            start = partial(self._round, RoundPlan([], bucket, []), size)
+            self.wait(start())  # the first dispatch also loads the program
+            began = time.perf_counter()
+            outputs = [start() for _ in range(TIMINGS)]  # the host prepares one while another runs
+            self.wait(outputs[-1])
+            found[bucket, size] = (time.perf_counter() - began) / TIMINGS
         return found
 
     def wait(self, output: StepOutput) -> None:
