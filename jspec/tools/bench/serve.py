@@ -96,11 +96,10 @@ class Load:
     def _scramble(self, arrivals: list[Arrival]) -> list[Arrival]:
         """Put the tokens of some prompts, `scrambled` of all, into a random order."""
         rng = np.random.default_rng((self.seed, 1))
-        ranks, count = rng.permutation(len(arrivals)), round(self.scrambled * len(arrivals))
-        orders = [rng.permutation(one.prompt).tolist() for one in arrivals]
+        chosen = set(rng.permutation(len(arrivals))[: round(self.scrambled * len(arrivals))].tolist())
         return [
-            one._replace(prompt=order) if rank < count else one
-            for one, order, rank in zip(arrivals, orders, ranks, strict=True)
+            one._replace(prompt=rng.permutation(one.prompt).tolist()) if index in chosen else one
+            for index, one in enumerate(arrivals)
         ]
 
     def _times(self, rng: np.random.Generator) -> list[float]:
