@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -11,7 +9,7 @@ from jspec.draft.head_config import Eagle3Config
 from jspec.models.decoder import Layer, Model
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense
-from pallas_kernels.layers.quantized import Quantized
+from jspec.train.method import in_float32
 
 
 def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> dict[str, Array]:
@@ -35,7 +33,7 @@ def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> di
     layers, configs = target.layers[-count:], target.config.layers[-count:]
     for own, theirs in zip(config.layers, configs, strict=True):
         _check(own, theirs)
-    begun = weights | {"norm": _wide(target.norm), "fc": weights["fc"].at[:, -hidden:].add(jnp.eye(hidden))}
+    begun = weights | {"norm": in_float32(target.norm), "fc": weights["fc"].at[:, -hidden:].add(jnp.eye(hidden))}
     for index, layer in enumerate(layers):
         begun |= {f"layers.{index}.{name}": value for name, value in _layer(weights, index, layer).items()}
     return begun
@@ -44,17 +42,17 @@ def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> di
 def _layer(weights: dict[str, Array], index: int, layer: Layer) -> dict[str, Array]:
     """Return the weights of a layer of the head, by field name."""
     random = {name: weights[f"layers.{index}.{name}"] for name in ("qkv", "gate_up", "down")}
-    qkv, gate_up, down = (_wide(value) for value in (layer.qkv, layer.gate_up, layer.down))
+    qkv, gate_up, down = (in_float32(value) for value in (layer.qkv, layer.gate_up, layer.down))
     width, own_width = down.shape[1], random["down"].shape[1]
     gate, up = (random["gate_up"][own_width * part :][:own_width] for part in range(2))
     halves = (gate.at[:width].set(gate_up[:width]), up.at[:width].set(gate_up[width:]))
     found = {
-        "o": _wide(layer.o),
-        "mlp_norm": _wide(layer.mlp_norm),
+        "o": in_float32(layer.o),
+        "mlp_norm": in_float32(layer.mlp_norm),
         "gate_up": jnp.concatenate(halves),
         "down": random["down"].at[:, :width].set(down),
     }
-    norm = _wide(layer.attn_norm)
+    norm = in_float32(layer.attn_norm)
     if index:
         return found | {"qkv": qkv, "input_norm": norm}
     return found | {"qkv": random["qkv"].at[:, -qkv.shape[1] :].set(qkv), "hidden_norm": norm}
@@ -69,7 +67,3 @@ def _check(own: LayerConfig, theirs: LayerConfig) -> None:
             f"train: copy_layers: expected layers of the target like the head's, {own}, at most as wide, got {theirs}; "
             "give rope_theta and intermediate_size that fit, or leave it out, so that the head begins at random"
         )
-
-
-def _wide(value: Any) -> Array:
-    return value.widened() if isinstance(value, Quantized) else jnp.asarray(value, jnp.float32)

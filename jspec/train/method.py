@@ -150,8 +150,12 @@ def random_weights(params: Params, seed: int) -> dict[str, Array]:
 
 def target_rows(target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> Float[Array, "draft_vocab hidden"]:
     """Return the rows of the target's output head for some tokens, in float32."""
-    rows, _ = reduced_head(target.output_head, ids)
-    return rows.widened() if isinstance(rows, Quantized) else rows.astype(jnp.float32)
+    return in_float32(reduced_head(target.output_head, ids)[0])
+
+
+def in_float32(weight: Any) -> Array:
+    """Return a weight in float32, multiplied by its scales if it is quantised."""
+    return weight.widened() if isinstance(weight, Quantized) else weight.astype(jnp.float32)
 
 
 def refuse_quantized(path: str | Path, weights: Any) -> None:
