@@ -17,12 +17,13 @@ from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.layer_config import Rope
+from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import Sizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import reduce_partials
-from tests.support import byte_pair
+from tests.support import byte_pair, tiny
 from tests.support.inflating import (
     BYTE_SIZES,
     DRAFTED,
@@ -177,10 +178,15 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
     return logits[0], logits[1]
 
 
-@pytest.mark.parametrize("vocab", [16, None])
-def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None) -> None:
+EAGLE31 = dict(num_layers=2, fc_norm=True, norm_output=True)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "config"), [(16, {}), (None, {}), (16, dict(num_layers=2)), (None, EAGLE31)], ids=str
+)
+def test_inflated_head_has_the_logits_of_the_small_head(vocab: int | None, config: dict[str, Any]) -> None:
     model = target()
-    head = head_of(model)
+    head = head_of(model, **config)
     large, large_head = inflate_pair(model, replace(SIZES, draft_vocab_size=vocab), head=head)
     assert large_head is not None and large_head.config.draft_vocab_size == (vocab or DRAFTED)
     states, new_states = head.config.states_of(LAYERS), large_head.config.states_of(12)
@@ -270,3 +276,11 @@ def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> N
     )
     assert made.head is not None and made.head.new.feature_layers == (2, 16, 29)
     assert [made.layer_at.index(old) for old in range(8)] == [0, 1, 14, 15, 28, 29, 30, 31]
+
+
+def test_inflation_plan_of_the_demo_pair_keeps_the_draft_vocabulary_of_its_head() -> None:
+    model = tiny.load_target(demo.TARGET)
+    sizes = replace(Sizes.of("llama3-8b"), draft_vocab_size=model.config.vocab_size)
+    made = grow.plan(model, sizes, head=tiny.load_head(demo.HEAD), feature_layers=None, dtype="bfloat16")
+    assert made.head is not None and made.head.new.num_layers == made.head.old.num_layers
+    assert (made.head.new.hidden_size, made.head.new.draft_vocab_size) == (4096, 2048)

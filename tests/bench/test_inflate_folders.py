@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from convert import hub
@@ -66,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     **{
         flag: (
             refused_head(**{flag: "head" if flag == "qk_norm" else True}),
-            f"head: expected one layer, .* got {flag}; take",
+            f"head: expected an EAGLE-3 or 3.1 head .* got {flag}; take",
         )
         for flag in UNPADDED
     },
@@ -74,7 +75,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: inflate_pair(tiny.model(VOCAB, layers=LAYERS, qk_norm="head"), SIZES),
         "inflate: expected a target with Llama's layers, got llama layers with more",
     ),
-    "two layers": (refused_head(num_layers=2), "got layers besides the first"),
+    "normed features and more draft tokens": (
+        lambda: inflate_pair(target(), SIZES, head=head_of(target(), norm_output=True)),
+        "draft_vocab_size: expected 12, as before, for a head that norms its features .* take --draft-vocab 12",
+    ),
+    "normed states of another width": (
+        lambda: inflate_pair(
+            target(),
+            SIZES,
+            head=head_of(target(), fc_norm=True, hidden_size=8).replace(embed=jnp.zeros((VOCAB, 8))),
+        ),
+        "got fc_norm with a target of another hidden_size",
+    ),
     "no fc": (refused_head(fc=None, fuse=False), "got no fc"),
     "shared output": (refused_head(head=None, draft_vocab_size=VOCAB), "got the target's output head"),
     "masked last state": (

@@ -52,8 +52,10 @@ def target(*, kv_heads: int = 2, rope: Rope = LLAMA3, tied: bool = False) -> Mod
 
 def head_of(model: Model, **changes: Any) -> EagleHead:
     """Return a random EAGLE-3 head that reads the default hidden states; ``changes`` are fields of its config."""
-    head = tiny.eagle_head(model, draft_vocab=DRAFTED, feature_layers=grow.default_states(LAYERS))
-    return head.replace(config=head.config.resized(norm_eps=0.05, **changes))
+    fields = dict(feature_layers=grow.default_states(LAYERS), norm_eps=0.05) | changes
+    head = tiny.eagle_head(model, draft_vocab=DRAFTED, **fields)
+    rng = np.random.default_rng(4)  # norms unlike 1
+    return jax.tree.map(lambda x: x * rng.uniform(0.5, 1.5, x.shape) if (x == 1).all() else x, head)
 
 
 def tokens(vocab: int = VOCAB) -> jax.Array:

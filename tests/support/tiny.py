@@ -100,12 +100,19 @@ def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, jn
 HEAD_LAYER = tuple(f"layers.0.{name}" for name in ("qkv", "o", "gate_up", "down"))
 
 
-def eagle_head(target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], seed: int = 1) -> EagleHead:
-    """Return a random EAGLE-3 head for a target, with a vocabulary map of scattered, ascending ids."""
+def eagle_head(
+    target: Model, *, draft_vocab: int, feature_layers: tuple[int, ...], seed: int = 1, **config: Any
+) -> EagleHead:
+    """Return a random EAGLE-3 head for a target, with a vocabulary map of scattered, ascending ids.
+
+    Args:
+        config: further fields of its config.
+    """
     rng = np.random.default_rng(seed)
-    c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers)
+    c = head_config(target, draft_vocab=draft_vocab, feature_layers=feature_layers).resized(**config)
     params = head_params(c)
-    weights = _draw(rng, params, *HEAD_LAYER)
+    later = [name.replace("layers.0", f"layers.{index}") for index in range(1, c.num_layers) for name in HEAD_LAYER]
+    weights = _draw(rng, params, *HEAD_LAYER, *later)
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
     weights |= _draw(rng, params, "fc", "head") | {"draft_to_target": jnp.asarray(ids)}
     return EagleHead.from_weights(c, unflatten(weights))

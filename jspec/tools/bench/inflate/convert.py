@@ -97,19 +97,22 @@ def target_batches(model: Model, made: Plan) -> Batches:
 
 
 def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
-    """Yield the padded weights of the head by name: embedding if it has one, layer, and all others."""
+    """Yield the padded weights of the head by name: embedding if it has one, each layer, and all others."""
     if head.embed is not None:
         yield {"embed": padder.pad(head.embed, (padder.vocab,), (padder.hidden,))}
-    (layer,) = head.layers
-    made = padder.block(layer, (Factor(2, 2), padder.hidden))
-    made |= {name: padder.norm(getattr(layer, name)) for name in ("input_norm", "hidden_norm")}
-    yield {f"layers.0.{name}": array for name, array in made.items()}
+    for index, layer in enumerate(head.layers):  # the first reads embedding beside feature
+        made = padder.block(layer, (padder.hidden,) if layer.hidden_norm is None else (Factor(2, 2), padder.hidden))
+        norms = {"input_norm": layer.input_norm, "hidden_norm": layer.hidden_norm}
+        made |= {name: padder.norm(norm) for name, norm in norms.items() if norm is not None}
+        yield {f"layers.{index}.{name}": array for name, array in made.items()}
     assert head.fc is not None and head.norm is not None and head.head is not None  # `plan` has checked
     states = padder.old.num_features
     fc = padder.pad(head.fc, (padder.hidden,), (Factor(states, states), target.hidden))
     if padder.mask is not None:  # the feature's mask channel is that of the first state
         assert target.mask is not None  # padded draft tokens are padded tokens of the target
         fc = fc.at[padder.mask.channel, target.mask.channel].set(padder.mask.constant / target.mask.constant)
+    if head.fc_norm is not None:
+        yield {"fc_norm": jax.vmap(target.norm)(head.fc_norm)}
     drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
     own = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
     padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)  # map to padded tokens of the target

@@ -153,7 +153,7 @@ class Padder:
 DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
 WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
 LEAST_LAYERS = 7  # least number of layers whose default states differ
-UNPADDED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias", "qkv_bias", "qk_norm")
+UNPADDED = ("norm_before_residual", "norm_before_fc", "fc_bias", "qkv_bias", "qk_norm")
 
 
 @dataclass(frozen=True)
@@ -272,20 +272,21 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
 
 
 def _check_head(head: EagleHead, target: Model) -> None:
-    """Raise a ValueError unless the head fits the target and has only the weights of an original EAGLE-3 head."""
+    """Raise a ValueError unless the head fits the target and has only weights that can be padded."""
     jax.eval_shape(Eagle3(head, Tree.chain(1)).bind, target)  # raises for another target's head
     config = head.config
     assert isinstance(config, Eagle3Config)  # an `Eagle3` drafter was made of it
     has = {name: getattr(config, name) for name in UNPADDED} | {
-        "layers besides the first": config.num_layers > 1,
+        "fc_norm with a target of another hidden_size": config.fc_norm
+        and config.target_hidden_size != config.hidden_size,  # their norms would need two values of eps
         "no fc": not config.fuse,
         "the target's output head": head.head is None,
         "the state after the final norm": target.config.num_layers + 1 in config.states_of(target.config.num_layers),
     }
     if found := [name for name, is_there in has.items() if is_there]:
         raise ValueError(
-            f"head: expected one layer, an fc of states before the final norm, an output head and no further norms or "
-            f"biases, got {', '.join(found)}; take a head of that form, as EAGLE-3's authors train it"
+            f"head: expected an EAGLE-3 or 3.1 head with an fc of states before the final norm, an output head and no "
+            f"further norms or biases, got {', '.join(found)}; take a head of that form, as `jspec train` makes it"
         )
 
 
@@ -296,6 +297,12 @@ def _plan_head(old: HeadConfig, target: Padder, sizes: Sizes, feature_layers: tu
         raise ValueError(
             f"draft_vocab_size: expected {old.draft_vocab_size} to {most} for {old.draft_vocab_size} draft tokens and "
             f"a vocabulary of {old.vocab_size} -> {sizes.vocab_size}, got {drafted}; "
+            f"take --draft-vocab {old.draft_vocab_size}"
+        )
+    if drafted > old.draft_vocab_size and isinstance(old, Eagle3Config) and (old.fc_norm or old.norm_output):
+        raise ValueError(
+            f"draft_vocab_size: expected {old.draft_vocab_size}, as before, for a head that norms its features "
+            f"(fc_norm, norm_output), got {drafted}: the norm would scale the mask of padded draft tokens; "
             f"take --draft-vocab {old.draft_vocab_size}"
         )
     grown = dict(target_hidden_size=sizes.hidden_size, norm_eps=_eps(old, sizes), feature_layers=feature_layers)
