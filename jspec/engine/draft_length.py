@@ -7,6 +7,7 @@ compiles its round for several sizes, depth 0 included, and asks a `Policy` befo
 from __future__ import annotations
 
 import abc
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
@@ -14,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from statistics import median
 from typing import NamedTuple, final
 
 import numpy as np
@@ -24,8 +24,10 @@ MIN_SAMPLES = 3  # least number of timed dispatches of a depth before it is comp
 MAX_TRIES = 12  # most dispatches of a depth to collect MIN_SAMPLES timings, because its program may always fail
 MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance is compared with others
 MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host spent a larger share of it outside `step`
-WINDOW = 5  # number of newest timings whose median is used, so that a pause of the host spoils none
+WINDOW = 32  # number of newest timings of a size whose lower quartile is used
 PROBE_SHARE = 0.01  # share of the time to spend on depths that do not look best, to update their estimates
+PROMISE = 4  # exponent by which a probe prefers sizes of a high rate to those that ran least recently
+OPTIMISM = 0.2  # standard deviation of a row's tokens per round, as a share of their mean, times the errors allowed for
 PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
 MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
 STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
@@ -110,9 +112,14 @@ class Adaptive(Policy):
 
     Without ``empty_seconds``, every size runs a few times in every bucket (compiled batch size) before sizes are
     compared. With them, a size that was not timed counts as if it took that time, and as if a budget of nodes lost no
-    accepted token; so it runs only if it may be the best (optimism under uncertainty, as in UCB1, doi:
-    10.1023/A:1013689704352). Later each size that is not the best runs now and then as a probe, the least recently run
-    size first. Probes are needed because time changes with the context and acceptance with the text.
+    accepted token while there are nodes; so it runs only if it may be the best (optimism under uncertainty, as in UCB1,
+    doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then as a probe, mostly those that
+    are nearly as good or ran long ago. Probes are needed because time changes with the context and acceptance with the
+    text.
+
+    An estimate that is too good corrects itself, as its size runs; one that is too bad would stay. So a size takes the
+    lower quartile of its newest timings, as a prefill between two rounds or a busy host lengthens some of them, and its
+    tokens count for more the fewer rows they were learned from.
 
     Args:
         depths: draft depths to choose from, ascending.
@@ -167,16 +174,22 @@ class Adaptive(Policy):
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
         own = self._acceptance[size]
         expected = own.expected if own.rows >= MIN_ROWS or not self._empty_seconds else self._whole.expected
-        return sum(count * (1 + expected[min(cap, size.depth)]) for cap, count in rows_by_cap.items())
+        rows = sum(rows_by_cap.values())
+        accepted = sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
+        return rows + (accepted if size.nodes is None else min(accepted, size.nodes * rows))
 
     def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
         """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
         timings = {size: self._seconds[bucket, size] for size in self._sizes}
-        measured = {size: median(own) for size, own in timings.items() if own}
+        measured = {size: sorted(own)[(len(own) - 1) // 4] for size, own in timings.items() if own}
         empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
         untimed = {size for size in empty if self._is_untimed(bucket, size)}
         factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & measured.keys() - untimed)])
         return measured | {size: min([factor * empty[size], *timings[size]]) for size in untimed}
+
+    def _doubt(self, size: RoundSize) -> float:
+        """Return by which share the expected number of tokens may be too low."""
+        return 0.0 if size.depth == 0 else OPTIMISM / math.sqrt(self._acceptance[size].weight(0, self._num_dispatches))
 
     def _must_try(self, bucket: int, size: RoundSize) -> bool:
         """Return whether a size must run before sizes are compared, because no bound of its speed is known."""
@@ -200,16 +213,18 @@ class Adaptive(Policy):
         return len(self._seconds[bucket, size]) < MIN_SAMPLES and self._tries[bucket, size] < MAX_TRIES
 
     def _best_or_stalest(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
-        """Return the size of highest rate, or the least recently run size if the saved time allows a probe."""
+        """Return the size that may have the highest rate, or another one if the saved time allows a probe."""
         rows_by_cap, seconds = Counter(caps), self._expected_seconds(bucket)
         rates = {size: self._expected_tokens(size, rows_by_cap) / seconds[size] for size in sizes if size in seconds}
-        best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
+        optimistic = {size: rate * (1 + self._doubt(size)) for size, rate in rates.items()}
+        best = max(reversed(sizes), key=lambda size: optimistic.get(size, 0.0))
         others = [size for size in rates if size != best]
         if others:
-            stalest = min(others, key=lambda size: self._last_run.get((bucket, size), 0))
-            if self._probe_seconds >= seconds[stalest]:
+            ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
+            probe = max(others, key=lambda size: ages[size] * (rates[size] / rates[best]) ** PROMISE)
+            if self._probe_seconds >= seconds[probe]:
                 self._probe_seconds = 0.0
-                return stalest
+                return probe
         return best
 
 
@@ -244,13 +259,17 @@ class Acceptance:
             if tried == 0:
                 break
             self.rows += tried if position == 0 else 0
-            stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
-            weight = self._weights[position]
-            weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
+            weight = self.weight(position, now)
             self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
             self._weights[position] = min(weight + tried, MEMORY)
             self._last_update[position] = now
         self.expected = self._expected()
+
+    def weight(self, position: int, now: int) -> float:
+        """Return the weight of the estimate of a position, in drafted rows; a part is lost since its last update."""
+        stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
+        weight = self._weights[position]
+        return min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
         """Return (number of draft tokens tried, number of draft tokens accepted) for each draft position.
