@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.records import StepOutput, StepResult, block_rows, padded
-from jspec.engine.draft_length import DispatchResult, Policy, RoundSize, Stopwatch
+from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.compiler import follow
 from jspec.engine.input_processor import draft_cap
 from jspec.engine.metrics import Metrics
@@ -18,7 +18,9 @@ from jspec.engine.output_processor import process_step_output
 from jspec.engine.program_choice import LiveRequests, round_size, wants_newest
 from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
+from jspec.engine.round_size import RoundSize
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.stopwatch import Stopwatch
 
 COMPLETE = ("eos", "stop", "length")  # finish reasons other than an abort or an error
 

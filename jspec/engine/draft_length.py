@@ -8,48 +8,25 @@ from __future__ import annotations
 
 import abc
 import math
-import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 from jaxtyping import Int
 
+from jspec.engine.acceptance import Acceptance
+from jspec.engine.round_size import RoundSize, round_sizes, sizes_of
+
 MIN_SAMPLES = 3  # least number of timed dispatches of a depth before it is compared with others
 MAX_TRIES = 12  # most dispatches of a depth to collect MIN_SAMPLES timings, because its program may always fail
 MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance is compared with others
-MAX_IDLE_SHARE = 0.25  # a timing is discarded if the host spent a larger share of it outside `step`
 WINDOW = 32  # number of newest timings of a size whose lower quartile is used
 PROBE_SHARE = 0.01  # share of the time to spend on depths that do not look best, to update their estimates
 PROMISE = 4  # exponent by which a probe prefers sizes of a high rate to those that ran least recently
 OPTIMISM = 0.2  # standard deviation of a row's tokens per round, as a share of their mean, times the errors allowed for
-PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
-MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
-STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
-HALF_LIFE = 256.0  # number of dispatches in which the weight above STALE_MEMORY halves
-BUDGET_ROWS = 8  # least number of batch rows among which a budget of nodes is shared
-
-
-class RoundSize(NamedTuple):
-    """How much a round drafts and verifies; one program is compiled for each size and bucket.
-
-    Attributes:
-        depth: draft depth.
-        nodes: number of draft nodes that are verified per batch row, on average (`jspec.step.budget`); None: all.
-    """
-
-    depth: int
-    nodes: int | None = None
-
-
-def sizes_of(bucket: int, sizes: Sequence[RoundSize]) -> list[RoundSize]:
-    """Return the sizes that rounds of a bucket may have; rounds of few rows always verify all nodes."""
-    return [size for size in sizes if size.nodes is None or bucket >= BUDGET_ROWS]
 
 
 @dataclass(frozen=True)
@@ -226,122 +203,3 @@ class Adaptive(Policy):
                 self._probe_seconds = 0.0
                 return probe
         return best
-
-
-class Acceptance:
-    """Estimates the acceptance probability of each draft position, given that all earlier positions were accepted.
-
-    A round counts for a position only if it drafted this position and accepted all earlier ones. So the estimates of
-    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
-
-    Attributes:
-        shares: estimated acceptance probability, by draft position.
-        expected: expected number of accepted draft tokens, by depth from 0.
-        rows: number of drafted rows that were learned from.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.shares = [PRIOR] * depth
-        self.expected = self._expected()
-        self.rows = 0
-        self._weights = [1.0] * depth
-        self._last_update = [0] * depth
-
-    def learn(self, accepted: Int[np.ndarray, "rounds rows"], offered: Int[np.ndarray, "rows"], *, now: int) -> None:
-        """Update the estimates with the rounds of a dispatch.
-
-        Args:
-            accepted: number of accepted draft tokens, [rounds, rows]; -1: the round does not count.
-            offered: largest number of draft tokens that each row could accept, [rows].
-            now: number of dispatches so far.
-        """
-        for position, (tried, successes) in enumerate(self._count(accepted, offered)):
-            if tried == 0:
-                break
-            self.rows += tried if position == 0 else 0
-            weight = self.weight(position, now)
-            self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
-            self._weights[position] = min(weight + tried, MEMORY)
-            self._last_update[position] = now
-        self.expected = self._expected()
-
-    def weight(self, position: int, now: int) -> float:
-        """Return the weight of the estimate of a position, in drafted rows; a part is lost since its last update."""
-        stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
-        weight = self._weights[position]
-        return min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
-
-    def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
-        """Return (number of draft tokens tried, number of draft tokens accepted) for each draft position.
-
-        One table of cumulative counts serves all positions; this is faster than comparing all rows at each position.
-        """
-        size = len(self.shares) + 2
-        table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
-        # at_least[i][j]: number of rows with offered >= i and accepted + 1 >= j
-        at_least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()
-        return [(at_least[i][i], at_least[i][i + 1]) for i in range(1, size - 1)]
-
-    def _expected(self) -> list[float]:
-        return list(accumulate(accumulate(self.shares, mul), initial=0.0))
-
-
-class Stopwatch:
-    """Measures how long each dispatch occupied the device, which runs dispatches in order.
-
-    The time of a dispatch begins when it is dispatched or when the previous dispatch ends, whichever is later. It ends
-    when the host has read the result. If the host is slower than the device, this measures the host. If the host was
-    outside `step` for long (between two requests, or in the reader of a stream), the time is unknown.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start_times: deque[float] = deque()
-        self._last_end = 0.0
-        self._left_at = 0.0
-        self._idle = 0.0  # seconds outside `step` with a dispatch in flight, since the last `stop`
-
-    def start(self) -> None:
-        """Record that a dispatch starts now."""
-        self._start_times.append(self._clock())
-
-    def stop(self) -> float | None:
-        """Record that the oldest dispatch is done; return its time in seconds, or None if unknown."""
-        began = max(self._start_times.popleft(), self._last_end)
-        self._last_end, idle = self._clock(), self._idle
-        seconds, self._idle = self._last_end - began, 0.0
-        return seconds if idle <= MAX_IDLE_SHARE * seconds else None
-
-    def leave(self) -> None:
-        """Record that the host leaves `EngineCore.step`."""
-        self._left_at = self._clock()
-
-    def come_back(self) -> None:
-        """Record that the host enters `EngineCore.step` again."""
-        if self._start_times:
-            self._idle += self._clock() - max(self._left_at, self._start_times[0])
-
-    def reset(self) -> None:
-        """Forget all dispatches that have started and not stopped."""
-        self._start_times.clear()
-        self._idle = 0.0
-
-
-def round_sizes(depths: Sequence[int], nodes: Sequence[int]) -> list[RoundSize]:
-    """Return the sizes of an engine's rounds: all nodes at each depth, then each number of nodes at the largest depth.
-
-    Args:
-        depths: draft depths, ascending.
-        nodes: numbers of verified draft nodes per batch row.
-    """
-    return [*map(RoundSize, depths), *(RoundSize(depths[-1], count) for count in nodes)]
-
-
-def halvings(depth: int) -> tuple[int, ...]:
-    """Halve a depth, rounding down, until it is 0; return all values, ascending. 5 gives (0, 1, 2, 5)."""
-    return tuple(sorted({depth >> shift for shift in range(depth.bit_length() + 1)}))
-
-
-def portions(nodes: int) -> tuple[int, ...]:
-    """Return a quarter and a half of a number of draft nodes, rounded down, without 0. 4 gives (1, 2)."""
-    return tuple(sorted({nodes // 4, nodes // 2} - {0}))

@@ -18,12 +18,12 @@ import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.records import PrefillInput, SlotState, StepOutput
-from jspec.engine.draft_length import RoundSize, sizes_of
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key
 from jspec.engine.prompt_input import pack_pending_rows, pack_piece
 from jspec.engine.request import Request
+from jspec.engine.round_size import RoundSize, sizes_of
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape

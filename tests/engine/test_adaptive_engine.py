@@ -29,16 +29,10 @@ from jspec import (
     Suffix,
     Tree,
 )
-from jspec.engine.draft_length import (
-    MIN_SAMPLES,
-    Adaptive,
-    DispatchResult,
-    Fixed,
-    Policy,
-    RoundSize,
-    Stopwatch,
-)
+from jspec.engine.draft_length import MIN_SAMPLES, Adaptive, DispatchResult, Fixed, Policy
 from jspec.engine.prometheus import Gauges, Latencies, exposition
+from jspec.engine.round_size import RoundSize
+from jspec.engine.stopwatch import Stopwatch
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey
 from tests.support import byte_pair, cover, small, tiny

@@ -9,22 +9,10 @@ import numpy as np
 import pytest
 
 from jspec import Tree
-from jspec.engine.draft_length import (
-    BUDGET_ROWS,
-    MAX_TRIES,
-    MIN_SAMPLES,
-    PROBE_SHARE,
-    Acceptance,
-    Adaptive,
-    DispatchResult,
-    Fixed,
-    Policy,
-    RoundSize,
-    Stopwatch,
-    halvings,
-    round_sizes,
-    sizes_of,
-)
+from jspec.engine.acceptance import Acceptance
+from jspec.engine.draft_length import MAX_TRIES, MIN_SAMPLES, PROBE_SHARE, Adaptive, DispatchResult, Fixed, Policy
+from jspec.engine.round_size import BUDGET_ROWS, RoundSize, halvings, round_sizes, sizes_of
+from jspec.engine.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.once
 

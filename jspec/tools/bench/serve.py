@@ -26,9 +26,10 @@ import numpy as np
 from jspec.core.tree import Tree
 from jspec.engine.api import Engine
 from jspec.engine.build import policy_of
-from jspec.engine.draft_length import Fixed, Policy, halvings, portions
+from jspec.engine.draft_length import Fixed, Policy
 from jspec.engine.metrics import Metrics
 from jspec.engine.request import Completion, Request
+from jspec.engine.round_size import halvings, portions
 from jspec.engine.sampling_params import SamplingParams
 from jspec.tools.bench import random_models
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts

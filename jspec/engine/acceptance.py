@@ -1,0 +1,72 @@
+"""Estimates how likely each draft position is accepted, from the results of rounds."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+from jaxtyping import Int
+
+PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
+MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
+STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
+HALF_LIFE = 256.0  # number of dispatches in which the weight above STALE_MEMORY halves
+
+
+class Acceptance:
+    """Estimates the acceptance probability of each draft position, given that all earlier positions were accepted.
+
+    A round counts for a position only if it drafted this position and accepted all earlier ones. So the estimates of
+    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
+
+    Attributes:
+        shares: estimated acceptance probability, by draft position.
+        expected: expected number of accepted draft tokens, by depth from 0.
+        rows: number of drafted rows that were learned from.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.shares = [PRIOR] * depth
+        self.expected = self._expected()
+        self.rows = 0
+        self._weights = [1.0] * depth
+        self._last_update = [0] * depth
+
+    def learn(self, accepted: Int[np.ndarray, "rounds rows"], offered: Int[np.ndarray, "rows"], *, now: int) -> None:
+        """Update the estimates with the rounds of a dispatch.
+
+        Args:
+            accepted: number of accepted draft tokens, [rounds, rows]; -1: the round does not count.
+            offered: largest number of draft tokens that each row could accept, [rows].
+            now: number of dispatches so far.
+        """
+        for position, (tried, successes) in enumerate(self._count(accepted, offered)):
+            if tried == 0:
+                break
+            self.rows += tried if position == 0 else 0
+            weight = self.weight(position, now)
+            self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
+            self._weights[position] = min(weight + tried, MEMORY)
+            self._last_update[position] = now
+        self.expected = self._expected()
+
+    def weight(self, position: int, now: int) -> float:
+        """Return the weight of the estimate of a position, in drafted rows; a part is lost since its last update."""
+        stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
+        weight = self._weights[position]
+        return min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
+
+    def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
+        """Return (number of draft tokens tried, number of draft tokens accepted) for each draft position.
+
+        One table of cumulative counts serves all positions; this is faster than comparing all rows at each position.
+        """
+        size = len(self.shares) + 2
+        table = np.bincount(((accepted + 1) + size * offered).ravel(), minlength=size * size).reshape(size, size)
+        # at_least[i][j]: number of rows with offered >= i and accepted + 1 >= j
+        at_least = table[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1].tolist()
+        return [(at_least[i][i], at_least[i][i + 1]) for i in range(1, size - 1)]
+
+    def _expected(self) -> list[float]:
+        return list(accumulate(accumulate(self.shares, mul), initial=0.0))
