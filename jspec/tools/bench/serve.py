@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -204,6 +205,12 @@ class Setting:
         return () if self.tree is None else tuple(halvings(self.tree.depth))
 
     @property
+    def label(self) -> str:
+        depth = "" if self.depth is None else f", depth {self.depth}"
+        most = "all requests at once" if self.max_concurrency is None else f"{self.max_concurrency} requests at once"
+        return f"{tree_name(self.tree)}{depth}, {most}{'' if self.overlap else ', no overlap'}"
+
+    @property
     def engine(self) -> tuple[Tree | None, bool]:
         """The tree, and whether the engine's programs can cut it; settings with equal values share an engine."""
         return self.tree, self.depth is not None
@@ -334,7 +341,10 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
     engine.config = replace(engine.config, overlap=setting.overlap)
     if policy is not None:
         engine.policy = policy
-    return serve(engine, arrivals, max_concurrency=setting.max_concurrency)
+    log = serve(engine, arrivals, max_concurrency=setting.max_concurrency)
+    tokens = sum(one.pieces[-1][1] for one in log.served if one.pieces)
+    print(f"{setting.label}: {tokens / log.seconds:.0f} tokens/s", file=sys.stderr, flush=True)  # a long run is watched
+    return log
 
 
 def _warm_up(engine: Engine) -> None:
