@@ -18,7 +18,7 @@ from jspec.core.records import TokenBatch
 from jspec.models.layer_config import MLA
 from jspec.models.layers import product
 from jspec.models.rope import tables
-from pallas_kernels.attention.latent import append_latent, head_products, latent_queries
+from pallas_kernels.attention.latent import append_latent, head_products
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
@@ -56,17 +56,16 @@ def write_latents(
     norm = partial(norm_columns, eps=config.eps, dtype=dtype, **fixed)
     if config.query_latent is None:
         rows = queries = batch.unpack(norm(qkv, layer.k_norm)[None])[0]
-        start, first_query = 0, config.head_dim
+        first, first_query = 0, config.head_dim
     else:
         assert layer.q_norm is not None and layer.q_up is not None
         normed = norm(qkv, layer.q_norm, layer.k_norm)
         sums = product(batch)(normed[..., : config.query_latent], layer.q_up)
         rows, queries = batch.unpack(normed[None])[0], reduce_partials(batch.unpack(sums), dtype)
-        start, first_query = config.query_latent, 0
+        first, first_query = config.query_latent, 0
     k_up = layer.k_up.reshape(config.heads, config.plain, config.latent)
-    q = latent_queries(queries, k_up, cos_sin, start=first_query, **fixed)
-    where = batch.page_table, batch.first_row, batch.valid
-    return q, *append_latent(k_pool, v_pool, rows, cos_sin, *where, start=start, **fixed)
+    new = queries, k_up, rows, cos_sin, batch.page_table, batch.first_row, batch.valid
+    return append_latent(k_pool, v_pool, *new, first_query=first_query, first=first, **fixed)
 
 
 def expand_values(

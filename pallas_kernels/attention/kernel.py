@@ -205,7 +205,8 @@ def attend(
         kv: references to the cache and the mask.
         sinks_ref: score of each query head's sink [H]; None: no sinks, or the merging kernel adds them.
         out_refs: the output [B, T, H, DV]. With several splits, the outputs of the splits [B, T, H, splits, DV] and
-            their base-2 log-sum-exps [B, T, H, splits], both float32; only splits with rows to read are written.
+            their base-2 log-sum-exps [B, T, H, splits], both float32; of a split without rows to read, the latter are
+            -inf and the former are not written.
         tiles: static sizes of the call.
         arithmetic: how scores and sums are computed.
         pairs, parts: as in `ChannelLayout`.
@@ -283,10 +284,13 @@ def attend(
         for part, channels in zip(sums.values, layout.channels, strict=True):
             pltriton.store(out_refs[0].at[(*at, channels)], (part * inverse).astype(out_refs[0].dtype), mask=mask)
         if tiles.splits > 1:
-            log_sum_exp_ref = out_refs[1].at[batch, query, head, split]
-            pltriton.store(log_sum_exp_ref, sums.top * factor + jnp.log2(total), mask=is_real)
+            store_log_sum_exp(sums.top * factor + jnp.log2(total))
+
+    def store_log_sum_exp(values):
+        pltriton.store(out_refs[1].at[batch, query, head, split], values, mask=is_real)
 
     if tiles.splits == 1:
         attend_tiles()
     else:
         pl.when(begin < end)(attend_tiles)
+        pl.when(begin >= end)(lambda: store_log_sum_exp(jnp.full((tiles.packed,), -jnp.inf, jnp.float32)))

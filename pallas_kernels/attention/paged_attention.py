@@ -39,7 +39,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
-from pallas_kernels.attention.merge import MERGED, channel_blocks, merge_and_quantize_kernel, merge_kernel
+from pallas_kernels.attention.merge import MERGED, MergeShape, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
@@ -137,7 +137,7 @@ def run_kernels(
         `pools`.
     """
     batch, queries, heads, dim = q.shape
-    interpret, lengths, sinks = arithmetic.interpret, inputs[4], inputs[6]
+    interpret, sinks = arithmetic.interpret, inputs[6]
     dim = tiles.value_dim if tiles.is_latent else dim
     out = jax.ShapeDtypeStruct((batch, queries, heads, dim), q.dtype)
     partial_out = jax.ShapeDtypeStruct((batch, queries, heads, tiles.splits, dim), jnp.float32)
@@ -158,28 +158,28 @@ def run_kernels(
     attended, written_pools = found[: len(attended)], found[len(attended) :]
     if quantize_output and 1 < tiles.splits <= MERGED:
         parts, log_sum_exp = attended
-        options = {"dtype": q.dtype, "tiles": tiles, "interpret": interpret}
-        return [_merge_and_quantize(parts, log_sum_exp, lengths, sinks, **options), *written_pools]
+        return [_merge_and_quantize(parts, log_sum_exp, sinks, dtype=q.dtype, interpret=interpret), *written_pools]
     merged = attended[0]
     if tiles.splits > 1:
+        shape = MergeShape.of(tiles.splits, dim)
         merged = pl.pallas_call(
-            functools.partial(merge_kernel, tiles=tiles),
-            grid=(heads * channel_blocks(dim), queries, batch),
+            functools.partial(merge_kernel, shape=shape),
+            grid=(heads * shape.blocks(dim), queries, batch),
             out_shape=out,
-            compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+            compiler_params=pltriton.CompilerParams(num_warps=shape.warps, num_stages=1),
             interpret=interpret,
             name="paged_attention_merge",
-        )(*attended, lengths, sinks)
+        )(*attended, sinks)
     merged = quantize_heads(merged, "pallas" if interpret else "auto") if quantize_output else merged
     return [merged, *written_pools]
 
 
-def _merge_and_quantize(parts, log_sum_exp, lengths, sinks, *, dtype, tiles, interpret):
+def _merge_and_quantize(parts, log_sum_exp, sinks, *, dtype, interpret):
     """Runs the kernel that merges the splits and quantises the result; `dtype` is the model's dtype."""
     batch, queries, heads, _, dim = parts.shape
     width = pl.next_power_of_2(heads) * pl.next_power_of_2(dim)
     values, scale = pl.pallas_call(
-        functools.partial(merge_and_quantize_kernel, tiles=tiles, dtype=dtype),
+        functools.partial(merge_and_quantize_kernel, dtype=dtype),
         grid=(queries, batch),
         out_shape=[
             jax.ShapeDtypeStruct((batch, queries, heads, dim), FP8),
@@ -188,7 +188,7 @@ def _merge_and_quantize(parts, log_sum_exp, lengths, sinks, *, dtype, tiles, int
         compiler_params=pltriton.CompilerParams(num_warps=min(max(width // 128, 1), 32), num_stages=1),
         interpret=interpret,
         name="paged_attention_merge_and_round",
-    )(parts, log_sum_exp, lengths, sinks)
+    )(parts, log_sum_exp, sinks)
     return QuantizedActivation(values.reshape(batch, queries, -1), scale, dtype)
 
 

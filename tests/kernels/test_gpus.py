@@ -24,7 +24,6 @@ from pallas_kernels import (
     head_products,
     interval_attention,
     interval_attention_gradient,
-    latent_queries,
     move_rows,
     norm_columns,
     paged_attention,
@@ -122,9 +121,8 @@ def latent_rows(rows: int, heads: int) -> Case:
     pool = [shape(PAGES, 1, PAGE, dim) for dim in (64, 512)]
 
     def run(q: Any, up: Any, tables: Any, down: Any, new: Any, *cache: Any) -> Any:
-        queries = latent_queries(q, up, tables, implementation="pallas")
-        values = head_products(queries[..., :512].reshape(1, rows, -1), down, implementation="pallas")
-        return values, append_latent(*cache[:2], new, tables, *cache[2:], implementation="pallas")
+        queries, *pools = append_latent(*cache[:2], q, up, new, tables, *cache[2:], implementation="pallas")
+        return head_products(queries[..., :512].reshape(1, rows, -1), down, implementation="pallas"), *pools
 
     weights = shape(heads, 128, 512), shape(heads, 128, 512)
     cache = *pool, where, shape(1, dtype=I32), shape(1, rows, dtype=jnp.bool)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import append_latent, head_products, latent_queries
+from pallas_kernels import append_latent, head_products
 from tests.support import cover
 
 IMPLEMENTATIONS = ["reference", "pallas"]
@@ -52,12 +52,22 @@ def tolerance(dtype: str) -> float:
     return 0.03 if dtype == "bfloat16" else 1e-5  # values of up to 4, rounded once
 
 
+def queries_of(q: Any, weight: Any, tables: Any, **options: Any) -> Any:
+    """Return the queries that `append_latent` computes for rows that it writes nowhere."""
+    pools = [jnp.zeros((2, 1, 4, size), q.dtype) for size in (2 * tables.shape[-1], weight.shape[2])]
+    rows = jnp.zeros((*q.shape[:2], sum(pool.shape[3] for pool in pools)), q.dtype)
+    where = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(q.shape[:2], bool)
+    out, *after = append_latent(*pools, q, weight, rows, tables, *where, first_query=START, **options)
+    assert not any(pool.any() for pool in after)
+    return out
+
+
 def check(sizes: tuple[int, ...], dtype: str, implementation: str) -> None:
     q, weight, tables = arrays(sizes, dtype)
     right = expected(q, weight, tables)
     for deterministic in (False, True):
         options: dict[str, Any] = {"deterministic": deterministic, "implementation": implementation}
-        found = np.asarray(latent_queries(q, weight, tables, start=START, **options), np.float64)
+        found = np.asarray(queries_of(q, weight, tables, **options), np.float64)
         np.testing.assert_allclose(found, right, atol=tolerance(dtype))
         # The tables of keys are others.
         assert np.abs(found - expected(q, weight, jnp.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
@@ -86,16 +96,16 @@ def test_products_of_heads_on_a_gpu_match_float64(case: Any) -> None:
 def test_deterministic_products_of_heads_have_equal_bits_for_any_number_of_rows(implementation: str) -> None:
     q, weight, tables = arrays(SIZES[3], "float32")
     options: dict[str, Any] = {"deterministic": True, "implementation": implementation}
-    together = latent_queries(q, weight, tables, **options)
+    together = queries_of(q, weight, tables, **options)
     for row in (0, 33, 69):
         own = slice(row, row + 1)
-        np.testing.assert_array_equal(latent_queries(q[:, own], weight, tables[:, :, own], **options), together[:, own])
+        np.testing.assert_array_equal(queries_of(q[:, own], weight, tables[:, :, own], **options), together[:, own])
 
 
 def test_products_with_matrices_of_another_dtype_are_refused_by_the_kernel() -> None:
     q, weight, tables = arrays(SIZES[0], "float32")
     with pytest.raises(NotImplementedError, match="must be bfloat16, float16 or float32 alike"):
-        latent_queries(q, weight.astype(jnp.bfloat16), tables, implementation="pallas")
+        queries_of(q, weight.astype(jnp.bfloat16), tables, implementation="pallas")
 
 
 # ---- rows of the cache
@@ -110,16 +120,19 @@ def cache(dtype: str) -> tuple[Any, Any, Any]:
     return *pools, rng.permutation(np.arange(1, 11)).reshape(2, 5).astype(np.int32)
 
 
-def check_append(dtype: str, pool_dtype: str, implementation: str, *, deterministic: bool) -> None:
-    rng, tokens = np.random.default_rng(2), 6
+def check_append(
+    dtype: str, pool_dtype: str, implementation: str, *, deterministic: bool, heads: int = 2, tokens: int = 6
+) -> None:
+    rng = np.random.default_rng(2)
     k_pool, v_pool, table = cache(pool_dtype)
     rows = jnp.asarray(rng.normal(size=(2, tokens, START + LATENT + 2 * HALF + 2)), dtype)
     angles = rng.uniform(0, 6, (2, 2, tokens, HALF))
     tables = np.concatenate([np.stack([np.cos(a), np.sin(a)]) for a in angles]).astype(np.float32)
     first, valid = np.array([2, 16], np.int32), rng.random((2, tokens)) < 0.7  # the second leaves its page table
-    found = append_latent(
-        *(k_pool, v_pool, rows, jnp.asarray(tables), jnp.asarray(table), jnp.asarray(first), jnp.asarray(valid)),
-        start=START,
+    queries, weight = jnp.ones((2, tokens, heads * (16 + 2 * HALF)), dtype), jnp.ones((heads, 16, LATENT), dtype)
+    _, *found = append_latent(
+        *(k_pool, v_pool, queries, weight, rows, *(jnp.asarray(array) for array in (tables, table, first, valid))),
+        first=START,
         deterministic=deterministic,
         implementation=implementation,
     )
@@ -145,7 +158,14 @@ def check_append(dtype: str, pool_dtype: str, implementation: str, *, determinis
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_a_latent_cache_are_written_where_they_are_valid(dtype: str, pool: str, implementation: str) -> None:
-    check_append(dtype, pool, implementation, deterministic=implementation == "reference" and dtype == "float32")
+    check_append(dtype, pool, implementation, deterministic=dtype == "float32")
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 9), (3, 7), (24, 2)])
+def test_rows_of_a_latent_cache_are_written_by_programs_of_any_number_of_heads(heads: int, tokens: int) -> None:
+    """Blocks of 16 and of 64 rows have more rows than heads, a number of rows that heads do not divide, or fewer."""
+    for deterministic in (False, True):
+        check_append("float32", "float32", "pallas", deterministic=deterministic, heads=heads, tokens=tokens)
 
 
 @pytest.mark.gpu
@@ -157,9 +177,10 @@ def test_rows_of_a_latent_cache_on_a_gpu_are_written_where_they_are_valid(pool: 
 def test_rows_that_do_not_fit_the_pools_are_refused_and_donated_pools_are_written_in_place() -> None:
     k_pool, v_pool, table = cache("float32")
     rows, tables = jnp.ones((2, 3, LATENT + 2 * HALF)), jnp.ones((2, 2, 3, HALF))
+    queries = jnp.ones((2, 3, 16 + 2 * HALF)), jnp.ones((1, 16, LATENT))
     where = jnp.asarray(table), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
     with pytest.raises(ValueError, match="of at most 63 channels together"):
-        append_latent(k_pool, v_pool, rows[..., 1:], tables, *where)
+        append_latent(k_pool, v_pool, *queries, rows[..., 1:], tables, *where)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
-    out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, rows, tables, *where)
+    _, *out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, *queries, rows, tables, *where)
     assert [pool.unsafe_buffer_pointer() for pool in out] == before
