@@ -41,7 +41,7 @@ from pallas_kernels.attention.rope_append import (
     rotate_append,
     written_rows,
 )
-from pallas_kernels.attention.tiling import choose_tiles, own_tiles
+from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
 
@@ -73,7 +73,10 @@ def _kernel(
     length = lengths_ref[sequence]
 
     def load_queries(query, head, layouts):
-        """Writes the new rows of this program's split, and returns the program's rotated queries."""
+        """Writes the new rows of this program's split, and returns the program's rotated queries.
+
+        All loads are issued before any result is used.
+        """
         (layout,) = layouts
         channels = layout.channels
 
@@ -88,29 +91,23 @@ def _kernel(
             return [half.astype(dtype) for half in halves]
 
         queries = rotated(query[:, None], head[:, None], tiles.packed, QUERIES, transform.q_norm)
-
-        def write():
-            """Writes the new rows in tiles of this split."""
-            count = pl.next_power_of_2(tokens)
-            row = jnp.arange(count)[:, None]
-            is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
-            token = jnp.minimum(row, tokens - 1)
-            pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
-            key = rotated(token, heads + kv_head, count, KEYS, transform.k_norm)
-            norm = load_norm(transform.v_norm, transform.eps, channels, layout.load_mask(1))
-            start = (heads + kv_heads + kv_head) * dim
-            value = load_normed(columns(token), start, channels, norm, layout.load_mask(count))
-            mask = (pool_row >= 0) & (channels[0] < half)
-            for part, *new in zip(channels, key, value, strict=True):
-                for ref, values in zip((k_ref, v_ref), new, strict=True):
-                    at = (pool_row // page, kv_head, pool_row % page, part)
-                    pltriton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
-            if not arithmetic.interpret:
-                pltriton.debug_barrier()  # all threads have written before any thread reads
-
-        first, last = length // tiles.tile, (length + tokens - 1) // tiles.tile
-        own = [own_tiles(tile, split, tiles.splits) for tile in (first, last + 1)]
-        pl.when(own[0] < own[1])(write)  # with few rows, most splits have no new row
+        # Load all new rows, and write only the rows in tiles of this split.
+        count = pl.next_power_of_2(tokens)
+        row = jnp.arange(count)[:, None]
+        is_own = (row < tokens) & ((length + row) // tiles.tile % tiles.splits == split)
+        token = jnp.minimum(row, tokens - 1)
+        pool_row = jnp.where(is_own, pltriton.load(pool_row_ref.at[sequence, token]), -1)
+        key = rotated(token, heads + kv_head, count, KEYS, transform.k_norm)
+        norm = load_norm(transform.v_norm, transform.eps, channels, layout.load_mask(1))
+        start = (heads + kv_heads + kv_head) * dim
+        value = load_normed(columns(token), start, channels, norm, layout.load_mask(count))
+        mask = (pool_row >= 0) & (channels[0] < half)
+        for part, *new in zip(channels, key, value, strict=True):
+            for ref, values in zip((k_ref, v_ref), new, strict=True):
+                at = (pool_row // page, kv_head, pool_row % page, part)
+                pltriton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+        if not arithmetic.interpret:
+            pltriton.debug_barrier()  # all threads have written before any thread reads
         return queries
 
     kv = KVRefs(k_ref, v_ref, page_table_ref, lengths_ref, mask_ref)

@@ -24,10 +24,10 @@ class MergeShape(NamedTuple):
 
     @staticmethod
     def of(splits: int, dim: int) -> "MergeShape":
-        """Chooses the sizes for this number of splits and of channels; a thread holds 64 values at most."""
-        at_once = min(pl.next_power_of_2(splits), 64)
-        channels = 128 if at_once <= 16 else 64
-        return MergeShape(at_once, min(pl.next_power_of_2(dim), channels), 1 if at_once <= 16 else 4)
+        """Chooses the sizes for this number of splits and of channels."""
+        at_once = min(pl.next_power_of_2(splits), 128)
+        channels, warps = (128, 1) if at_once <= 16 else (32, 2 if at_once <= 64 else 4)
+        return MergeShape(at_once, min(pl.next_power_of_2(dim), channels), warps)
 
     def blocks(self, dim: int) -> int:
         """Returns how many programs merge the channels of a head."""

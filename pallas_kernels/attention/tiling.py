@@ -17,6 +17,7 @@ FIXED_SPLITS = 8  # splits of a context in deterministic attention, at any batch
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 LEAST_SPLIT = 128  # smallest split in rows of context; one program reads fewer rows before a second one has started
 ENOUGH = 512  # rows of context with which one program keeps a multiprocessor busy
+MULTIPROCESSORS = 132
 FULL = 264  # programs that fill the GPU: two large programs (four warps each) on each of 132 multiprocessors
 SPARE = 8  # the GPU counts as filled with this number of programs fewer than FULL
 LONG = 4096  # contexts with more rows are split among small programs even for many sequences
@@ -130,6 +131,14 @@ def choose_tiles(
     # multiprocessor.
     are_enough = load > FULL if small and is_long else load >= FULL - SPARE
     splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
+    # If that is at most one program per multiprocessor, a small program has no other beside it that reads meanwhile, and
+    # becomes large. Then each multiprocessor may have a split, but only as many splits exist as make the longest shorter.
+    if splits * programs <= MULTIPROCESSORS:
+        if small and tile < 64:
+            warps, tile = 4, 2 * tile
+        tiles = pl.cdiv(rows_read, tile)
+        longest = pl.cdiv(tiles, MULTIPROCESSORS // programs)
+        splits = max(splits, pl.cdiv(tiles, longest))
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large
     # program of few packed rows, a third tile saves time only if contexts are not split; that of latent attention would
