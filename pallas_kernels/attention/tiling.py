@@ -131,8 +131,9 @@ def choose_tiles(
     # multiprocessor.
     are_enough = load > FULL if small and is_long else load >= FULL - SPARE
     splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
-    # If that is at most one program per multiprocessor, a small program has no other beside it that reads meanwhile, and
-    # becomes large. Then each multiprocessor may have a split, but only as many splits exist as make the longest shorter.
+    # If these are so few that each program has a multiprocessor to itself, small programs become large, since no others
+    # read beside them. Then contexts are split until no multiprocessor is idle. The longest split decides the time, so
+    # there are only as many splits as make it shorter.
     if splits * programs <= MULTIPROCESSORS:
         if small and tile < 64:
             warps, tile = 4, 2 * tile

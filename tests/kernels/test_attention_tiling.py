@@ -46,6 +46,36 @@ def test_attention_tiling_of_few_sequences_splits_contexts_to_fill_the_gpu(batch
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, 32 if queries == 5 else 64, warps)
 
 
+@pytest.mark.parametrize(
+    ("batch", "queries", "kv_heads", "heads", "sizes"),  # sizes: splits, rows of a tile, warps
+    [
+        (1, 1, 4, 32, (17, 64, 4)),  # one tile each: 68 programs
+        (2, 1, 4, 32, (9, 64, 4)),  # 17 would be 136 programs; 16 would leave one split two tiles, as 9 do
+        (3, 1, 4, 32, (9, 64, 4)),
+        (4, 1, 4, 32, (9, 32, 2)),  # 144 small programs, more than one per multiprocessor
+        (1, 1, 8, 32, (9, 64, 4)),
+        (2, 1, 8, 32, (9, 32, 2)),
+        (1, 5, 4, 32, (17, 64, 4)),
+        (2, 5, 4, 32, (9, 64, 4)),
+        (1, 1, None, 16, (67, 16, 4)),  # latent attention of DeepSeek-V2-Lite
+        (2, 1, None, 16, (34, 16, 4)),
+        (4, 1, None, 16, (23, 16, 4)),
+        (8, 1, None, 16, (17, 16, 4)),
+        (16, 1, None, 16, (17, 16, 4)),
+        (1, 5, None, 16, (34, 32, 8)),
+        (16, 5, None, 16, (2, 32, 8)),
+    ],
+)
+def test_attention_tiling_gives_each_multiprocessor_a_program_if_there_are_few(batch, queries, kv_heads, heads, sizes):
+    """1072 rows of context, which are 17 tiles of 64 rows or 67 of 16; 132 multiprocessors."""
+    dim, shapes = (576, [(1, 64), (1, 512)]) if kv_heads is None else (128, [(kv_heads, 128)] * 2)
+    q = jax.ShapeDtypeStruct((batch, queries, heads, dim), jnp.bfloat16)
+    k_pool, _ = (jax.ShapeDtypeStruct((9, count, 16, width), jnp.bfloat16) for count, width in shapes)
+    table = jax.ShapeDtypeStruct((batch, 67), jnp.int32)
+    tiles = choose_tiles(q, k_pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+    assert (tiles.splits, tiles.tile, tiles.warps) == sizes
+
+
 @pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])
 @pytest.mark.parametrize(("batch", "splits", "warps"), [(11, 3, 4), (12, 5, 2), (16, 4, 2), (31, 2, 2), (32, 1, 2)])
 def test_attention_tiling_of_small_head_dim_uses_two_warps_from_12_sequences(batch, splits, warps, dim, dtype):
