@@ -2,9 +2,10 @@
 
 from pallas_kernels.attention.ancestor_bits import ancestor_bits, causal_bits
 from pallas_kernels.attention.append_attention import append_attention
+from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 from pallas_kernels.attention.kv_pages import append, move_rows
-from pallas_kernels.attention.latent import append_latent, head_products
+from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append

@@ -18,7 +18,8 @@ from jspec.core.records import TokenBatch
 from jspec.models.layer_config import MLA
 from jspec.models.layers import product
 from jspec.models.rope import tables
-from pallas_kernels.attention.latent import append_latent, head_products
+from pallas_kernels.attention.head_products import head_products
+from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 
