@@ -292,5 +292,5 @@ def attend(
     if tiles.splits == 1:
         attend_tiles()
     else:
-        pl.when(begin < end)(attend_tiles)
-        pl.when(begin >= end)(lambda: store_log_sum_exp(jnp.full((tiles.packed,), -jnp.inf, jnp.float32)))
+        empty = functools.partial(store_log_sum_exp, jnp.full((tiles.packed,), -jnp.inf, jnp.float32))
+        jax.lax.cond(begin < end, attend_tiles, empty)
