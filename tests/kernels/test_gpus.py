@@ -370,7 +370,7 @@ def spilling_cases(jax_version: tuple[int, ...]) -> set[tuple[str, str]]:
         return spilling | {("A100", f"attention 61 x {dim}") for dim in (80, 96)}
     spilling -= {("A100", "prefill 96")}
     spilling |= {("L40", name) for name in ("attention 61 x 80", "attention 61 x 96", "ancestor bits")}
-    spilling |= {("B200", name) for name in ("attention 61 x 128", "attention 60 x 128 fp8, all options")}
+    spilling |= {("B200", f"attention {name}") for name in ("1 x 128", "61 x 64", "1 x 512, all options")}
     return spilling | {("B200", "gradient of intervals 128")}
 
 
