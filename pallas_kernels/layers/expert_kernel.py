@@ -113,17 +113,18 @@ class _Cta(PackedCta):
         refs, last = (self.refs["scale"], self.refs.get("zeros")), self.group * (self.refs["scale"].shape[1] - 1)
         return group_factors(refs, self.first_row(place), jnp.minimum(column, last), self.group, **same)
 
-    def product(self, at, factors, total):
+    def product(self, at, column, factors, total):
         """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
         own = pl.ds(self.channel * self.own_channels, self.own_channels)
         columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
         packed = self.w_tiles.at[at, slice(None) if self.gate else 0, own, columns]
         if not self.is_mxfp4:
-            return self.group_product(packed, at, factors, total)
+            return self.group_product(at, [(packed, factors)], total)
         x = self.x_tiles.at[at, self.split]
         pieces = registers.numbers(packed, factors, self.tables, PIECE, interpret=self.interpret)
         pairs = [(piece, x.at[:, pl.ds(index * PIECE, PIECE)]) for index, piece in enumerate(pieces)]
-        return total + self.sums(pairs, total.shape)
+        (sums,) = self.sums([lambda: pairs], total.shape)
+        return total + sums
 
     def store(self, place, total):
         """Adds the bias, joins gate and up, and stores the results of the block's choices."""
@@ -246,7 +247,9 @@ def multiply(
         def run(*memory):
             _Cta(by_name, memory, tiles, experts, gate, order, bool(interpret)).run()
 
-        pl.run_scoped(run, *memory_of(tiles, x.dtype, PIECE, weights, loads=halves + 1), collective_axes="warpgroup")
+        rows_of_x = tiles.splits, tiles.height, SLICE
+        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves + 1)
+        pl.run_scoped(run, *memory, collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.layers.expert_bytes import SLICE, place_of
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import Mlir
+from pallas_kernels.layers.int4_registers import Mlir, channels_by_jax
 
 
 def store_choices(
@@ -74,7 +73,7 @@ def _store_choices_by_jax(ref, total, place, choices_ref, factors_ref, is_joined
     from jax.experimental import pallas as pl
 
     part, block, channel = place
-    total = _channels_by_jax(total, is_joined)
+    total = channels_by_jax(total, is_joined)
     for index in range(total.shape[1]):
         choice = choices_ref[block, index]
 
@@ -179,7 +178,7 @@ def _store_block_by_jax(ref, total, place, width, kind, is_joined):
     from jax.experimental import pallas as pl
 
     (first, channel), padding = place, -width % SLICE
-    total = _channels_by_jax(total, is_joined).astype(ref.dtype)
+    total = channels_by_jax(total, is_joined).astype(ref.dtype)
     rows = pl.ds(first, total.shape[1])
     for index in range(len(total)):
         own = channel + index
@@ -188,8 +187,3 @@ def _store_block_by_jax(ref, total, place, width, kind, is_joined):
         @pl.when(own >= width - padding)
         def _(own=own + padding):
             ref[own // SLICE, rows, place_of(own % SLICE, kind)] = jnp.zeros(total.shape[1], ref.dtype)
-
-
-def _channels_by_jax(total, is_joined):
-    """Returns the different channels of a result."""
-    return total.reshape(4, 2, 8, -1)[:, 0].reshape(HEIGHT // 2, -1) if is_joined else total

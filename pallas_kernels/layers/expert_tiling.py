@@ -58,7 +58,7 @@ def choose_tiles(
         time = waves * multiprocessors / items * slots * splits * count / slices  # 1: nothing is ever idle
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
         if time < least * worth:
-            stages = min(most_stages(height, channels, splits), slots * waves)
+            stages = min(most_stages(height, channels, splits, splits), slots * waves)
             own = height in LOADED
             best, least = Tiles(height, channels, splits, stages, count, multiprocessors, own), time
     return best

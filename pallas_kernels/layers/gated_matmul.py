@@ -3,18 +3,20 @@
     out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
 `hopper_kernel` has the kernel. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 tiles of
-56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
+56 columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has that of packed weights.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers import hopper_kernel, int4_kernel
+from pallas_kernels.layers.grouped_matmul import packed_tiles
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
@@ -62,6 +64,24 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
     return more if tiles_for(x, weight, activation) else 0
 
 
+def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
+    """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
+    if not isinstance(weight, Quantized) or weight.kind != "int4" or activation == "gelu":
+        return None
+    rows, groups = math.prod(x.shape[:-1]), weight.scale.shape[1]
+    tiles = packed_tiles(rows, weight.values.shape, groups, x.dtype, gated=True)
+    if tiles is None:
+        return None
+
+    def kernel(x, weight, interpret):
+        zeros = [] if weight.zeros is None else [weight.zeros]
+        arrays = x.reshape(rows, -1), weight.values, weight.scale, *zeros
+        (out,) = int4_kernel.multiply(*arrays, tiles=tiles, dtype=x.dtype, activation=activation, interpret=interpret)
+        return out.reshape(*x.shape[:-1], -1)
+
+    return kernel
+
+
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))
 def gated_matmul(
     x: Inputs, weight: Weight, *, activation: Activation = "silu", implementation: Implementation = "auto"
@@ -74,12 +94,15 @@ def gated_matmul(
         activation: the gate's activation function.
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
             for up to 8 rows or a multiple of 8 up to 320, and every activation but "gelu". The weight must be of kind
-            "fp8_dynamic", or have two bytes per value while x has at least 32 rows. Otherwise XLA computes the product.
+            "fp8_dynamic", or have two bytes per value while x has at least 32 rows. A weight of kind "int4" is
+            multiplied by its own kernel (`packed_tiles`). Otherwise XLA computes the product.
     """
 
     def reference(x, weight):
         return gated(matmul(x, weight, implementation=implementation), activation)
 
+    if packed := _kernel_of_packed(x, weight, activation):
+        return hopper_kernel.choose_compiled(implementation, packed, reference, x, weight)
     tiles = tiles_for(x, weight, activation)
     if tiles is None:
         return reference(x, weight)

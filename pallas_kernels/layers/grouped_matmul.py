@@ -155,7 +155,13 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
 
 
 def packed_tiles(
-    rows: int, packed: tuple[int, ...], groups: int, dtype: jnp.dtype, parts: int | None = None
+    rows: int,
+    packed: tuple[int, ...],
+    groups: int,
+    dtype: jnp.dtype,
+    parts: int | None = None,
+    *,
+    gated: bool = False,
 ) -> Tiles | None:
     """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
 
@@ -165,9 +171,10 @@ def packed_tiles(
         groups: number of scales of a row.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
+        gated: whether the weight has gate and up, which are joined.
     """
-    multiprocessors = hopper_kernel.multiprocessors()
-    return None if multiprocessors is None else choose_tiles(rows, packed, groups, dtype, multiprocessors, parts)
+    count = hopper_kernel.multiprocessors()
+    return None if count is None else choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:

@@ -3,12 +3,18 @@
     parts[s, t, n] = sum_k x[t, k] (values[n, k] - zeros[n, k // group]) scale[n, k // group]   over part s of S parts
 
 The weight is the first operand of `wgmma`, 64 output channels per warpgroup, and comes from registers. The second
-operand is a tile of rows of x, and comes from shared memory. The TMA unit loads the packed bytes into shared memory.
-A thread loads 16 bytes of a row of the weight at once. They hold the values of 128 columns that this thread passes to
-`wgmma`, in the order of the registers, because `int4.pack` orders them so. No value moves between threads.
+operand is a tile of rows of x, and comes from shared memory. The TMA unit loads the packed bytes into shared memory,
+and so the scales and zero points, if a row has enough of them for a copy: loads of their own, a slot ahead, arrived
+later than the bytes. A thread loads 16 bytes of a row of the weight at once. They hold the values of 128 columns that
+this thread passes to `wgmma`, in the order of the registers, because `int4.pack` orders them so. No value moves between
+threads.
 
 Differences of values and zero points are exact in x's dtype. The tensor cores sum a group of columns in float32, and
 this sum is multiplied by the group's scale and added to the total, so no value is rounded twice.
+
+With an activation function the weight has gate above up, and a thread joins its sums of both, as in `expert_kernel`:
+
+    out[t, n] = activation(gate) * up,   gate[t, n] = parts[0, t, n],   up[t, n] = parts[0, t, N + n]
 
 `packed_cta` says how a CTA loads slices of k and computes one output tile after the other.
 """
@@ -22,35 +28,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.layers import expert_registers
 from pallas_kernels.layers import int4_registers as registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.int4_tiling import Tiles, copied_groups
 from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
-
-def _kernel(
-    # inputs, in global memory
-    x_ref,  # [T, K]
-    w_ref,  # [N, K / 2] uint8
-    scale_ref,  # [N, K / group] float32
-    zeros_ref,  # [N, K / group] uint8; None: zero points are 8
-    # outputs, in global memory
-    out_ref,  # [parts, T, N]
-    # scratch, in shared memory
-    x_tiles,  # [stages, splits, height, SLICE]
-    w_tiles,  # [stages, splits, channels * HEIGHT, SLICE / 2] uint8
-    arrived,  # barriers [stages]: the loads of a slot have arrived
-    done,  # barriers [stages]: all warpgroups have read the slot
-    *joining,  # with several splits: the sums of their warpgroups but the first [splits - 1, channels, HEIGHT, height]
-    # float32; a barrier: these sums have been written; a barrier: they have been read
-    # static parameters
-    tiles,
-    interpret,
-):
-    """Computes every n-th work item in one of n = `programs` Pallas programs (CTAs)."""
-    refs = (x_ref, w_ref, scale_ref, zeros_ref, out_ref)
-    _Cta(refs, (x_tiles, w_tiles, arrived, done, *joining), tiles, interpret).run()
+FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
 
 
 class _Place(NamedTuple):
@@ -62,85 +48,158 @@ class _Place(NamedTuple):
 
 
 class _Cta(PackedCta):
-    """The operations of one CTA (Pallas program) inside the kernel."""
+    """The operations of one CTA (Pallas program) inside the kernel.
 
-    def __init__(self, refs, memory, tiles, interpret):
+    Args:
+        refs: arrays in global memory by name: x [T, K]; weight [halves * N, K / 2] uint8; scale [halves * N, K / group]
+            float32; some of zeros as scale, uint8; out [parts, T, N].
+        memory: shared memory of `memory_of`.
+        boxes: scales and zero points of the slots in shared memory by name [stages, channels * HEIGHT, groups]; those
+            without are loaded into registers.
+        tiles: static sizes of the call.
+        activation: as in `multiply`.
+        interpret: whether the kernel is interpreted.
+    """
+
+    def __init__(self, refs, memory, boxes, tiles, activation, interpret):
         super().__init__(memory, tiles, interpret)
-        self.x_ref, self.w_ref, self.scale_ref, self.zeros_ref, self.out_ref = refs
-        (_, inner), (_, rows, out) = self.x_ref.shape, self.out_ref.shape
-        self.group = inner // self.scale_ref.shape[1]  # columns of a scale
-        self.item_slots = inner // (SLICE * tiles.splits * tiles.parts)
+        self.refs, self.boxes, self.activation = refs, boxes, activation
+        (_, inner), (_, rows, self.out) = refs["x"].shape, refs["out"].shape
+        self.halves = 2 if activation else 1
+        self.group = inner // refs["scale"].shape[1]  # columns of a scale
+        self.own_channels = tiles.width // self.halves  # output channels of a warpgroup
+        self.own_rows = HEIGHT // self.halves  # rows of its tile in shared memory of each half
+        self.slot_columns = SLICE * tiles.splits * tiles.depth
+        self.item_slots = inner // (self.slot_columns * tiles.parts)
         self.row_tiles = math.ceil(rows / tiles.height)
-        self.items = self.own_items(out // (HEIGHT * tiles.channels) * tiles.parts * self.row_tiles)
+        self.items = self.own_items(self.out // (self.own_channels * tiles.channels) * tiles.parts * self.row_tiles)
 
     def place_of(self, item):
         """Returns where a work item is; neighbours in time share the weight."""
         index = self.index + item * self.tiles.programs
         row, index = jax.lax.rem(index, self.row_tiles), jax.lax.div(index, self.row_tiles)
         channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
-        return _Place(channel * (self.tiles.channels * HEIGHT), part, row * self.tiles.height)
+        return _Place(channel * (self.tiles.channels * self.own_channels), part, row * self.tiles.height)
 
     def load_slices(self, place, column, at, barrier):
-        """Starts to load slices of k of the tile's weights and rows of x."""
-        channels, rows = pl.ds(place.channel, self.tiles.channels * HEIGHT), pl.ds(place.row, self.tiles.height)
-        for split in range(self.tiles.splits):
-            own = column + split * SLICE
-            weights = self.w_ref.at[channels, pl.ds(own // 2, SLICE // 2)]
-            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, split], barrier)
-            self.plgpu.copy_gmem_to_smem(self.x_ref.at[rows, pl.ds(own, SLICE)], self.x_tiles.at[at, split], barrier)
+        """Starts to load slices of k of the tile's weights, of their scales, and of rows of x."""
+        size, copy = self.tiles.channels * self.own_channels, self.plgpu.copy_gmem_to_smem
+        for half in range(self.halves):
+            rows, target = pl.ds(half * self.out + place.channel, size), half * self.tiles.channels * self.own_rows
+            for index in range(self.tiles.depth):
+                columns = pl.ds(column // 2 + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
+                weights = self.refs["weight"].at[rows, columns]
+                copy(weights, self.w_tiles.at[at, index, half, pl.ds(0, size)], barrier)
+            for name, box in self.boxes.items():
+                groups = pl.ds(jax.lax.div(column, self.group * box.shape[2]) * box.shape[2], box.shape[2])
+                copy(self.refs[name].at[rows, groups], box.at[at, pl.ds(target, size)], barrier)
+        x = self.refs["x"].at[pl.ds(place.row, self.tiles.height), pl.ds(column, self.slot_columns)]
+        copy(x, self.x_tiles.at[at], barrier)
+
+    def x_piece(self, at, index, first, size):
+        first += index * SLICE * self.tiles.splits
+        return self.x_tiles.at[at, :, pl.ds(self.split * SLICE + first, size)]
 
     def own_channel(self, place):
         """Returns the first output channel of this warpgroup."""
-        return place.channel + self.channel * HEIGHT
+        return place.channel + self.channel * self.own_channels
 
     def factors(self, place, column):
-        """Returns the scales and zero points of a slice."""
-        refs, own = (self.scale_ref, self.zeros_ref), self.own_channel(place)
-        return group_factors(refs, own, column, self.group, interpret=self.interpret)
+        """Returns the scales and zero points of the slices that are not loaded with the slot."""
+        refs = [None if name in self.boxes else self.refs.get(name) for name in FACTORS]
+        apart = self.out if self.activation else None
+        load = functools.partial(group_factors, apart=apart, interpret=self.interpret)
+        return [load(refs, self.own_channel(place), own, self.group) for own in self.slice_columns(column)]
 
-    def product(self, at, factors, total):
-        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
-        packed = self.w_tiles.at[at, self.split, pl.ds(self.channel * HEIGHT, HEIGHT)]
-        return self.group_product(packed, at, factors, total)
+    def slice_columns(self, column):
+        """Returns the first columns of this warpgroup's slices in a slot, from that of the first."""
+        return [column + index * SLICE * self.tiles.splits for index in range(self.tiles.depth)]
+
+    def slot_factors(self, name, at, column):
+        """Returns what the groups of a slice have in a box of a slot."""
+        box, own = self.boxes[name], self.channel * self.own_rows
+        apart = self.tiles.channels * self.own_rows if self.activation else None
+        column = jax.lax.rem(column, self.group * box.shape[2])
+        found = group_factors([box.at[at]], own, column, self.group, apart=apart, interpret=self.interpret)
+        return [one for (one,) in found]
+
+    def product(self, at, column, factors, total):
+        """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
+        own = pl.ds(self.channel * self.own_rows, self.own_rows)
+        columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
+        slices = []
+        for index, (first, groups) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
+            packed = self.w_tiles.at[at, index, slice(None) if self.activation else 0, own, columns]
+            for name in self.boxes:
+                for values, found in zip(groups, self.slot_factors(name, at, first), strict=True):
+                    values[FACTORS.index(name)] = found
+            slices.append((packed, groups))
+        return self.group_product(at, slices, total)
 
     def store(self, place, total):
-        """Stores a result [64 channels, height] in the rows that exist."""
-        result, at = total.astype(self.out_ref.dtype), (place.part, place.row, self.own_channel(place))
-        registers.store(self.out_ref, result, at, interpret=self.interpret)
+        """Joins gate and up, and stores a result [64 channels, height] in the rows that exist."""
+        if self.activation:
+            gate, up = expert_registers.halves(total, interpret=self.interpret)
+            total = gate / (1 + jnp.exp(-gate_logit(gate, self.activation))) * up
+        result, at = total.astype(self.refs["out"].dtype), (place.part, place.row, self.own_channel(place))
+        width, is_joined = self.own_channels, self.activation is not None
+        registers.store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
 
 
 def multiply(
-    x: Array, packed: Array, scale: Array, *zeros: Array, tiles: Tiles, dtype: jnp.dtype, interpret: Any = False
+    x: Array,
+    packed: Array,
+    scale: Array,
+    *zeros: Array,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    activation: Activation | None = None,
+    interpret: Any = False,
 ) -> Array:
     """Runs the Hopper kernel of packed weights, and returns partial sums of x @ w.T [parts, rows, out].
 
     Args:
         x: activations [rows, inner], bfloat16 or float16.
-        packed: packed values [out, blocks, 64] (`int4.pack`).
-        scale: float32 scales [out, groups].
-        zeros: zero points uint8 [out, groups], if there are any.
+        packed: packed values [halves * out, blocks, 64] (`int4.pack`); two halves are gate and up.
+        scale: float32 scales [halves * out, groups].
+        zeros: zero points uint8 [halves * out, groups], if there are any.
         tiles: static sizes of the call.
         dtype: dtype of the result.
+        activation: if not None, the weight has gate and up, and the result is activation(x @ gate.T) * (x @ up.T).
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    (rows, inner), out = x.shape, packed.shape[0]
+    (rows, inner), (out, groups), halves = x.shape, scale.shape, 2 if activation else 1
     if rows > 8 and rows % 8:
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # TMA tiles of 8 rows must lie within more than 8 rows
-    kernel = functools.partial(_kernel, tiles=tiles, interpret=bool(interpret))
-    piece = min(PIECE, math.gcd(inner // scale.shape[1], SLICE))
+    arrays = {"x": x, "weight": packed.reshape(out, -1), "scale": scale, **dict(zip(("zeros",), zeros, strict=False))}
+    piece = min(PIECE, math.gcd(inner // groups, SLICE))
+    weights = tiles.stages, tiles.depth, halves, tiles.channels * HEIGHT // halves, tiles.splits * SLICE // 2
+    columns = tiles.splits * tiles.depth * SLICE  # of a slot
+    groups_of = {
+        name: copied_groups(groups, inner, arrays[name].dtype.itemsize, columns) for name in FACTORS if name in arrays
+    }
+    assert tiles.width == HEIGHT or all(groups_of.values()), "factors loaded into registers are those of 64 rows"
 
-    def entry(x_ref, w_ref, scale_ref, *refs):
-        *zeros_ref, out_ref = refs
-        weights = tiles.stages, tiles.splits, tiles.channels * HEIGHT, SLICE // 2
-        memory = memory_of(tiles, x.dtype, piece, weights, loads=2 * tiles.splits)
-        inputs = (x_ref, w_ref, scale_ref, *(zeros_ref or [None]), out_ref)
-        pl.run_scoped(functools.partial(kernel, *inputs), *memory, collective_axes="warpgroup")
+    def entry(*refs):
+        by_name = dict(zip((*arrays, "out"), refs, strict=True))
+
+        def run(memory, boxes):
+            _Cta(by_name, memory, boxes, tiles, activation, bool(interpret)).run()
+
+        boxes = {
+            name: plgpu.SMEM((tiles.stages, tiles.channels * HEIGHT, count), arrays[name].dtype)
+            for name, count in groups_of.items()
+            if count
+        }
+        rows_of_x = tiles.height, columns
+        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads=halves * (tiles.depth + len(boxes)) + 1)
+        pl.run_scoped(run, memory, boxes, collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((tiles.parts, rows, out), dtype),
+        out_type=jax.ShapeDtypeStruct((tiles.parts, rows, out // halves), dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
         num_threads=tiles.warpgroups,
@@ -148,4 +207,4 @@ def multiply(
         kernel_name="int4_matmul",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret,
-    )(x, packed.reshape(out, -1), scale, *zeros)
+    )(*arrays.values())

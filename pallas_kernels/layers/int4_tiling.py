@@ -13,14 +13,18 @@ from pallas_kernels.layers.hopper_tiling import HEIGHT, SHARED_BYTES
 # less than 128 columns take more registers.
 LEAST_ROWS, FEW_ROWS, MOST_ROWS = 32, 64, 160
 FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS = 56, 128
-# Channels and splits of a CTA, the preferred first. Splits read longer pieces of the weight's rows.
-LEAST_SHAPES = ((1, 4), (2, 2), (4, 1), (3, 1), (2, 1))  # with up to `LEAST_ROWS` rows of x in a tile
-FEW_SHAPES = ((4, 1), (2, 2), (3, 1), (2, 1))
-MANY_SHAPES = ((2, 1),)
+# Channels and splits of a CTA, and rows of the weight of a warpgroup, the preferred first. Splits read longer pieces of
+# the weight's rows. Tiles of 56 and 48 rows divide 28672 and 6144 rows into 512 and 128 equal parts.
+LEAST_SHAPES = ((1, 4, 64), (1, 4, 56), (1, 4, 48), (2, 2, 64), (4, 1, 64), (3, 1, 64), (2, 1, 64))
+FEW_SHAPES = ((4, 1, 64), (2, 2, 64), (3, 1, 64), (2, 1, 64))
+MANY_SHAPES = ((2, 1, 64),)
+DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices of a warpgroup at once
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
-WORTH = 0.9  # more parts of k are worth their sums if they leave the time below this share
+WORTH = 0.9  # more parts of k, or fewer rows of the weight, are worth it if they leave the time below this share
 SUM_BYTES = 4  # of a float32 sum
+SCALE_BYTES, ZERO_BYTES = 4, 1  # of a scale, and of a zero point
+COPIED = 16  # fewest bytes of a row that the TMA unit copies
 
 
 class Tiles(NamedTuple):
@@ -33,6 +37,8 @@ class Tiles(NamedTuple):
     parts: int  # parts of k, which is also the number of partial sums
     programs: int  # number of CTAs
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
+    depth: int = 1  # slices of a slot that a warpgroup multiplies one after the other
+    width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
 
     @property
     def groups(self) -> int:
@@ -46,7 +52,14 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    rows: int, packed: tuple[int, ...], groups: int, dtype: jnp.dtype, multiprocessors: int, parts: int | None = None
+    rows: int,
+    packed: tuple[int, ...],
+    groups: int,
+    dtype: jnp.dtype,
+    multiprocessors: int,
+    parts: int | None = None,
+    *,
+    gated: bool = False,
 ) -> Tiles | None:
     """Chooses the sizes of the kernel for x [rows, inner] and a packed weight.
 
@@ -57,37 +70,67 @@ def choose_tiles(
         dtype: dtype of x.
         multiprocessors: number of multiprocessors of the GPU.
         parts: number of parts of k; None: the fewest that keep the GPU busy.
+        gated: whether the weight has gate and up, which are joined; k has one part then.
 
     Returns:
         The sizes, or None if the kernel does not support the product.
     """
     out, blocks, size = packed
-    inner = blocks * 2 * size
+    inner, halves = blocks * 2 * size, 1 + gated
     if 2 * size != int4.BLOCK or dtype not in (jnp.bfloat16, jnp.float16) or math.gcd(inner // groups, 32) < 32:
         return None
-    few, most = FEW_ROWS, MOST_ROWS
-    if inner // groups % int4.BLOCK:
-        few, most = FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS
+    few, most, is_small = FEW_ROWS, MOST_ROWS, inner // groups % int4.BLOCK > 0
+    if is_small:
+        few, most = LEAST_ROWS if gated else FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS
     row_tiles = math.ceil(rows / most)
     height = math.ceil(rows / row_tiles / 8) * 8
     shapes = LEAST_SHAPES if height <= LEAST_ROWS else FEW_SHAPES if height <= few else MANY_SHAPES
     best, least = None, math.inf
-    for count in (parts,) if parts else PARTS:
-        for channels, splits in shapes:
-            if out % (channels * HEIGHT) or blocks % (splits * count):
+    for count in (1,) if gated else (parts,) if parts else PARTS:
+        for channels, splits, width in shapes:
+            if out % (channels * width) or out // halves % (channels * width // halves) or blocks % (splits * count):
                 continue
-            items = out // (channels * HEIGHT) * count * row_tiles
+            depth = 2 if height <= DEEP_ROWS and not is_small and blocks % (2 * splits * count) == 0 else 1
+            columns = splits * depth * int4.BLOCK
+            factors = [size * copied_groups(groups, inner, size, columns) for size in (SCALE_BYTES, ZERO_BYTES)]
+            if width < HEIGHT and not all(factors):  # those that are loaded into registers are of 64 rows
+                continue
+            items = out // (channels * width) * count * row_tiles
             time = math.ceil(items / multiprocessors) * multiprocessors / items  # 1: no multiprocessor is ever idle
-            if time < least * (1 if best is None or best.parts == count else WORTH):
+            if time < least * (1 if best is None or (best.parts, best.width) == (count, width) else WORTH):
+                has_loader = DEEP_ROWS < height <= LEAST_ROWS and not is_small
                 programs = min(items, multiprocessors)
-                slots = blocks // (splits * count) * math.ceil(items / programs)
-                stages = min(most_stages(height, channels, splits), slots)
-                best, least = Tiles(height, channels, splits, stages, count, programs), time
+                stages = most_stages(height, channels, splits * depth, splits, sum(factors))
+                stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
+                best = Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
+                least = time
     return best
 
 
-def most_stages(height: int, channels: int, splits: int) -> int:
-    """Returns how many slots fit into shared memory beside the sums of other warpgroups."""
+def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:
+    """Returns of how many groups the scales or zero points of a row are copied with a slot; 0: they are not copied.
+
+    A copy has at least 16 bytes of each row, so it may have groups beside those of the slot.
+
+    Args:
+        groups: number of groups of a row.
+        inner: number of columns of the weight.
+        size: bytes of a scale or zero point.
+        columns: columns of a slot.
+    """
+    group, least = inner // groups, COPIED // size
+    count = max(columns // group, least)
+    return count if groups % least == 0 and count * group % columns == 0 else 0
+
+
+def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0) -> int:
+    """Returns how many slots fit into shared memory beside the sums of other warpgroups.
+
+    Args:
+        height, channels, splits: as in `Tiles`.
+        slices: slices of a slot.
+        factor_bytes: bytes of scales and zero points of each row of a slot.
+    """
     sums = (splits - 1) * channels * HEIGHT * height * SUM_BYTES
-    slot = splits * int4.BLOCK * (2 * height + channels * HEIGHT // 2)
+    slot = slices * int4.BLOCK * (2 * height + channels * HEIGHT // 2) + channels * HEIGHT * factor_bytes
     return min((SHARED_BYTES - sums) // slot, MOST_STAGES)

@@ -1,8 +1,9 @@
 """What the Hopper kernels of packed weights share (`int4_kernel`, `expert_kernel`): the operations of one CTA.
 
 A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times 64
-rows of the weight, and `height` rows of x), summed over one part of k. A slot of shared memory holds `splits` slices of
-128 columns, and each slice is multiplied by warpgroups of its own, whose sums are added up at the end of the work item.
+rows of the weight, and `height` rows of x), summed over one part of k. A slot of shared memory holds `splits` times
+`depth` slices of 128 columns. Each of the splits has warpgroups of its own, which multiply `depth` slices of the slot,
+and whose sums are added up at the end of the work item.
 """
 
 import functools
@@ -54,8 +55,15 @@ class PackedCta(ABC):
         """Returns what is loaded a slot ahead, from global memory into registers, for a slice."""
 
     @abstractmethod
-    def product(self, at: Array, factors: Any, total: Array) -> Array:
-        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
+    def product(self, at: Array, column: Array, factors: Any, total: Array) -> Array:
+        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it.
+
+        Args:
+            at: place of the slot in the ring.
+            column: first column of the slice.
+            factors: `factors` of the slice.
+            total: the total.
+        """
 
     @abstractmethod
     def store(self, place: Any, total: Array) -> None:
@@ -93,11 +101,12 @@ class PackedCta(ABC):
 
     def place_in_ring(self, slot):
         """Returns the place in shared memory of a slot."""
-        return jax.lax.rem(slot, self.tiles.stages)
+        stages = self.tiles.stages
+        return slot & stages - 1 if stages.bit_count() == 1 else jax.lax.rem(slot, stages)
 
     def first_column(self, part, index):
         """Returns the first column of slot ``index`` of a work item with this part of k."""
-        return (part * self.item_slots + index) * (SLICE * self.tiles.splits)
+        return (part * self.item_slots + index) * (SLICE * self.tiles.splits * self.tiles.depth)
 
     def release(self, slot):
         """Marks a slot as read; without a loader, the first warpgroup loads a later slot into the place before it."""
@@ -112,18 +121,28 @@ class PackedCta(ABC):
             self.plgpu.barrier_wait(self.done.at[self.place_in_ring(before)])
             self.load(before + self.tiles.stages)
 
-    def sums(self, pairs, shape):
-        """Returns the sum of products of weights in registers and rows of x in shared memory."""
+    def sums(self, products, shape):
+        """Returns sums of products of weights in registers and rows of x in shared memory.
+
+        Args:
+            products: a function for each sum that returns the operands of its products. It is called when the products
+                of the sums before it have begun, so what unpacks its weights runs beside them.
+            shape: shape of a sum.
+        """
         if self.interpret:  # the interpreter has no `wgmma` with an operand in registers
-            return sum(jnp.dot(w.astype(jnp.float32), x[...].astype(jnp.float32).T) for w, x in pairs)
+            return [
+                sum(jnp.dot(w.astype(jnp.float32), x[...].astype(jnp.float32).T) for w, x in pairs())
+                for pairs in products
+            ]
 
-        def run(accumulator):
-            for weights, x in pairs:
-                self.plgpu.wgmma(accumulator, weights, x.T)
+        def run(*accumulators):
+            for accumulator, pairs in zip(accumulators, products, strict=True):
+                for weights, x in pairs():
+                    self.plgpu.wgmma(accumulator, weights, x.T)
             self.plgpu.wgmma_wait(0)
-            return accumulator[...]
+            return [accumulator[...] for accumulator in accumulators]
 
-        return pl.run_scoped(run, self.plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(run, *[self.plgpu.ACC(shape, jnp.float32)] * len(products))
 
     def join(self, total, item, store):
         """Adds up the sums of the warpgroups that multiply the same channels, and stores the result."""
@@ -155,40 +174,61 @@ class PackedCta(ABC):
         """Computes a work item and stores its result."""
         place = self.place_of(item)
 
-        def factors(index):
-            return self.factors(place, self.first_column(place.part, index) + self.split * SLICE)
+        def own_column(index):
+            return self.first_column(place.part, index) + self.split * SLICE
 
         def step(index, carry):
             total, found = carry
             slot = item * self.item_slots + index
             at = self.place_in_ring(slot)
-            following = factors(jnp.minimum(index + 1, self.item_slots - 1))
+            following = self.factors(place, own_column(jnp.minimum(index + 1, self.item_slots - 1)))
             self.plgpu.barrier_wait(self.arrived.at[at])
-            total = self.product(at, found, total)
+            total = self.product(at, own_column(index), found, total)
             self.release(slot)
             return total, following
 
-        total, _ = jax.lax.fori_loop(0, self.item_slots, step, (self.zeros(), factors(0)))
+        first = self.zeros(), self.factors(place, own_column(0))
+        total, _ = jax.lax.fori_loop(0, self.item_slots, step, first)
         self.join(total, item, functools.partial(self.store, place))
 
-    def group_product(self, packed, at, factors, total):
-        """Returns a total with the product of a slice added, whose sums over groups of columns are scaled.
+    def x_piece(self, at, index, first, size):
+        """Returns the columns `first` to `first + size - 1` of x of slice ``index`` of this warpgroup in a slot."""
+        return self.x_tiles.at[at, self.split, :, pl.ds(first, size)]
+
+    def group_product(self, at, slices, total):
+        """Returns a total with the products of slices added, whose sums over groups of columns are scaled.
 
         Args:
-            packed: bytes of this warpgroup's rows of the weight, as `int4_registers.differences` has them.
             at: place of the slot in the ring.
-            factors: scales and zero points of equal parts of the columns (`group_factors`).
+            slices: for each slice of this warpgroup in the slot the bytes of its rows of the weight, as
+                `int4_registers.differences` has them, and scales and zero points of equal parts of the columns
+                (`group_factors`).
             total: the total [64, height].
         """
-        x, step = self.x_tiles.at[at, self.split], SLICE // len(factors)  # columns that are summed, then scaled
-        size, count = min(step, PIECE), step // min(step, PIECE)
-        zeros = [zero for _, zero in factors]
-        pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)
-        operands = [(piece, x.at[:, pl.ds(index * size, size)]) for index, piece in enumerate(pieces)]
-        for index, (scale, _) in enumerate(factors):
-            sums = self.sums(operands[index * count : (index + 1) * count], total.shape)
+        operands = [functools.partial(self.operands, at, index, *own) for index, own in enumerate(slices)]
+        if len(slices[0][1]) == 1:
+            scaled = zip(self.sums(operands, total.shape), [factors[0][0] for _, factors in slices], strict=True)
+        else:  # sums of all groups at once would take too many registers
+            scaled = self.sums_of_groups(operands, [factors for _, factors in slices], total.shape)
+        for sums, scale in scaled:
             total += sums * jax.lax.broadcast_in_dim(scale, total.shape, [0])
         return total
+
+    def sums_of_groups(self, operands, factors, shape):
+        """Yields the sum of each group of the slices, and its scales."""
+        for pairs, groups in zip(operands, factors, strict=True):
+            own = pairs()
+            count = len(own) // len(groups)
+            for index, (scale, _) in enumerate(groups):
+                (sums,) = self.sums([lambda own=own[index * count :][:count]: own], shape)
+                yield sums, scale
+
+    def operands(self, at, index, packed, factors):
+        """Returns the operands of the products of a slice."""
+        size = min(SLICE // len(factors), PIECE)
+        zeros = [zero for _, zero in factors]
+        pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)
+        return [(piece, self.x_piece(at, index, own * size, size)) for own, piece in enumerate(pieces)]
 
     def zeros(self):
         """Returns zeros [64, height] in the registers of a result."""
@@ -214,12 +254,15 @@ def group_factors(refs, first, column, group, *, apart=None, interpret):
     return found
 
 
-def memory_of(tiles: Tiles, dtype: jnp.dtype, piece: int, weights: tuple[int, ...], loads: int) -> list[Any]:
+def memory_of(
+    tiles: Tiles, dtype: jnp.dtype, x: tuple[int, ...], piece: int, weights: tuple[int, ...], loads: int
+) -> list[Any]:
     """Returns the shared memory of a CTA, which `PackedCta` takes.
 
     Args:
         tiles: static sizes of the call.
         dtype: dtype of x.
+        x: shape of the rows of x of a slot.
         piece: columns of an operand of `wgmma`.
         weights: shape of the bytes of all slots.
         loads: number of copies that load a slot.
@@ -228,7 +271,7 @@ def memory_of(tiles: Tiles, dtype: jnp.dtype, piece: int, weights: tuple[int, ..
 
     swizzled = plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * dtype.itemsize)
     memory = [
-        plgpu.SMEM((tiles.stages, tiles.splits, tiles.height, SLICE), dtype, transforms=swizzled),
+        plgpu.SMEM((tiles.stages, *x), dtype, transforms=swizzled),
         plgpu.SMEM(weights, jnp.uint8),
         plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers import int4
+from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.int4_kernel import multiply
 from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.quantized import Quantized
 from tests.reference import int4 as reference
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -36,17 +38,17 @@ def test_bytes_of_128_columns_are_the_registers_of_wgmma_in_their_order() -> Non
         assert (pair & 0xFFFF, pair >> 16) == (values[0, first], values[0, first + 1])
 
 
-def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles) -> np.ndarray:
+def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # With fewer TMA threads two copies could look ordered only because one queue held both.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"tiles": tiles, "dtype": F32, "interpret": params}
+    options: dict[str, Any] = {"tiles": tiles, "dtype": F32, "interpret": params, **more}
     got = jax.block_until_ready(multiply(x, *weight, **options))
     assert not gpu_callbacks.get_races().races_found
-    assert got.shape == (tiles.parts, len(x), len(weight[0]))
+    assert got.shape == (tiles.parts, len(x), len(weight[0]) // (2 if more else 1))
     return np.asarray(got, np.float64).sum(axis=0)
 
 
@@ -58,13 +60,22 @@ def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles) -> np.ndarray:
         (20, 256, 64, False, Tiles(height=16, channels=2, splits=1, stages=2, parts=1, programs=2)),  # 2 tiles of rows
         (8, 512, 32, True, Tiles(height=8, channels=1, splits=1, stages=3, parts=2, programs=3)),  # 4 items, 3 CTAs
         (3, 768, 384, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=2, programs=1)),
+        (3, 2048, 128, True, Tiles(height=8, channels=1, splits=4, stages=2, parts=2, programs=2, width=32)),  # boxes
+        (3, 2048, 128, True, Tiles(height=8, channels=1, splits=2, stages=2, parts=2, programs=2, depth=2, width=48)),
+        (
+            6,
+            1024,
+            64,
+            True,
+            Tiles(height=8, channels=2, splits=1, stages=4, parts=1, programs=1, has_loader=True, depth=2),
+        ),
     ],
 )
 def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
     rows: int, inner: int, group: int, has_zeros: bool, tiles: Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
-    rng, out = np.random.default_rng(rows), 128
+    rng, out = np.random.default_rng(rows), 384 if tiles.width == 48 else 128
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
@@ -79,6 +90,32 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
     assert error(packed, scale, zeros) < 1e-6  # float32 sums of exact products
     assert error(packed << 4 | packed >> 4, scale, zeros) > 0.1, "control: halves swapped"
     assert error(packed, np.roll(scale, 1, axis=0), zeros) > 0.1, "control: scales of the row before"
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("rows", "has_zeros", "tiles"),
+    [
+        (5, False, Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2, width=48)),
+        (12, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=2, has_loader=True)),
+    ],
+)
+def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, tiles: Tiles) -> None:
+    rng, (out, inner) = np.random.default_rng(rows), (192, 1024)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
+    scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // 64))).astype(np.float32)
+    zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
+    given = [jnp.asarray(array) for array in (packed, scale, zeros) if array is not None]
+    got = interpreted(x, *given, tiles=tiles, activation="silu")
+    both = np.asarray(x, np.float64) @ reference.device(packed, scale, zeros).astype(np.float64).T
+    gate, up = both[:, :out], both[:, out:]
+
+    def error(wanted: np.ndarray) -> float:
+        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    assert error(gate / (1 + np.exp(-gate)) * up) < 1e-6
+    assert error(up / (1 + np.exp(-up)) * gate) > 0.1, "control: gate and up exchanged"
 
 
 @pytest.mark.gpu
@@ -105,24 +142,46 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
     assert error(packed << 4 | packed >> 4, scale, zeros) > 0.1, "control: halves swapped"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (32, True)])
+@pytest.mark.parametrize("rows", [1, 5, 33, 170])
+def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(rows: int, group: int, has_zeros: bool) -> None:
+    rng, (out, inner) = np.random.default_rng(rows), (1344, 2048)
+    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
+    scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // group))).astype(np.float32)
+    zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
+    weight = Quantized(jnp.asarray(packed), jnp.asarray(scale), zeros=None if zeros is None else jnp.asarray(zeros))
+    got = np.asarray(gated_matmul(x, weight, implementation="pallas"), np.float64)
+    again = np.asarray(gated_matmul(x, weight, implementation="pallas"), np.float64)
+    gate, up = np.split(np.asarray(x, np.float64) @ reference.device(packed, scale, zeros).astype(np.float64).T, 2, 1)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_array_equal(got, again)
+    assert np.abs(got - wanted).max() / np.abs(wanted).max() < 2**-8  # rounded once to bfloat16
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("name", "rows", "height", "parts", "programs"),
+    ("name", "rows", "height", "width", "parts", "programs"),
     [
-        ("qkv", 5, 8, 4, 132),
-        ("o", 33, 40, 4, 128),
-        ("down", 64, 64, 4, 128),
-        ("down", 160, 160, 4, 128),
-        ("down", 512, 128, 1, 128),
-        ("gate_up", 8, 8, 2, 132),
+        ("qkv", 5, 8, 48, 1, 128),
+        ("o", 8, 8, 64, 2, 128),
+        ("o", 33, 40, 64, 4, 128),
+        ("down", 32, 32, 64, 2, 128),
+        ("down", 64, 64, 64, 4, 128),
+        ("down", 160, 160, 64, 4, 128),
+        ("down", 512, 128, 64, 1, 128),
+        ("gate_up", 8, 8, 56, 1, 132),  # 512 tiles, of which most multiprocessors have four
+        ("gate_up", 160, 160, 64, 1, 132),
     ],
 )
-def test_hopper_tiles_of_packed_weights_keep_an_h200_busy(
-    name: str, rows: int, height: int, parts: int, programs: int
+def test_hopper_tiles_of_packed_weights_keep_an_h100_busy(
+    name: str, rows: int, height: int, width: int, parts: int, programs: int
 ) -> None:
     out, inner = SHAPES[name]
-    tiles = choose_tiles(rows, (out, inner // 128, 64), inner // 128, BF16, 132)
-    assert tiles and (tiles.height, tiles.parts, tiles.programs) == (height, parts, programs)
+    gated = name == "gate_up"
+    tiles = choose_tiles(rows, (out, inner // 128, 64), inner // 128, BF16, 132, gated=gated)
+    assert tiles and (tiles.height, tiles.width, tiles.parts, tiles.programs) == (height, width, parts, programs)
     assert tiles.stages >= 3 and tiles.groups == (4 if rows <= 64 else tiles.channels)
 
 
@@ -132,7 +191,10 @@ def test_hopper_tiles_of_unsupported_packed_weights_are_none() -> None:
     assert choose_tiles(8, (256, 16, 64), 128, BF16, 132) is None, "groups of 16 columns"
     assert choose_tiles(8, (256, 16, 64), 16, F32, 132) is None
     assert choose_tiles(8, (256, 32, 32), 16, BF16, 132) is None, "blocks of 64 columns"
-    assert choose_tiles(8, (96, 16, 64), 16, BF16, 132) is None, "not a multiple of 64 channels"
+    assert choose_tiles(8, (72, 16, 64), 16, BF16, 132) is None, "not a multiple of 64, 56 or 48 channels"
+    assert choose_tiles(8, (2 * 32, 16, 64), 16, BF16, 132, gated=True)
+    assert choose_tiles(8, (2 * 36, 16, 64), 16, BF16, 132, gated=True) is None, "36 channels of gate"
+    assert choose_tiles(8, (96, 14, 64), 14, BF16, 132) is None, "tiles of 48 channels with 14 scales of a row"
     assert choose_tiles(8, (256, 15, 64), 15, BF16, 132, parts=2) is None, "15 slices of k in two parts"
 
 
@@ -163,6 +225,8 @@ def test_product_with_a_packed_weight_compiled_for_h200_spills_no_registers(
 
     @jax.jit
     def product(x: jax.Array, values: jax.Array, scale: jax.Array, *zeros: jax.Array) -> jax.Array:
+        if name == "gate_up":
+            return gated_matmul.__wrapped__(x, Quantized(values, scale, zeros=zeros[0] if zeros else None))  # type: ignore[attr-defined]
         return grouped_matmul.__wrapped__(x, values, scale, BF16, *zeros)  # type: ignore[attr-defined]
 
     program, printed = compile_with_ptxas_output(product, shape((rows, inner), BF16), *weight)
