@@ -98,11 +98,10 @@ def choose_tiles(
             items = out // (channels * width) * count * row_tiles
             time = math.ceil(items / multiprocessors) * multiprocessors / items  # 1: no multiprocessor is ever idle
             if time < least * (1 if best is None or (best.parts, best.width) == (count, width) else WORTH):
-                has_loader = DEEP_ROWS < height <= LEAST_ROWS and not is_small
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors))
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                best = Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
+                best = Tiles(height, channels, splits, stages, count, programs, depth=depth, width=width)
                 least = time
     return best
 
