@@ -45,17 +45,13 @@ class Acceptance:
             if tried == 0:
                 break
             self.rows += tried if position == 0 else 0
-            weight = self.weight(position, now)
+            stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
+            weight = self._weights[position]
+            weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
             self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
             self._weights[position] = min(weight + tried, MEMORY)
             self._last_update[position] = now
         self.expected = self._expected()
-
-    def weight(self, position: int, now: int) -> float:
-        """Return the weight of the estimate of a position, in drafted rows; a part is lost since its last update."""
-        stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
-        weight = self._weights[position]
-        return min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:
         """Return (number of draft tokens tried, number of draft tokens accepted) for each draft position.

@@ -18,8 +18,8 @@ from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Adaptive, Fixed, Policy
 from jspec.engine.model_runner import ModelRunner, check_deterministic
 from jspec.engine.page_pool import PagePool
-from jspec.engine.round_size import halvings, portions, round_sizes
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
+from jspec.engine.sizes import halvings, portions, round_sizes
 from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model

@@ -18,8 +18,8 @@ from jspec.engine.output_processor import process_step_output
 from jspec.engine.program_choice import LiveRequests, round_size, wants_newest
 from jspec.engine.prometheus import Gauges, Latencies
 from jspec.engine.request import Request
-from jspec.engine.round_size import RoundSize
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.sizes import RoundSize
 from jspec.engine.stopwatch import Stopwatch
 
 COMPLETE = ("eos", "stop", "length")  # finish reasons other than an abort or an error

@@ -7,7 +7,6 @@ compiles its round for several sizes, depth 0 included, and asks a `Policy` befo
 from __future__ import annotations
 
 import abc
-import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.engine.acceptance import Acceptance
-from jspec.engine.round_size import RoundSize, round_sizes, sizes_of
+from jspec.engine.sizes import RoundSize, round_sizes, sizes_of
 
-MIN_SAMPLES = 3  # least number of timed dispatches of a depth before it is compared with others
-MAX_TRIES = 12  # most dispatches of a depth to collect MIN_SAMPLES timings, because its program may always fail
+MIN_SAMPLES = 3  # least number of timed dispatches of a size before it is compared with others
+MAX_TRIES = 12  # most dispatches of a size to collect MIN_SAMPLES timings, because its program may always fail
 MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance is compared with others
-WINDOW = 32  # number of newest timings of a size whose lower quartile is used
-PROBE_SHARE = 0.01  # share of the time to spend on depths that do not look best, to update their estimates
-PROMISE = 4  # exponent by which a probe prefers sizes of a high rate to those that ran least recently
-OPTIMISM = 0.2  # standard deviation of a row's tokens per round, as a share of their mean, times the errors allowed for
+WINDOW = 16  # number of newest timings of a size whose lower quartile is used
+PROBE_SHARE = 0.01  # share of the time to spend on sizes that do not look best, to update their estimates
 
 
 @dataclass(frozen=True)
@@ -88,15 +85,15 @@ class Adaptive(Policy):
     """A policy that chooses the size with the highest expected number of tokens per second.
 
     Without ``empty_seconds``, every size runs a few times in every bucket (compiled batch size) before sizes are
-    compared. With them, a size that was not timed counts as if it took that time, and as if a budget of nodes lost no
-    accepted token while there are nodes; so it runs only if it may be the best (optimism under uncertainty, as in UCB1,
-    doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then as a probe, mostly those that
-    are nearly as good or ran long ago. Probes are needed because time changes with the context and acceptance with the
-    text.
+    compared. With them, a size that was not timed counts as if it took that time, and a budget of nodes as if it
+    accepted what the whole tree does, up to its number of nodes; so a size runs only if it may be the best (optimism
+    under uncertainty, as in UCB1, doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then
+    as a probe, mostly those that are nearly as good or ran long ago. Probes are needed because time changes with the
+    context and acceptance with the text.
 
-    An estimate that is too good corrects itself, as its size runs; one that is too bad would stay. So a size takes the
-    lower quartile of its newest timings, as a prefill between two rounds or a busy host lengthens some of them, and its
-    tokens count for more the fewer rows they were learned from.
+    A time that is too short corrects itself, as its size runs; one that is too long would stay. A prefill between two
+    rounds or a busy host lengthens some timings. So a size takes the newest of its timings or the lower quartile,
+    whichever is less.
 
     Args:
         depths: draft depths to choose from, ascending.
@@ -129,7 +126,7 @@ class Adaptive(Policy):
     def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
         useful = self._useful(bucket, max(caps, default=0))
         untried = [size for size in useful if self._must_try(bucket, size)]
-        size = untried[-1] if untried else self._best_or_stalest(bucket, useful, caps)
+        size = untried[-1] if untried else self._best_or_probe(bucket, useful, caps)
         self._num_dispatches += 1
         self._last_run[bucket, size] = self._num_dispatches
         self._tries[bucket, size] += 1
@@ -145,28 +142,26 @@ class Adaptive(Policy):
     def rate(self, bucket: int, size: RoundSize, caps: Sequence[int]) -> float:
         """Return the expected tokens per second of a batch with rounds of a size; 0 if its time is unknown."""
         seconds = self._expected_seconds(bucket)
-        return self._expected_tokens(size, Counter(caps)) / seconds[size] if size in seconds else 0.0
+        return self._expected_tokens(bucket, size, Counter(caps)) / seconds[size] if size in seconds else 0.0
 
-    def _expected_tokens(self, size: RoundSize, rows_by_cap: Counter[int]) -> float:
+    def _expected_tokens(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
-        own = self._acceptance[size]
-        expected = own.expected if own.rows >= MIN_ROWS or not self._empty_seconds else self._whole.expected
-        rows = sum(rows_by_cap.values())
+        own, rows = self._acceptance[size], sum(rows_by_cap.values())
+        is_known = own.rows >= MIN_ROWS or not self._empty_seconds
+        expected = own.expected if is_known else self._whole.expected
         accepted = sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
-        return rows + (accepted if size.nodes is None else min(accepted, size.nodes * rows))
+        if size.nodes is not None and not is_known:
+            accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
+        return rows + accepted
 
     def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
         """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
         timings = {size: self._seconds[bucket, size] for size in self._sizes}
-        measured = {size: sorted(own)[(len(own) - 1) // 4] for size, own in timings.items() if own}
+        measured = {size: min(own[-1], sorted(own)[(len(own) - 1) // 4]) for size, own in timings.items() if own}
         empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
         untimed = {size for size in empty if self._is_untimed(bucket, size)}
         factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & measured.keys() - untimed)])
         return measured | {size: min([factor * empty[size], *timings[size]]) for size in untimed}
-
-    def _doubt(self, size: RoundSize) -> float:
-        """Return by which share the expected number of tokens may be too low."""
-        return 0.0 if size.depth == 0 else OPTIMISM / math.sqrt(self._acceptance[size].weight(0, self._num_dispatches))
 
     def _must_try(self, bucket: int, size: RoundSize) -> bool:
         """Return whether a size must run before sizes are compared, because no bound of its speed is known."""
@@ -189,16 +184,17 @@ class Adaptive(Policy):
     def _is_untimed(self, bucket: int, size: RoundSize) -> bool:
         return len(self._seconds[bucket, size]) < MIN_SAMPLES and self._tries[bucket, size] < MAX_TRIES
 
-    def _best_or_stalest(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
+    def _best_or_probe(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
         """Return the size that may have the highest rate, or another one if the saved time allows a probe."""
         rows_by_cap, seconds = Counter(caps), self._expected_seconds(bucket)
-        rates = {size: self._expected_tokens(size, rows_by_cap) / seconds[size] for size in sizes if size in seconds}
-        optimistic = {size: rate * (1 + self._doubt(size)) for size, rate in rates.items()}
-        best = max(reversed(sizes), key=lambda size: optimistic.get(size, 0.0))
+        rates = {
+            size: self._expected_tokens(bucket, size, rows_by_cap) / seconds[size] for size in sizes if size in seconds
+        }
+        best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
         others = [size for size in rates if size != best]
         if others:
             ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
-            probe = max(others, key=lambda size: ages[size] * (rates[size] / rates[best]) ** PROMISE)
+            probe = max(others, key=lambda size: ages[size] * rates[size])
             if self._probe_seconds >= seconds[probe]:
                 self._probe_seconds = 0.0
                 return probe

@@ -23,8 +23,8 @@ from jspec.engine.penalty_input import pack_controls
 from jspec.engine.program_choice import ProgramChoice, prefill_key
 from jspec.engine.prompt_input import pack_pending_rows, pack_piece
 from jspec.engine.request import Request
-from jspec.engine.round_size import RoundSize, sizes_of
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.engine.sizes import RoundSize, sizes_of
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.models.quantize import check_device, quantized_as

@@ -11,9 +11,9 @@ from itertools import product
 from jspec import verify
 from jspec.core.config import EngineConfig
 from jspec.engine.request import Request
-from jspec.engine.round_size import RoundSize, sizes_of
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.scheduler import PrefillPlan, RoundPlan
+from jspec.engine.sizes import RoundSize, sizes_of
 from jspec.step.executable_key import ExecutableKey, Kind
 
 

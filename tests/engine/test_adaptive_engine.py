@@ -31,7 +31,7 @@ from jspec import (
 )
 from jspec.engine.draft_length import MIN_SAMPLES, Adaptive, DispatchResult, Fixed, Policy
 from jspec.engine.prometheus import Gauges, Latencies, exposition
-from jspec.engine.round_size import RoundSize
+from jspec.engine.sizes import RoundSize
 from jspec.engine.stopwatch import Stopwatch
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey

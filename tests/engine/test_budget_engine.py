@@ -12,9 +12,9 @@ import pytest
 
 from jspec import DFlash, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.draft.base import Drafter
-from jspec.engine import round_size
+from jspec.engine import sizes
 from jspec.engine.draft_length import DispatchResult, Policy
-from jspec.engine.round_size import RoundSize
+from jspec.engine.sizes import RoundSize
 from tests.support import small, tiny
 from tests.support.recordings import recording
 
@@ -26,7 +26,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8], [1, 1, 2, 3, 5, 8, 13], [6
 
 @pytest.fixture(autouse=True)
 def budgets_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_size, "BUDGET_ROWS", 2)
+    monkeypatch.setattr(sizes, "BUDGET_ROWS", 2)
 
 
 class Random(Policy):

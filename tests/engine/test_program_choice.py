@@ -12,7 +12,7 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.request import Request
-from jspec.engine.round_size import RoundSize
+from jspec.engine.sizes import RoundSize
 from jspec.step.executable_key import ExecutableKey
 from tests.support import lettered, small
 

@@ -18,7 +18,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
 from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.cfg_matcher import Matcher
-from jspec.engine.round_size import RoundSize
+from jspec.engine.sizes import RoundSize
 from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distributed
-from jspec.engine import round_size
-from jspec.engine.round_size import RoundSize
+from jspec.engine import sizes as round_sizes
+from jspec.engine.sizes import RoundSize
 from jspec.step import memory
 from tests.support import lettered, small, tiny
 from tests.support.brittle import Fault
@@ -141,7 +141,7 @@ def plain() -> None:
 
 def sized() -> None:
     """Run rounds of all sizes in turns, timed ahead; some verify a part of the draft nodes."""
-    round_size.BUDGET_ROWS = 2
+    round_sizes.BUDGET_ROWS = 2
     model = tiny.model(small.VOCAB, layers=1, seed=3)
     own = engine(drafter=DraftModel(model, "topk:9,3,3"), adaptive=True, draft_nodes=(1, 2), compile_ahead=True)
     say(len(own.core.runner.round_seconds))

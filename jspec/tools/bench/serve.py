@@ -30,8 +30,8 @@ from jspec.engine.build import policy_of
 from jspec.engine.draft_length import Fixed, Policy
 from jspec.engine.metrics import Metrics
 from jspec.engine.request import Completion, Request
-from jspec.engine.round_size import halvings, portions
 from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.sizes import halvings, portions
 from jspec.tools.bench import random_models
 from jspec.tools.bench.load import Arrival, Load
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
@@ -144,8 +144,8 @@ class Setting:
     @property
     def label(self) -> str:
         depth = "" if self.depth is None else f", depth {self.depth}"
-        most = "all requests at once" if self.max_concurrency is None else f"{self.max_concurrency} requests at once"
-        return f"{tree_name(self.tree)}{depth}, {most}{'' if self.overlap else ', no overlap'}"
+        most = "" if self.max_concurrency is None else f", at most {self.max_concurrency} at once"
+        return f"{tree_name(self.tree)}{depth}{most}{'' if self.overlap else ', no overlap'}"
 
     @property
     def engine(self) -> tuple[Tree | None, bool]:
@@ -279,8 +279,8 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
     if policy is not None:
         engine.policy = policy
     log = serve(engine, arrivals, max_concurrency=setting.max_concurrency)
-    tokens = sum(one.pieces[-1][1] for one in log.served if one.pieces)
-    print(f"{setting.label}: {tokens / log.seconds:.0f} tokens/s", file=sys.stderr, flush=True)  # a long run is watched
+    rate = figures_of(setting, log)["output_throughput"]
+    print(f"{setting.label}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
     return log
 
 
