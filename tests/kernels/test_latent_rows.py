@@ -174,7 +174,7 @@ def test_rows_of_a_latent_cache_on_a_gpu_are_written_where_they_are_valid(pool: 
     check_append("bfloat16", pool, "pallas", deterministic=False)
 
 
-REFUSED = {  # changes of arguments that fit, and the error
+REFUSED: dict[str, Any] = {  # changes of arguments that fit, and the error
     "rows narrower than the pools": ({"rows": (2, 3, 63)}, {}, "of at most 63 channels together"),
     "latent vectors that begin too late": ({}, {"first": 1}, "of at most 63 channels together"),
     "pools of two heads": ({"k_pool": (11, 2, 4, 16), "v_pool": (11, 2, 4, 48)}, {}, r"pools must be \[pages, 1, page"),
@@ -203,9 +203,9 @@ def test_sizes_of_latent_rows_that_do_not_fit_each_other_are_refused(name: str) 
         append_latent(*(jnp.ones(shape) for shape in (shapes | changed).values()), *where, **options)
 
     run({}, {})
-    *changes, error = REFUSED[name]
+    changed, options, error = REFUSED[name]
     with pytest.raises(ValueError, match=error):
-        run(*changes)
+        run(changed, options)
 
 
 def test_donated_pools_of_a_latent_cache_are_written_in_place() -> None:
