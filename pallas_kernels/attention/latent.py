@@ -121,6 +121,25 @@ def _append_pallas(
     return q.reshape(*valid.shape, *q.shape[1:]), *pools
 
 
+def _check_sizes(k_pool, v_pool, queries, weight, rows, cos_sin, valid, *, first_query, first):
+    check_pools(k_pool, v_pool)
+    rotated, size = k_pool.shape[3], v_pool.shape[3]
+    if first + rotated + size > rows.shape[-1] or k_pool.shape[1] != 1:
+        expected = f"[pages, 1, page, _] of at most {rows.shape[-1] - first} channels together"
+        raise ValueError(f"pools must be {expected}, got {k_pool.shape} and {v_pool.shape}")
+    heads, inner, out = weight.shape
+    if out != size:
+        raise ValueError(f"weight must be [H, K, {size}], as wide as v_pool, got {weight.shape}")
+    if queries.shape[-1] < (columns := first_query + heads * (inner + rotated)):
+        expected = f"at least {columns} wide, {heads} heads of {inner} + {rotated} columns from {first_query} on"
+        raise ValueError(f"queries must be {expected}, got {queries.shape[-1]}")
+    if queries.shape[:2] != valid.shape or rows.shape[:2] != valid.shape:
+        raise ValueError(f"queries and rows must begin with {valid.shape}, got {queries.shape} and {rows.shape}")
+    wanted = (*valid.shape, rotated // 2)
+    if cos_sin.shape[0] not in (2, 4) or cos_sin.shape[1:] != wanted:
+        raise ValueError(f"cos_sin must be {(2, *wanted)}, or 4 tables, got {cos_sin.shape}")
+
+
 @functools.partial(jax.jit, static_argnames=("first_query", "first", "deterministic", "implementation"))
 def append_latent(
     k_pool: Pool,
@@ -161,12 +180,10 @@ def append_latent(
         are donated.
 
     Raises:
+        ValueError: sizes do not fit each other.
         NotImplementedError: implementation is "pallas", and the kernel does not support the sizes or dtypes.
     """
-    check_pools(k_pool, v_pool)
-    if first + k_pool.shape[3] + v_pool.shape[3] > rows.shape[-1] or k_pool.shape[1] != 1:
-        expected = f"[pages, 1, page, _] of at most {rows.shape[-1] - first} channels together"
-        raise ValueError(f"pools must be {expected}, got {k_pool.shape} and {v_pool.shape}")
+    _check_sizes(k_pool, v_pool, queries, weight, rows, cos_sin, valid, first_query=first_query, first=first)
     options = {"starts": (first_query, first), "deterministic": deterministic}
     kernel, reference = (functools.partial(run, **options) for run in (_append_pallas, _append_reference))
     reason = unsupported(queries, weight)

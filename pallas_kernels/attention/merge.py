@@ -12,8 +12,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention.softmax import sink_weight
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 
-MERGED = 16  # largest number of splits that `merge_and_quantize_kernel` reads
-
 
 class MergeShape(NamedTuple):
     """The static sizes of one call of the merging kernel."""

@@ -39,10 +39,10 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import attend_kernel
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
-from pallas_kernels.attention.merge import MERGED, MergeShape, merge_and_quantize_kernel, merge_kernel
+from pallas_kernels.attention.merge import MergeShape, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
-from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
+from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
@@ -63,6 +63,7 @@ def quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
 
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, **options):
     sizes = {"new_rows": new_rows, "start": start, "window": window, "chunk": chunk}
+    sizes["quantized"] = options["quantize_output"]
     tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
     bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
     return _run(q, k_pool, v_pool, page_table, lengths, bits, sinks, tiles=tiles, **options)

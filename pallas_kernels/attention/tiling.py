@@ -17,9 +17,10 @@ FIXED_SPLITS = 8  # splits of a context in deterministic attention, at any batch
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores
 LEAST_SPLIT = 128  # smallest split in rows of context; one program reads fewer rows before a second one has started
 ENOUGH = 512  # rows of context with which one program keeps a multiprocessor busy
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132  # of an H100 or H200; with at most so many programs, each has a multiprocessor to itself
 FULL = 264  # programs that fill the GPU: two large programs (four warps each) on each of 132 multiprocessors
 SPARE = 8  # the GPU counts as filled with this number of programs fewer than FULL
+MERGED = 16  # largest number of splits that one kernel merges and quantises
 LONG = 4096  # contexts with more rows are split among small programs even for many sequences
 SHORT = 128  # largest size of a row of K in bytes at which instructions, not memory reads, limit the speed
 
@@ -77,6 +78,7 @@ def choose_tiles(
     window: int | None,
     wide: bool,
     chunk: int | None = None,
+    quantized: bool = False,
 ) -> Tiles:
     """Chooses tile sizes so that each multiprocessor runs about two large programs or four small programs.
 
@@ -88,6 +90,8 @@ def choose_tiles(
         q, k_pool, page_table, bits, new_rows, start, window, chunk: as in `paged_attention`; only shapes and dtypes of
             arrays are used.
         wide: whether the matrix products are computed in float32.
+        quantized: whether the result is quantised. Contexts that one kernel can merge and quantise are not split
+            further than that.
     """
     batch, queries, heads = q.shape[:3]
     kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
@@ -131,14 +135,17 @@ def choose_tiles(
     # multiprocessor.
     are_enough = load > FULL if small and is_long else load >= FULL - SPARE
     splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
-    # If these are so few that each program has a multiprocessor to itself, small programs become large, since no others
-    # read beside them. Then contexts are split until no multiprocessor is idle. The longest split decides the time, so
-    # there are only as many splits as make it shorter.
+    # If these are so few that each program has a multiprocessor to itself, small programs with tiles of fewer than 64
+    # rows become large, since no others read beside them. Then contexts are split until no multiprocessor is idle. The
+    # longest split decides the time, so there are only as many splits as make it shorter.
     if splits * programs <= MULTIPROCESSORS:
         if small and tile < 64:
             warps, tile = 4, 2 * tile
         tiles = pl.cdiv(rows_read, tile)
-        longest = pl.cdiv(tiles, MULTIPROCESSORS // programs)
+        most_splits = MULTIPROCESSORS // programs
+        if quantized and splits <= MERGED:
+            most_splits = min(most_splits, MERGED)  # more would need a kernel of their own to quantise
+        longest = pl.cdiv(tiles, most_splits)
         splits = max(splits, pl.cdiv(tiles, longest))
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large

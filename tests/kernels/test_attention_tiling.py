@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import HeadTransform, append_attention, paged_attention
 from pallas_kernels.attention.tiling import choose_tiles
 
 
@@ -74,6 +77,45 @@ def test_attention_tiling_gives_each_multiprocessor_a_program_if_there_are_few(b
     table = jax.ShapeDtypeStruct((batch, 67), jnp.int32)
     tiles = choose_tiles(q, k_pool, table, None, new_rows=queries, start=0, window=None, wide=False)
     assert (tiles.splits, tiles.tile, tiles.warps) == sizes
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "rows", "splits", "plain"),  # plain: splits of a context if the result is not quantised
+    [
+        (1, 4, 1072, 9, 17),
+        (5, 4, 1072, 9, 17),
+        (1, 4, 2048, 16, 32),
+        (1, 4, 2064, 33, 33),  # 17 splits of 128 rows are already too many for one kernel
+        (1, 8, 1072, 9, 9),
+        (1, 8, 2048, 16, 16),
+    ],
+)
+def test_attention_tiling_splits_contexts_for_one_kernel_that_merges_and_quantises(
+    queries, kv_heads, rows, splits, plain
+):
+    """The kernel merges at most 16 splits."""
+    q = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16)
+    pool, table = jax.ShapeDtypeStruct((9, kv_heads, 16, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, rows // 16), int)
+    options = {"new_rows": queries, "start": 0, "window": None, "wide": False}
+    found = [choose_tiles(q, pool, table, None, quantized=quantized, **options) for quantized in (True, False)]
+    assert [(tiles.splits, tiles.tile, tiles.warps) for tiles in found] == [(splits, 64, 4), (plain, 64, 4)]
+
+
+@pytest.mark.parametrize("rows", [1072, 2064])
+@pytest.mark.parametrize("appends", [False, True])
+def test_attention_of_short_contexts_is_quantised_by_the_kernel_that_merges_splits(appends, rows):
+    """One sequence, 4 KV heads."""
+    shape, floats = jax.ShapeDtypeStruct, jnp.bfloat16
+    pool, table, length = shape((9, 4, 16, 128), floats), shape((1, rows // 16), jnp.int32), shape((1,), jnp.int32)
+    if appends:
+        attend = partial(append_attention, heads=32, dtype=floats)
+        new = shape((1, 1, 1, 40 * 128), floats), HeadTransform(shape((2, 1, 1, 64), jnp.float32))
+        arguments = (pool, pool, *new, table, length, shape((1, 1), bool), None)
+    else:
+        attend, arguments = paged_attention, (shape((1, 1, 32, 128), floats), pool, pool, table, length, None)
+    program = str(jax.make_jaxpr(partial(attend, quantize_output=True, implementation="pallas"))(*arguments))
+    names = "paged_attention_merge_and_round", "quantize_rows"
+    assert [name in program for name in names] == [rows < 2048, rows > 2048]
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float8_e4m3fn)])

@@ -55,7 +55,7 @@ def tolerance(dtype: str) -> float:
 def queries_of(q: Any, weight: Any, tables: Any, **options: Any) -> Any:
     """Return the queries that `append_latent` computes for rows that it writes nowhere."""
     pools = [jnp.zeros((2, 1, 4, size), q.dtype) for size in (2 * tables.shape[-1], weight.shape[2])]
-    rows = jnp.zeros((*q.shape[:2], sum(pool.shape[3] for pool in pools)), q.dtype)
+    rows = jnp.ones((*q.shape[:2], sum(pool.shape[3] for pool in pools)), q.dtype)
     where = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(q.shape[:2], bool)
     out, *after = append_latent(*pools, q, weight, rows, tables, *where, first_query=START, **options)
     assert not any(pool.any() for pool in after)
@@ -174,13 +174,45 @@ def test_rows_of_a_latent_cache_on_a_gpu_are_written_where_they_are_valid(pool: 
     check_append("bfloat16", pool, "pallas", deterministic=False)
 
 
-def test_rows_that_do_not_fit_the_pools_are_refused_and_donated_pools_are_written_in_place() -> None:
+REFUSED: dict[str, Any] = {  # changes of arguments that fit, and the error
+    "rows narrower than the pools": ({"rows": (2, 3, 63)}, {}, "of at most 63 channels together"),
+    "latent vectors that begin too late": ({}, {"first": 1}, "of at most 63 channels together"),
+    "pools of two heads": ({"k_pool": (11, 2, 4, 16), "v_pool": (11, 2, 4, 48)}, {}, r"pools must be \[pages, 1, page"),
+    "a matrix of other latent vectors": (
+        {"weight": (2, 16, 47)},
+        {},
+        r"\[H, K, 48\], as wide as v_pool, got \(2, 16, 47",
+    ),
+    "queries of one head": ({"queries": (2, 3, 32)}, {}, "at least 64 wide, 2 heads of 16 \\+ 16 .* from 0 on, got 32"),
+    "queries that begin too late": ({}, {"first_query": 1}, "at least 65 wide, .* from 1 on, got 64"),
+    "queries of other sequences": ({"queries": (3, 2, 64)}, {}, r"begin with \(2, 3\), got \(3, 2, 64\)"),
+    "rows of other sequences": ({"rows": (1, 3, 64)}, {}, r"begin with \(2, 3\), got .* and \(1, 3, 64\)"),
+    "tables of another half": ({"cos_sin": (2, 2, 3, 4)}, {}, r"cos_sin must be \(2, 2, 3, 8\), .* got \(2, 2, 3, 4\)"),
+    "three tables": ({"cos_sin": (3, 2, 3, 8)}, {}, r"or 4 tables, got \(3, 2, 3, 8\)"),
+    "tables of one row": ({"cos_sin": (2, 2, 1, 8)}, {}, r"cos_sin must be \(2, 2, 3, 8\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_of_latent_rows_that_do_not_fit_each_other_are_refused(name: str) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"k_pool": (11, 1, 4, 16), "v_pool": (11, 1, 4, 48), "queries": (2, 3, 64)}
+    shapes |= {"weight": (2, 16, 48), "rows": (2, 3, 64), "cos_sin": (2, 2, 3, 8)}
+    where = jnp.zeros((2, 5), jnp.int32), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
+
+    def run(changed: dict[str, tuple[int, ...]], options: dict[str, int]) -> None:
+        append_latent(*(jnp.ones(shape) for shape in (shapes | changed).values()), *where, **options)
+
+    run({}, {})
+    changed, options, error = REFUSED[name]
+    with pytest.raises(ValueError, match=error):
+        run(changed, options)
+
+
+def test_donated_pools_of_a_latent_cache_are_written_in_place() -> None:
     k_pool, v_pool, table = cache("float32")
     rows, tables = jnp.ones((2, 3, LATENT + 2 * HALF)), jnp.ones((2, 2, 3, HALF))
     queries = jnp.ones((2, 3, 16 + 2 * HALF)), jnp.ones((1, 16, LATENT))
     where = jnp.asarray(table), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
-    with pytest.raises(ValueError, match="of at most 63 channels together"):
-        append_latent(k_pool, v_pool, *queries, rows[..., 1:], tables, *where)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     _, *out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, *queries, rows, tables, *where)
     assert [pool.unsafe_buffer_pointer() for pool in out] == before
