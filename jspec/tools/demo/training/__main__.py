@@ -48,13 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--data: expected a folder that --prepare wrote, got none")
         if options.prepare is not None:
             prepare.prepare(options.text, options.prepare, options.vocab, options.prompts)
+        if options.cut is not None:
+            from jspec.tools.demo.training.functions import cut_functions
+
+            cut_functions(data, options.cut)
         if options.out is not None:
             _train(options, data)
         if options.functions is not None:
             from jspec.tools.demo.training.functions import write_functions
 
             target, file = options.functions
-            write_functions(data, target, file, seed=options.seed, count=options.samples)
+            write_functions(data, target, file, seed=options.seed)
         if options.answers is not None:
             from jspec.tools.demo.training.answers import answer
 
@@ -111,11 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("TARGET", "FILE"),
         help="let a target write functions behind first lines of the text",
     )
-    parser.add_argument(
-        "--samples", type=int, default=4, help="texts of --functions behind each first line; default: 4"
-    )
+    parser.add_argument("--cut", type=Path, help="file to write the short functions and classes of the text to")
     parser.add_argument("--init", type=Path, help="folder of a target to begin with")
-    parser.add_argument("--own", type=Path, nargs="+", help="files of --functions to train on too")
+    parser.add_argument("--own", type=Path, nargs="+", help="files of --cut and --functions to train on too")
     parser.add_argument(
         "--sharpen",
         nargs=3,
