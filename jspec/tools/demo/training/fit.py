@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jspec.tools.demo.training.model import LINEAR, Attention, Shape, Weights, initial, losses
-from jspec.tools.demo.training.functions import Own
 from jspec.tools.demo.training.prepare import HELD, INDEX, STARTS, TRAIN
 
 
@@ -64,6 +63,18 @@ class Windows(NamedTuple):
     tokens: Int[np.ndarray, "rows longer"]
     is_text: np.ndarray  # bool [rows, size]: which of the predicted tokens belong to the text
     bytes: int  # of all rows
+
+
+class Own(NamedTuple):
+    """Texts of functions and classes as rows of tokens; each stands between two end tokens.
+
+    Attributes:
+        tokens: the tokens, padded with end tokens.
+        signs: what to learn of each token but the first: 1: it follows, -1: it should not follow, 0: nothing.
+    """
+
+    tokens: np.ndarray  # int [texts, longer]
+    signs: np.ndarray  # int8 [texts, size]
 
 
 def fit(
@@ -129,11 +140,11 @@ def report(done: int, total: int, loss: float, rate: float, began: float) -> Non
 
 def prepared(
     shape: Shape, recipe: Recipe, init: Weights | None = None
-) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
+) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""], Own | None], tuple[State, Float[Array, ""]]]]:
     """Return the state before the first update, and the compiled program of an update.
 
-    The program takes a state, all tokens, the starts of blocks and the number of all updates, and returns the new state
-    and the loss.
+    The program takes a state, all tokens, the starts of blocks, the number of all updates, and functions and classes if
+    there are any. It returns the new state and the loss.
     """
     optimizer = _optimizer(recipe)
     weights = initial(shape, jax.random.key(recipe.seed)) if init is None else init
@@ -142,11 +153,18 @@ def prepared(
     def loss_of(weights: Weights, rows: Int[Array, "rows longer"], own: Own | None) -> Float[Array, ""]:
         cast = jax.tree.map(lambda value: value.astype(recipe.dtype), weights)
         loss = jnp.mean(losses(cast, rows, shape, recipe.attention))
-        return loss if own is None else loss + own_loss(losses(cast, own.tokens, shape, recipe.attention), own.signs)
+        if own is None:
+            return loss
+        texts, signs = map(jnp.asarray, own)
+        return loss + own_loss(losses(cast, texts, shape, recipe.attention), signs)
 
     @partial(jax.jit, donate_argnums=0)
     def update(
-        state: State, tokens: Int[Array, "tokens"], blocks: Int[Array, "blocks"], total: Float[Array, ""], own: Any
+        state: State,
+        tokens: Int[Array, "tokens"],
+        blocks: Int[Array, "blocks"],
+        total: Float[Array, ""],
+        own: Own | None,
     ) -> tuple[State, Float[Array, ""]]:
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
         rows = drawn(key, tokens, blocks, recipe.rows, shape.context + 1)

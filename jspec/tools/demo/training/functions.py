@@ -12,14 +12,14 @@ import ast
 import json
 import textwrap
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from jspec.tools.demo.training.evaluate import first_lines, is_python, statement_end
+from jspec.tools.demo.training.fit import Own
 from jspec.tools.demo.training.prepare import TOKENIZER, TRAIN
 from jspec.tools.demo.training.sample import END, samples
 
@@ -29,18 +29,6 @@ HEATS = (0.0, 0.4, 0.7, 1.0)  # temperatures of the samples behind a first line
 BYTES = 5  # characters a token that a text has at most, to be looked at
 REPEATED = 0.35  # a text that deflate shortens to less than this part repeats itself
 AGAIN = 8  # tokens that are a repetition if they stood in the text before
-
-
-class Own(NamedTuple):
-    """Texts of functions and classes as rows of tokens; each stands between two end tokens.
-
-    Attributes:
-        tokens: the tokens, padded with end tokens.
-        signs: what to learn of each token but the first: 1: it follows, -1: it should not follow, 0: nothing.
-    """
-
-    tokens: np.ndarray  # uint16 [texts, SIZE + 1]
-    signs: np.ndarray  # int8 [texts, SIZE]
 
 
 def cut_functions(data: Path, out: Path) -> None:
@@ -168,5 +156,6 @@ def again(ids: Sequence[int]) -> np.ndarray:
     return found
 
 
-def _write(out: Path, texts) -> None:
+def _write(out: Path, texts: Iterable[tuple[str, bool]]) -> None:
+    """Write texts, each with whether it is a good one."""
     out.write_text("".join(f"{json.dumps({'text': text, 'is_good': is_good})}\n" for text, is_good in texts))
