@@ -356,10 +356,12 @@ def test_rows_of_functions_are_learnt_with_their_ends_and_the_repetitions_of_loo
 ) -> None:
     file, texts = tmp_path / "own.jsonl", ["def f():\n    return 1", "class A:\n    pass\n\n", LOOP]
     file.write_text("".join(f"{json.dumps({'text': text, 'is_good': text != LOOP})}\n" for text in texts))
-    own = functions.read_functions([file, file], data)
+    small = tmp_path / "small.jsonl"
+    small.write_text(file.read_text().splitlines()[0])
+    own = functions.read_functions([file, small], data)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     assert own.tokens.shape == (6, functions.SIZE + 1) and own.signs.shape == (6, functions.SIZE)
-    for tokens, signs, wanted in zip(*own, texts * 2, strict=True):
+    for tokens, signs, wanted in zip(*own, texts + texts[:1] * 3, strict=True):
         size = len(tokenizer.encode(f"{wanted.rstrip()}\n", add_special_tokens=False).ids)
         assert tokenizer.decode(tokens[1 : size + 1].tolist()) == f"{wanted.rstrip()}\n"
         assert tokens[0] == 0 and (tokens[size + 1 :] == 0).all()

@@ -14,6 +14,7 @@ import textwrap
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -131,9 +132,17 @@ def repeats(text: str) -> bool:
 
 
 def read_functions(files: Sequence[Path], data: Path) -> Own:
-    """Return the texts of some files as rows to train on."""
+    """Return the texts of some files as rows to train on; smaller files are repeated to the rows of the largest."""
     tokenizer = Tokenizer.from_file(str(data / TOKENIZER))
-    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = [_rows([json.loads(line) for line in file.read_text().splitlines()], tokenizer) for file in files]
+    most = max(len(one.tokens) for one in found)
+    return Own(
+        *(np.concatenate([np.resize(x, (most, *x.shape[1:])) for x in parts]) for parts in zip(*found, strict=True))
+    )
+
+
+def _rows(found: list[dict[str, Any]], tokenizer: Tokenizer) -> Own:
+    """Return texts as rows."""
     rows = tokenizer.encode_batch([f"{one['text'].rstrip()}\n" for one in found])
     own = Own(np.full((len(rows), SIZE + 1), END, np.uint16), np.zeros((len(rows), SIZE), np.int8))
     for tokens, signs, row, one in zip(*own, rows, found, strict=True):
