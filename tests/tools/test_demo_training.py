@@ -421,11 +421,20 @@ def test_functions_are_good_if_they_parse_and_do_not_repeat_themselves(text: str
     assert functions.good(text) is expected
 
 
-def test_functions_are_the_good_samples_that_end_and_the_greedy_ones_that_repeat_themselves(
+def test_functions_are_the_shortest_good_samples_and_the_greedy_ones_that_repeat_themselves(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = "\n" + "    a.append(1)\n" * 12
-    texts = ["\n    return 1\nx", "\n    return 2\n", loop, "\n    pass", "\n    4", "\n    5\n", loop, "\n  6\n6"]
+    texts = [
+        "\n    return 1\nx",
+        "\n    return 2\n",
+        loop,
+        "\n    pass",
+        "\n    4\nx",
+        "\n    50000\n",
+        loop,
+        "\n  6\n6",
+    ]
     given: list[Any] = []
 
     def samples(*arguments: Any, **options: Any) -> list[sample.Sample]:
@@ -440,14 +449,12 @@ def test_functions_are_the_good_samples_that_end_and_the_greedy_ones_that_repeat
     out = tmp_path / "own.jsonl"
     functions.write_functions(data, data, out, seed=7)
     written = [tuple(json.loads(line).values()) for line in out.read_text().splitlines()]
-    good = ["def f():\n    return 1\n", "class A:\n    return 2\n"]
-    assert written[:2] == [(text, True) for text in good]
-    assert written[2:] == [
+    assert written == [
+        ("def f():\n    4\n", True),
+        ("class A:\n    return 2\n", True),
         (f"def g(a):{loop}", False),
-        ("def h():\n    pass", True),
-        ("class A:\n    5\n", True),
         ("def h():\n  6\n", True),
-    ], "only greedy loops are kept"
+    ], "the shortest good one behind each line, and greedy loops"
     assert given == [(data, lines * 2, [0.0] * 4 + [0.5] * 4, functions.SIZE + 1, {"seed": 7})]
 
 

@@ -24,7 +24,7 @@ from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
 TARGET, HEAD, DFLASH = FOLDER / "target", FOLDER / "head", FOLDER / "dflash_head"
-PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
+PROMPT = 'class Cache:\n    """A cache of results."""\n\n    def __init__(self'
 TOKENS = 96
 LENGTH = 3  # draft tokens per round
 NAME = "demo"  # name of the embedded pair on the command line

@@ -2,8 +2,8 @@
 
 Decoded greedily, a small model that only read text repeats itself until the context is full. Here are the texts that
 teach it to end: functions and classes of the text, each cut out; those that the target itself samples behind first
-lines, if they end, parse and do not repeat themselves (rejection sampling, arXiv:2308.01825); and its greedy loops,
-whose repeated tokens are made less probable (arXiv:1908.04319, section 5.2).
+lines, of which the shortest that ends, parses and does not repeat itself is kept (rejection sampling,
+arXiv:2308.01825); and its greedy loops, whose repeated tokens are made less probable (arXiv:1908.04319, section 5.2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jspec.tools.demo.training.prepare import TOKENIZER, TRAIN
 from jspec.tools.demo.training.sample import END, samples
 
 LINE, SIZE = 64, 320  # most tokens of a first line, and of a text with the end token behind it
-LINES = 6000  # first lines that a target completes
+LINES = 4096  # first lines that a target completes
 HEATS = (0.0, 0.4, 0.7, 1.0)  # temperatures of the samples behind a first line
 BYTES = 5  # characters a token that a text has at most, to be looked at
 REPEATED = 0.35  # a text that deflate shortens to less than this part repeats itself
@@ -80,8 +80,8 @@ def write_functions(data: Path, target: Path, out: Path, *, seed: int) -> None:
     Args:
         data: folder of `jspec.tools.demo.training.prepare.prepare`.
         target: folder of the target.
-        out: file to write, with a line for each text that is `good`, and for each greedy one that repeats itself
-            without end.
+        out: file to write, with a line for the shortest `good` text behind each first line, and for each greedy one
+            that repeats itself without end.
         seed: seed of the samples.
     """
     tokenizer = Tokenizer.from_file(str(target / TOKENIZER))
@@ -90,16 +90,17 @@ def write_functions(data: Path, target: Path, out: Path, *, seed: int) -> None:
     lines = [line for line in chosen if len(tokenizer.encode(line).ids) <= LINE]
     heats = [heat for heat in HEATS for _ in lines]
     found = samples(target, lines * len(HEATS), heats, SIZE + 1, seed=seed)
-    kept: dict[str, bool] = {}
+    kept: dict[tuple[str, bool], str] = {}
     for line, heat, one in zip(lines * len(HEATS), heats, found, strict=True):
         text = f"{line}{one.text}"
         whole = function(text, has_ended=one.has_ended)
-        if whole is not None and good(whole):
-            kept[whole] = True
-        elif whole is None and heat == 0 and repeats(text):
-            kept[text] = False
-    _write(out, kept.items())
-    print(f"{out}: {sum(kept.values())} good ones and {len(kept) - sum(kept.values())} loops of {len(heats)} texts")
+        is_good = whole is not None and good(whole)
+        if is_good or (whole is None and heat == 0 and repeats(text)):
+            text = whole or text
+            kept[line, is_good] = min(kept.get((line, is_good), text), text, key=len)
+    _write(out, ((text, is_good) for (_, is_good), text in kept.items()))
+    count = sum(is_good for _, is_good in kept)
+    print(f"{out}: {count} good ones and {len(kept) - count} loops behind {len(lines)} first lines")
 
 
 def function(text: str, *, has_ended: bool) -> str | None:
