@@ -431,7 +431,7 @@ def test_functions_are_the_shortest_good_samples_and_the_greedy_ones_that_repeat
         loop,
         "\n    pass",
         "\n    4\nx",
-        "\n    50000\n",
+        "\n    500000000000000\n",
         loop,
         "\n  6\n6",
     ]
