@@ -33,7 +33,7 @@ EXPLANATION = """mean acceptance length: tokens per forward pass of the target; 
 speed-up: this target is only 1.5 times as large as its head, and a CPU takes longer for several tokens than for one;
 a round of an 8B target on a GPU takes 1.24 times as long as a plain step (README.md)"""
 NEXT = """next:
-  jspec generate --target demo --eagle3 demo "def main("
+  jspec generate --target demo --eagle3 demo "def parse_args(argv"
   jspec chat --target meta-llama/Llama-3.1-8B-Instruct --eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
   notebooks/1_quickstart.ipynb shows the same from Python"""
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), dtype="float32")
