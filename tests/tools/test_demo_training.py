@@ -348,28 +348,58 @@ def test_sharpened_target_has_the_logits_of_the_other_times_the_factor(folder: P
     np.testing.assert_allclose(logits[2], 2 * logits[1], rtol=1e-6)
 
 
-def test_training_goes_on_with_given_weights_and_texts_that_begin_half_of_the_rows(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LOOP = "def g(a):\n" + "    a.append(1)\n" * 12
+
+
+def test_rows_of_functions_are_learnt_with_their_ends_and_the_repetitions_of_loops_are_not(
+    data: Path, tmp_path: Path
 ) -> None:
-    file, texts = tmp_path / "own.jsonl", ["def f():\n    return 1", "class A:\n    pass\n\n"]
-    file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    own = functions.read_functions([file, file], data)
-    given: list[Any] = []
-
-    def update(state: fit.State, tokens: Any, blocks: Any, total: Any) -> tuple[fit.State, Any]:
-        given[:] = np.asarray(tokens), np.asarray(blocks)
-        return state, jnp.float32(0)
-
-    monkeypatch.setattr(fit, "prepared", lambda shape, recipe, init: (fit.State(init, (), jnp.int32(0)), update))
-    weights = sharp_weights()
-    assert fit.fit(data, SHAPE, RECIPE, updates=1, init=weights, own=own) is weights
-    tokens, blocks = given
-    assert np.array_equal(tokens[: -len(own[0])], np.load(data / prepare.TRAIN))
+    file, texts = tmp_path / "own.jsonl", ["def f():\n    return 1", "class A:\n    pass\n\n", LOOP]
+    file.write_text("".join(f"{json.dumps({'text': text, 'is_good': text != LOOP})}\n" for text in texts))
+    small = tmp_path / "small.jsonl"
+    small.write_text(file.read_text().splitlines()[0])
+    own = functions.read_functions([file, small], data)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
-    ends = [*blocks[1:] - 1, len(tokens)]
-    found = [tokenizer.decode(tokens[start:end].tolist()) for start, end in zip(blocks, ends, strict=True)]
-    assert found == [f"{text.rstrip()}\n" for text in texts] * 2
-    assert (tokens[blocks - 1] == 0).all(), "each is behind an end token"
+    assert own.tokens.shape == (6, functions.SIZE + 1) and own.signs.shape == (6, functions.SIZE)
+    for tokens, signs, wanted in zip(*own, texts + texts[:1] * 3, strict=True):
+        size = len(tokenizer.encode(f"{wanted.rstrip()}\n", add_special_tokens=False).ids)
+        assert tokenizer.decode(tokens[1 : size + 1].tolist()) == f"{wanted.rstrip()}\n"
+        assert tokens[0] == 0 and (tokens[size + 1 :] == 0).all()
+        if wanted == LOOP:
+            bad = "".join(tokenizer.decode(tokens[1:].tolist(), skip_special_tokens=False))
+            assert set(signs.tolist()) == {0, -1} and (signs[size:] == 0).all() and LOOP in bad
+            kept = tokenizer.decode(tokens[1:][signs == 0].tolist())
+            assert kept.startswith("def g(a):\n    a.append(1)\n") and kept.count("append") < 4
+        else:
+            assert (signs == (np.arange(functions.SIZE) <= size)).all(), "the text and one end token"
+
+
+def test_tokens_repeat_from_where_eight_of_them_stood_before() -> None:
+    ids = [*range(9), 99, *range(10), 7]
+    assert functions.again(ids).tolist() == [0] * 17 + [1, 1, 0, 0]
+
+
+def test_loss_of_functions_is_of_tokens_that_follow_and_of_others_that_do_not() -> None:
+    chances = np.array([[0.5, 0.2, 0.1], [0.9, 0.8, 0.3]])
+    signs = np.array([[1, 1, 0], [0, -1, -1]], np.int8)
+    wanted = -(math.log(0.5) + math.log(0.2) + math.log(1 - 0.8) + math.log(1 - 0.3)) / 4
+    assert float(fit.own_loss(jnp.asarray(-np.log(chances)), jnp.asarray(signs))) == pytest.approx(wanted, rel=1e-5)
+    surest = jax.grad(lambda nats: fit.own_loss(nats, jnp.asarray([[-1]])))(jnp.zeros((1, 1)))
+    assert np.isfinite(surest).all()
+
+
+def test_training_goes_on_with_given_weights_and_functions(data: Path) -> None:
+    tokens = np.random.default_rng(1).integers(1, SHAPE.vocab, (3, 17)).astype(np.uint16)
+    own = fit.Own(tokens, np.ones((3, 16), np.int8))
+    shape, recipe = replace(SHAPE, hidden=48), replace(RECIPE, own_rows=6)
+    init = model.initial(shape, jax.random.key(1))
+    before = float(model.losses(init, jnp.asarray(tokens, jnp.int32), shape).mean())
+    one = fit.fit(data, shape, recipe, updates=60, init=jax.tree.map(jnp.array, init), own=own)
+    other = fit.fit(data, shape, recipe, updates=60, init=jax.tree.map(jnp.array, init))
+    learnt, unread = (
+        float(model.losses(found, jnp.asarray(tokens, jnp.int32), shape).mean()) for found in (one, other)
+    )
+    assert learnt < before / 2 < unread
 
 
 def test_training_begins_with_the_given_weights(data: Path) -> None:
@@ -391,17 +421,18 @@ def test_functions_are_good_if_they_parse_and_do_not_repeat_themselves(text: str
     assert functions.good(text) is expected
 
 
-def test_functions_are_the_good_samples_that_end_behind_first_lines(
+def test_functions_are_the_shortest_good_samples_and_the_greedy_ones_that_repeat_themselves(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loop = "\n" + "    a.append(1)\n" * 12
     texts = [
         "\n    return 1\nx",
         "\n    return 2\n",
+        loop,
         "\n    pass",
-        "\n    return 3 +",
-        "\n    4",
-        "\n    5\n",
-        "\n",
+        "\n    4\nx",
+        "\n    500000000000000\n",
+        loop,
         "\n  6\n6",
     ]
     given: list[Any] = []
@@ -411,13 +442,47 @@ def test_functions_are_the_good_samples_that_end_behind_first_lines(
         return [sample.Sample(text, has_ended=index % 2 == 1) for index, text in enumerate(texts)]
 
     monkeypatch.setattr(functions, "samples", samples)
-    monkeypatch.setattr(functions, "first_lines", lambda found: ["def f():", "class A:"])
+    monkeypatch.setattr(functions, "HEATS", (0.0, 0.5))
+    lines = ["def f():", "class A:", "def g(a):", "def h():"]
+    monkeypatch.setattr(functions, "first_lines", lambda found: [*lines, "def " + "long" * functions.LINE])
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: SimpleNamespace(permutation=range))
     out = tmp_path / "own.jsonl"
-    functions.write_functions(data, data, out, seed=7, count=4)
-    written = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    expected = ["def f():\n    return 1\n", "class A:\n    return 2\n", "class A:\n    5\n", "class A:\n  6\n"]
-    assert written == expected, "one is not finished, three do not end"
-    assert given == [(data, ["def f():", "class A:"] * 4, [1.0] * 8, 384, {"seed": 7})]
+    functions.write_functions(data, data, out, seed=7)
+    written = [tuple(json.loads(line).values()) for line in out.read_text().splitlines()]
+    assert written == [
+        ("def f():\n    4\n", True),
+        ("class A:\n    return 2\n", True),
+        (f"def g(a):{loop}", False),
+        ("def h():\n  6\n", True),
+    ], "the shortest good one behind each line, and greedy loops"
+    assert given == [(data, lines * 2, [0.0] * 4 + [0.5] * 4, functions.SIZE + 1, {"seed": 7})]
+
+
+def test_statements_are_functions_methods_and_classes_up_to_each_of_their_statements() -> None:
+    source = "x = 1\nclass A(B):\n    y = 2\n\n    def f(self):\n        return 3\n\nasync def g():\n    pass\nz = 4\n"
+    whole = "class A(B):\n    y = 2\n\n    def f(self):\n        return 3\n"
+    assert [list(parts) for parts in functions.statements(source)] == [
+        ["class A(B):\n    y = 2\n", whole],
+        ["def f(self):\n    return 3\n"],
+        ["async def g():\n    pass\n"],
+    ]
+
+
+def test_cut_functions_are_short_ones_and_classes_as_far_as_they_fit(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "def g():\n" + "".join(f"    name_{line} = {line}\n" for line in range(99))
+    source = "class A:\n    y = 2\n\n" + "".join(f"    name_{line} = {line}\n" for line in range(99))
+    monkeypatch.setattr(
+        functions, "documents", lambda data: [f"{long}\n{source}\ndef f():\n    return 1\n", "Title\n====="]
+    )
+    out = tmp_path / "cut.jsonl"
+    functions.cut_functions(data, out)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    first, second = (one["text"] for one in found)
+    size = len(Tokenizer.from_file(str(data / "tokenizer.json")).encode(first).ids)
+    assert functions.SIZE - 12 < size <= functions.SIZE and source.startswith(first)
+    assert second == "def f():\n    return 1\n" and all(one["is_good"] for one in found)
 
 
 @pytest.mark.parametrize(

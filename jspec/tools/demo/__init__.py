@@ -1,10 +1,11 @@
 """Runs `jspec demo`, which shows speculative decoding with a small pair of models of this package.
 
 The target is a Llama model with 7 layers and 2,048 tokens, which writes Python; `jspec.tools.demo.training` made it of
-the sources and the documentation of Python (their licence is beside the weights). Its logits are sharpened: at
-temperature 1 it writes as the trained weights do at 1 / 1.5, as models that are trained to answer are sharper than
-those that only read text. The drafter is an EAGLE-3.1 head of two layers that `jspec train` made for this target, as it
-made the DFlash head that is also here.
+the sources and the documentation of Python (their licence is beside the weights), and tuned it on functions that end:
+of 100 functions and classes that it writes greedily behind first lines of modules that it did not read, 95 end and
+parse. Its logits are sharpened: at temperature 1 it writes as the trained weights do at 1 / 1.5, as models that are
+trained to answer are sharper than those that only read text. The drafter is an EAGLE-3.1 head of two layers that `jspec
+train` made for this target, as it made the DFlash head that is also here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jspec.tools.table import table
 
 FOLDER = Path(__file__).parent
 TARGET, HEAD, DFLASH = FOLDER / "target", FOLDER / "head", FOLDER / "dflash_head"
-PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
+PROMPT = 'class Cache:\n    """A cache of results."""\n\n    def __init__(self'
 TOKENS = 96
 LENGTH = 3  # draft tokens per round
 NAME = "demo"  # name of the embedded pair on the command line
@@ -32,7 +33,7 @@ EXPLANATION = """mean acceptance length: tokens per forward pass of the target; 
 speed-up: this target is only 1.5 times as large as its head, and a CPU takes longer for several tokens than for one;
 a round of an 8B target on a GPU takes 1.24 times as long as a plain step (README.md)"""
 NEXT = """next:
-  jspec generate --target demo --eagle3 demo "def main("
+  jspec generate --target demo --eagle3 demo "def parse_args(argv"
   jspec chat --target meta-llama/Llama-3.1-8B-Instruct --eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
   notebooks/1_quickstart.ipynb shows the same from Python"""
 OPTIONS: dict[str, Any] = dict(slots=1, max_len=512, prefill_buckets=(128,), dtype="float32")

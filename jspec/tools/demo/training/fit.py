@@ -28,6 +28,7 @@ class Recipe:
 
     Attributes:
         rows: texts of an update.
+        own_rows: functions and classes of an update besides, if some are given.
         rate: highest learning rate.
         decay: weight decay of linear weights.
         warmup: updates until the highest learning rate; it falls linearly to 0 from there on.
@@ -38,6 +39,7 @@ class Recipe:
     """
 
     rows: int = 64
+    own_rows: int = 128
     rate: float = 8e-3
     decay: float = 0.1
     warmup: int = 200
@@ -63,6 +65,18 @@ class Windows(NamedTuple):
     bytes: int  # of all rows
 
 
+class Own(NamedTuple):
+    """Texts of functions and classes as rows of tokens; each stands between two end tokens.
+
+    Attributes:
+        tokens: the tokens, padded with end tokens.
+        signs: what to learn of each token but the first: 1: it follows, -1: it should not follow, 0: nothing.
+    """
+
+    tokens: np.ndarray  # int [texts, longer]
+    signs: np.ndarray  # int8 [texts, size]
+
+
 def fit(
     data: Path,
     shape: Shape,
@@ -71,7 +85,7 @@ def fit(
     minutes: float | None = None,
     updates: int = 0,
     init: Weights | None = None,
-    own: tuple[np.ndarray, np.ndarray] | None = None,
+    own: Own | None = None,
 ) -> Weights:
     """Train a target, print its progress, and return its weights in float32.
 
@@ -82,17 +96,14 @@ def fit(
         minutes: time to train for; the clock tells the number of updates.
         updates: updates to train for, if ``minutes`` is None.
         init: weights to begin with; None: random ones.
-        own: tokens of texts of the target itself, with which the prepared text goes on, and the places where they
-            begin. Then the half of the rows that begins with a block begins with one of these.
+        own: functions and classes to learn besides, as much as the text.
     """
     stored = np.load(data / TRAIN)
     if stored.max() >= shape.vocab:
         raise ValueError(f"vocab: expected at least {stored.max() + 1}, the tokens of {data}, got {shape.vocab}")
     blocks = np.load(data / STARTS)
-    if own is not None:
-        stored, blocks = np.concatenate([stored, own[0]]), own[1] + np.uint32(len(stored))
     state, update = prepared(shape, recipe, init)
-    tokens, blocks = jnp.asarray(stored), jnp.asarray(blocks)
+    tokens, blocks, random = jnp.asarray(stored), jnp.asarray(blocks), np.random.default_rng(recipe.seed)
     began = time.perf_counter()
     # With a time limit, the clock tells the number of updates after each chunk but the first, which compiles.
     total, done = (updates if minutes is None else 2**30), 0
@@ -100,7 +111,9 @@ def fit(
         start, chunk = time.perf_counter(), min(recipe.chunk, total - done)
         means = []
         for _ in range(chunk):
-            state, mean = update(state, tokens, blocks, jnp.float32(total))
+            places = None if own is None else random.integers(len(own.tokens), size=recipe.own_rows)
+            chosen = None if own is None else Own(own.tokens[places].astype(np.int32), own.signs[places])
+            state, mean = update(state, tokens, blocks, jnp.float32(total), chosen)
             means.append(mean)
         loss, done = float(jnp.mean(jnp.stack(means))), done + chunk
         seconds = time.perf_counter() - start
@@ -127,33 +140,52 @@ def report(done: int, total: int, loss: float, rate: float, began: float) -> Non
 
 def prepared(
     shape: Shape, recipe: Recipe, init: Weights | None = None
-) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""]], tuple[State, Float[Array, ""]]]]:
+) -> tuple[State, Callable[[State, Array, Array, Float[Array, ""], Own | None], tuple[State, Float[Array, ""]]]]:
     """Return the state before the first update, and the compiled program of an update.
 
-    The program takes a state, all tokens, the starts of blocks and the number of all updates, and returns the new state
-    and the loss.
+    The program takes a state, all tokens, the starts of blocks, the number of all updates, and functions and classes if
+    there are any. It returns the new state and the loss.
     """
     optimizer = _optimizer(recipe)
     weights = initial(shape, jax.random.key(recipe.seed)) if init is None else init
     state = State(weights, optimizer.init(weights), jnp.int32(0))
 
-    def loss_of(weights: Weights, rows: Int[Array, "rows longer"]) -> Float[Array, ""]:
+    def loss_of(weights: Weights, rows: Int[Array, "rows longer"], own: Own | None) -> Float[Array, ""]:
         cast = jax.tree.map(lambda value: value.astype(recipe.dtype), weights)
-        return jnp.mean(losses(cast, rows, shape, recipe.attention))
+        loss = jnp.mean(losses(cast, rows, shape, recipe.attention))
+        if own is None:
+            return loss
+        texts, signs = map(jnp.asarray, own)
+        return loss + own_loss(losses(cast, texts, shape, recipe.attention), signs)
 
     @partial(jax.jit, donate_argnums=0)
     def update(
-        state: State, tokens: Int[Array, "tokens"], blocks: Int[Array, "blocks"], total: Float[Array, ""]
+        state: State,
+        tokens: Int[Array, "tokens"],
+        blocks: Int[Array, "blocks"],
+        total: Float[Array, ""],
+        own: Own | None,
     ) -> tuple[State, Float[Array, ""]]:
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), state.step)
         rows = drawn(key, tokens, blocks, recipe.rows, shape.context + 1)
-        loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows)
+        loss, gradient = jax.value_and_grad(loss_of)(state.weights, rows, own)
         changes, moments = optimizer.update(gradient, state.moments, state.weights)
         rate = learning_rate(recipe, state.step, total)
         changed = jax.tree.map(lambda value, change: value + rate * change, state.weights, changes)
         return State(changed, moments, state.step + 1), loss
 
     return state, update
+
+
+def own_loss(nats: Float[Array, "rows size"], signs: Int[Array, "rows size"]) -> Float[Array, ""]:
+    """Return the mean of minus the log-probability of tokens that follow, and of that others do not follow.
+
+    Args:
+        nats: minus the log-probability of each token.
+        signs: 1: the token follows, -1: it should not, 0: it does not count.
+    """
+    unlikely = -jnp.log(-jnp.expm1(-jnp.maximum(nats, 1e-5)))
+    return jnp.sum(jnp.where(signs > 0, nats, jnp.where(signs < 0, unlikely, 0))) / jnp.sum(signs != 0)
 
 
 def drawn(
