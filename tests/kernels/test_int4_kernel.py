@@ -146,7 +146,7 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
 @pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (32, True)])
 @pytest.mark.parametrize("rows", [1, 5, 33, 170])
 def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(rows: int, group: int, has_zeros: bool) -> None:
-    rng, (out, inner) = np.random.default_rng(rows), (1344, 2048)
+    rng, (out, inner) = np.random.default_rng(rows), (1792, 2048)  # up to 32 rows tiles of 28 of gate, 28 of up
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // group))).astype(np.float32)
@@ -194,7 +194,9 @@ def test_hopper_tiles_of_unsupported_packed_weights_are_none() -> None:
     assert choose_tiles(8, (72, 16, 64), 16, BF16, 132) is None, "not a multiple of 64, 56 or 48 channels"
     assert choose_tiles(8, (2 * 32, 16, 64), 16, BF16, 132, gated=True)
     assert choose_tiles(8, (2 * 36, 16, 64), 16, BF16, 132, gated=True) is None, "36 channels of gate"
-    assert choose_tiles(8, (96, 14, 64), 14, BF16, 132) is None, "tiles of 48 channels with 14 scales of a row"
+    assert choose_tiles(8, (96, 24, 64), 48, BF16, 132)
+    assert choose_tiles(8, (96, 24, 64), 24, BF16, 132) is None, "tiles of 48 channels, zero points that are not copied"
+    assert choose_tiles(8, (96, 24, 64), 6, BF16, 132) is None, "tiles of 48 channels, scales that are not copied"
     assert choose_tiles(8, (256, 15, 64), 15, BF16, 132, parts=2) is None, "15 slices of k in two parts"
 
 

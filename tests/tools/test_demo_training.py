@@ -374,6 +374,14 @@ def test_rows_of_functions_are_learnt_with_their_ends_and_the_repetitions_of_loo
             assert (signs == (np.arange(functions.SIZE) <= size)).all(), "the text and one end token"
 
 
+@pytest.mark.parametrize(("lines", "got"), [("", "none"), ('{"text": "a = 1"}\n', "other ones")])
+def test_files_without_functions_are_refused_by_name(lines: str, got: str, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(lines)
+    with pytest.raises(ValueError, match=f"expected lines with text and is_good, got {got} in .*own.jsonl"):
+        functions.read_functions([file], data)
+
+
 def test_tokens_repeat_from_where_eight_of_them_stood_before() -> None:
     ids = [*range(9), 99, *range(10), 7]
     assert functions.again(ids).tolist() == [0] * 17 + [1, 1, 0, 0]

@@ -96,7 +96,7 @@ def fit(
         minutes: time to train for; the clock tells the number of updates.
         updates: updates to train for, if ``minutes`` is None.
         init: weights to begin with; None: random ones.
-        own: functions and classes to learn besides, as much as the text.
+        own: functions and classes to learn besides; their mean loss is added to that of the text.
     """
     stored = np.load(data / TRAIN)
     if stored.max() >= shape.vocab:

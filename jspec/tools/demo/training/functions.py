@@ -27,7 +27,7 @@ from jspec.tools.demo.training.sample import END, samples
 LINE, SIZE = 64, 320  # most tokens of a first line, and of a text with the end token behind it
 LINES = 4096  # first lines that a target completes
 HEATS = (0.0, 0.4, 0.7, 1.0)  # temperatures of the samples behind a first line
-BYTES = 5  # characters a token that a text has at most, to be looked at
+CHARACTERS = 5  # a text with more characters than these for each of its tokens at most is not tokenised
 REPEATED = 0.35  # a text that deflate shortens to less than this part repeats itself
 AGAIN = 8  # tokens that are a repetition if they stood in the text before
 
@@ -43,7 +43,7 @@ def cut_functions(data: Path, out: Path) -> None:
     """
     tokenizer = Tokenizer.from_file(str(data / TOKENIZER))
     found = [
-        [piece for piece in pieces if len(piece) <= BYTES * SIZE]
+        [piece for piece in pieces if len(piece) <= CHARACTERS * SIZE]
         for document in documents(data)
         if is_python(document)
         for pieces in statements(document)
@@ -133,13 +133,27 @@ def repeats(text: str) -> bool:
 
 
 def read_functions(files: Sequence[Path], data: Path) -> Own:
-    """Return the texts of some files as rows to train on; smaller files are repeated to the rows of the largest."""
+    """Return the texts of some files as rows to train on; smaller files are repeated to the rows of the largest.
+
+    Raises:
+        ValueError: a line of a file has not the fields that `_write` writes, or a file has no lines.
+    """
     tokenizer = Tokenizer.from_file(str(data / TOKENIZER))
-    found = [_rows([json.loads(line) for line in file.read_text().splitlines()], tokenizer) for file in files]
+    found = [_rows(_read(file), tokenizer) for file in files]
     most = max(len(one.tokens) for one in found)
     return Own(
         *(np.concatenate([np.resize(x, (most, *x.shape[1:])) for x in parts]) for parts in zip(*found, strict=True))
     )
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines or not all({"text", "is_good"} <= line.keys() for line in lines):
+        raise ValueError(
+            f"--own: expected lines with text and is_good, got {'other ones' if lines else 'none'} in {file}; "
+            "write the file by --cut or --functions"
+        )
+    return lines
 
 
 def _rows(found: list[dict[str, Any]], tokenizer: Tokenizer) -> Own:
