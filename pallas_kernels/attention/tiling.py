@@ -118,11 +118,13 @@ def choose_tiles(
     warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
 
     # Tile. A tile has 16 KiB of K and 16 KiB of V; for small programs 8 KiB each, because more of them run side by
-    # side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two bytes if heads
-    # are wide, because longer tiles would need too many registers.
+    # side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two or four bytes if
+    # heads are wide, because longer tiles would need too many registers.
     few = small or packed == MMA_ROWS
-    width = k_pool.dtype.itemsize if is_narrow else max(k_pool.dtype.itemsize, 2)
     pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
+    width = k_pool.dtype.itemsize
+    if width == 1 and not is_narrow:
+        width = 2 if wide or pools == 2 else 4
     tile = min(max(pools * (8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
 
     # Splits. Fill the GPU once with large programs, twice with small ones.
