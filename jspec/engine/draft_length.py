@@ -141,8 +141,16 @@ class Adaptive(Policy):
 
     def rate(self, bucket: int, size: RoundSize, caps: Sequence[int]) -> float:
         """Return the expected tokens per second of a batch with rounds of a size; 0 if its time is unknown."""
-        seconds = self._expected_seconds(bucket)
-        return self._expected_tokens(bucket, size, Counter(caps)) / seconds[size] if size in seconds else 0.0
+        return self._rates(bucket, [size], caps, self._expected_seconds(bucket)).get(size, 0.0)
+
+    def _rates(
+        self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int], seconds: Mapping[RoundSize, float]
+    ) -> dict[RoundSize, float]:
+        """Return the expected tokens per second of each size whose seconds are known."""
+        rows_by_cap = Counter(caps)
+        return {
+            size: self._expected_tokens(bucket, size, rows_by_cap) / seconds[size] for size in sizes if size in seconds
+        }
 
     def _expected_tokens(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
@@ -186,10 +194,8 @@ class Adaptive(Policy):
 
     def _best_or_probe(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
         """Return the size that may have the highest rate, or another one if the saved time allows a probe."""
-        rows_by_cap, seconds = Counter(caps), self._expected_seconds(bucket)
-        rates = {
-            size: self._expected_tokens(bucket, size, rows_by_cap) / seconds[size] for size in sizes if size in seconds
-        }
+        seconds = self._expected_seconds(bucket)
+        rates = self._rates(bucket, sizes, caps, seconds)
         best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
         others = [size for size in rates if size != best]
         if others:

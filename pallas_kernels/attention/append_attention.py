@@ -136,8 +136,7 @@ def _pallas(
     interpret,
 ):
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
-    sizes = {"new_rows": valid.shape[1], "start": start, "window": window, "chunk": chunk}
-    sizes["quantized"] = quantize_output
+    sizes = {"new_rows": valid.shape[1], "start": start, "window": window, "chunk": chunk, "quantized": quantize_output}
     tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
     bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
     pool_rows = written_rows(page_table, lengths, valid, k_pool.shape[2])

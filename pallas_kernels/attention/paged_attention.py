@@ -62,8 +62,8 @@ def quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
 
 
 def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, **options):
-    sizes = {"new_rows": new_rows, "start": start, "window": window, "chunk": chunk}
-    sizes["quantized"] = options["quantize_output"]
+    quantized = options["quantize_output"]
+    sizes = {"new_rows": new_rows, "start": start, "window": window, "chunk": chunk, "quantized": quantized}
     tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
     bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
     return _run(q, k_pool, v_pool, page_table, lengths, bits, sinks, tiles=tiles, **options)

@@ -76,6 +76,16 @@ class Log(NamedTuple):
     seconds: float  # seconds of the whole run, waiting for arrivals included
 
     @property
+    def good(self) -> list[Served]:
+        """The requests that ended without an error."""
+        return [one for one in self.served if one.completion is not None and one.completion.error is None]
+
+    @property
+    def output_tokens(self) -> int:
+        """The number of tokens of the requests that ended without an error."""
+        return sum(one.pieces[-1][1] for one in self.good)
+
+    @property
     def full_batch_throughput(self) -> float:
         """The tokens a second while all requests decode; nan if they never do at once."""
         begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
@@ -190,7 +200,7 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
     Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
     requests (time to first token, per output token after it, between pieces, to the end), and times of `Engine.step`.
     """
-    good = [one for one in log.served if one.completion is not None and one.completion.error is None]
+    good = log.good
     several = [one for one in good if one.pieces[-1][1] > 1]
     gaps = (b - a for one in good for (a, _), (b, _) in pairwise(one.pieces))
     spreads = {
@@ -201,7 +211,7 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
         "step": Spread.of(log.steps, 1e3),
     }
     metrics = sum((one.request.metrics for one in good), Metrics())
-    inputs, outputs = sum(len(one.arrival.prompt) for one in good), sum(one.pieces[-1][1] for one in good)
+    inputs, outputs = sum(len(one.arrival.prompt) for one in good), log.output_tokens
     shares = metrics.acceptance_per_position
     counts = {
         "tree": tree_name(setting.tree),
@@ -279,7 +289,7 @@ def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequ
     if policy is not None:
         engine.policy = policy
     log = serve(engine, arrivals, max_concurrency=setting.max_concurrency)
-    rate = figures_of(setting, log)["output_throughput"]
+    rate = log.output_tokens / log.seconds
     print(f"{setting.label}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)  # shows that a long load goes on
     return log
 

@@ -24,7 +24,8 @@ from jspec.tools.demo.training.fit import Own
 from jspec.tools.demo.training.prepare import TOKENIZER, TRAIN
 from jspec.tools.demo.training.sample import END, samples
 
-LINE, SIZE = 64, 320  # most tokens of a first line, and of a text with the end token behind it
+LINE = 64  # most tokens of a first line
+SIZE = 320  # most tokens of a text, its end token included
 LINES = 4096  # first lines that a target completes
 HEATS = (0.0, 0.4, 0.7, 1.0)  # temperatures of the samples behind a first line
 CHARACTERS = 5  # a text with more characters than these for each of its tokens at most is not tokenised
