@@ -8,17 +8,18 @@ from operator import mul
 import numpy as np
 from jaxtyping import Int
 
-PRIOR = 0.5  # acceptance probability assumed for a position that was never drafted
-MEMORY = 128.0  # weight limit of an acceptance estimate, in drafted rows
-STALE_MEMORY = 8.0  # weight to which an estimate without new results decays, in drafted rows
-HALF_LIFE = 256.0  # number of dispatches in which the weight above STALE_MEMORY halves
+PRIOR = 0.5  # acceptance probability assumed for the first position, with the weight of one drafted row
+PRIOR_WEIGHT = 16.0  # weight, in drafted rows, of the assumption that a position accepts like the one before it
+MEMORY = 128.0  # weight limit of a position's own results, in drafted rows
+HALF_LIFE = 256.0  # number of dispatches in which the weight of own results halves
 
 
 class Acceptance:
     """Estimates the acceptance probability of each draft position, given that all earlier positions were accepted.
 
-    A round counts for a position only if it drafted this position and accepted all earlier ones. So the estimates of
-    deep positions keep their values while rounds are shallow. An estimate without new results loses weight.
+    A round counts for a position only if it drafted this position and accepted all earlier ones. So the results of deep
+    positions get old while rounds are shallow. The older or fewer they are, the nearer is the estimate to that of the
+    position before, because the texts that made an early position easier or harder did so to the later ones.
 
     Attributes:
         shares: estimated acceptance probability, by draft position.
@@ -30,7 +31,8 @@ class Acceptance:
         self.shares = [PRIOR] * depth
         self.expected = self._expected()
         self.rows = 0
-        self._weights = [1.0] * depth
+        self._own = [PRIOR] * depth  # share of accepted tokens among a position's own results
+        self._weights = [0.0] * depth
         self._last_update = [0] * depth
 
     def learn(self, accepted: Int[np.ndarray, "rounds rows"], offered: Int[np.ndarray, "rows"], *, now: int) -> None:
@@ -41,16 +43,16 @@ class Acceptance:
             offered: largest number of draft tokens that each row could accept, [rows].
             now: number of dispatches so far.
         """
+        likely, likely_weight = PRIOR, 1.0
         for position, (tried, successes) in enumerate(self._count(accepted, offered)):
-            if tried == 0:
-                break
-            self.rows += tried if position == 0 else 0
-            stale = 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
-            weight = self._weights[position]
-            weight = min(weight, STALE_MEMORY + (weight - STALE_MEMORY) * stale)
-            self.shares[position] += tried / (weight + tried) * (successes / tried - self.shares[position])
-            self._weights[position] = min(weight + tried, MEMORY)
-            self._last_update[position] = now
+            weight = self._weights[position] * 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
+            if tried > 0:
+                self.rows += tried if position == 0 else 0
+                self._own[position] += tried / (weight + tried) * (successes / tried - self._own[position])
+                self._weights[position] = weight = min(weight + tried, MEMORY)
+                self._last_update[position] = now
+            likely += weight / (weight + likely_weight) * (self._own[position] - likely)
+            self.shares[position], likely_weight = likely, PRIOR_WEIGHT
         self.expected = self._expected()
 
     def _count(self, accepted: np.ndarray, offered: np.ndarray) -> list[tuple[int, int]]:

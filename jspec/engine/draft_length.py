@@ -7,6 +7,7 @@ compiles its round for several sizes, depth 0 included, and asks a `Policy` befo
 from __future__ import annotations
 
 import abc
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,8 @@ MIN_SAMPLES = 3  # least number of timed dispatches of a size before it is compa
 MAX_TRIES = 12  # most dispatches of a size to collect MIN_SAMPLES timings, because its program may always fail
 MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance is compared with others
 WINDOW = 16  # number of newest timings of a size whose lower quartile is used
-PROBE_SHARE = 0.01  # share of the time to spend on sizes that do not look best, to update their estimates
+PROBE_SHARE = 0.01  # share of the time that may be lost by running sizes that do not look best
+LEAST_LOSS = 0.02  # least share of a probe's time that counts as lost
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Adaptive(Policy):
     compared. With them, a size that was not timed counts as if it took that time, and a budget of nodes as if it
     accepted what the whole tree does, up to its number of nodes; so a size runs only if it may be the best (optimism
     under uncertainty, as in UCB1, doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then
-    as a probe, mostly those that are nearly as good or ran long ago. Probes are needed because time changes with the
-    context and acceptance with the text.
+    as a probe, because time changes with the context and acceptance with the text. A probe loses the share of its time
+    by which its rate is below the best; sizes that lose less are probed more often.
 
     A time that is too short corrects itself, as its size runs; one that is too long would stay. A prefill between two
     rounds or a busy host lengthens some timings. So a size takes the newest of its timings or the lower quartile,
@@ -121,7 +123,7 @@ class Adaptive(Policy):
         self._last_run: dict[tuple[int, RoundSize], int] = {}  # number of the last dispatch, by bucket and size
         self._tries: Counter[tuple[int, RoundSize]] = Counter()
         self._num_dispatches = 0
-        self._probe_seconds = 0.0  # time saved up for the next probe
+        self._probe_seconds = 0.0  # time that the next probes may lose
 
     def choose(self, bucket: int, caps: Sequence[int]) -> RoundSize:
         useful = self._useful(bucket, max(caps, default=0))
@@ -154,13 +156,26 @@ class Adaptive(Policy):
 
     def _expected_tokens(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
-        own, rows = self._acceptance[size], sum(rows_by_cap.values())
-        is_known = own.rows >= MIN_ROWS or not self._empty_seconds
-        expected = own.expected if is_known else self._whole.expected
-        accepted = sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
-        if size.nodes is not None and not is_known:
+        rows = sum(rows_by_cap.values())
+        is_known = self._is_known(size)
+        accepted = self._expected_accepted(size, rows_by_cap, self._acceptance[size] if is_known else self._whole)
+        if size.nodes is None:  # the whole tree accepts no fewer tokens than with a budget, whose results may be newer
+            budgets = [one for one in self._sizes if one.nodes and one.depth == size.depth and self._is_known(one)]
+            accepted = max([accepted, *(self._expected_accepted(one, rows_by_cap) for one in budgets)])
+        elif not is_known:
             accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
         return rows + accepted
+
+    def _is_known(self, size: RoundSize) -> bool:
+        """Return whether a size's own estimate of acceptance is used, rather than that of the whole tree."""
+        return self._acceptance[size].rows >= MIN_ROWS or not self._empty_seconds
+
+    def _expected_accepted(
+        self, size: RoundSize, rows_by_cap: Counter[int], acceptance: Acceptance | None = None
+    ) -> float:
+        """Return the expected number of accepted draft tokens of a dispatch; ``acceptance`` None: by the size's own."""
+        expected = (acceptance or self._acceptance[size]).expected
+        return sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
 
     def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
         """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
@@ -199,9 +214,11 @@ class Adaptive(Policy):
         best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
         others = [size for size in rates if size != best]
         if others:
+            most = max(rates[best], math.ulp(0.0))
+            losses = {size: seconds[size] * max(1 - rates[size] / most, LEAST_LOSS) for size in others}
             ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
-            probe = max(others, key=lambda size: ages[size] * rates[size])
-            if self._probe_seconds >= seconds[probe]:
-                self._probe_seconds = 0.0
+            probe = max(others, key=lambda size: ages[size] / losses[size])
+            if self._probe_seconds >= losses[probe]:
+                self._probe_seconds -= losses[probe]
                 return probe
         return best

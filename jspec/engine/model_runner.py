@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -40,7 +40,7 @@ from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.expert_matmul import unsupported_experts
 
-TIMINGS = 4  # number of dispatches whose mean time is taken
+TIMINGS = 5  # number of dispatches whose median time is taken
 
 logger = logging.getLogger(__name__)
 
@@ -202,13 +202,19 @@ class ModelRunner:
         found: dict[tuple[int, RoundSize], float] = {}
         pairs = [(bucket, size) for bucket in self._config.buckets for size in sizes_of(bucket, sizes)]
         for bucket, size in pairs:
-            start = partial(self._round, RoundPlan([], bucket, []), size)
-            self.wait(start())  # the first dispatch also loads the program
-            began = time.perf_counter()
-            outputs = [start() for _ in range(TIMINGS)]  # the host prepares one while another runs
-            self.wait(outputs[-1])
-            found[bucket, size] = (time.perf_counter() - began) / TIMINGS
+            found[bucket, size] = self._time_round(partial(self._round, RoundPlan([], bucket, []), size))
         return found
+
+    def _time_round(self, start: Callable[[], StepOutput]) -> float:
+        """Return the median seconds between the ends of rounds; as in the engine, the host dispatches one ahead."""
+        self.wait(start())  # the first dispatch also loads the program
+        newest, ends = start(), []
+        for _ in range(TIMINGS + 1):
+            oldest, newest = newest, start()
+            self.wait(oldest)
+            ends.append(time.perf_counter())
+        self.wait(newest)
+        return float(np.median(np.diff(ends)))
 
     def wait(self, output: StepOutput) -> None:
         """Wait for a step; an interrupt loses nothing."""
