@@ -18,7 +18,7 @@ FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS = 56, 128
 LEAST_SHAPES = ((1, 4, 64), (1, 4, 56), (1, 4, 48), (2, 2, 64), (4, 1, 64), (3, 1, 64), (2, 1, 64))
 FEW_SHAPES = ((4, 1, 64), (2, 2, 64), (3, 1, 64), (2, 1, 64))
 MANY_SHAPES = ((2, 1, 64),)
-DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices of a warpgroup at once
+DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices at once
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
 WORTH = 0.9  # more parts of k, or fewer rows of the weight, are worth it if they leave the time below this share
@@ -32,12 +32,12 @@ class Tiles(NamedTuple):
 
     height: int  # rows of x in an output tile, a multiple of 8
     channels: int  # warpgroups side by side, 64 output channels each
-    splits: int  # slices of k in a slot, each for warpgroups of its own
+    splits: int  # equal parts of a slot's slices, each for warpgroups of its own
     stages: int  # slots in flight
     parts: int  # parts of k, which is also the number of partial sums
     programs: int  # number of CTAs
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
-    depth: int = 1  # slices of a slot that a warpgroup multiplies one after the other
+    depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
 
     @property
