@@ -16,13 +16,14 @@ from jspec.draft.dflash_head import BoundDFlash
 from jspec.draft.draft_model import BoundModel
 from jspec.engine.core import EngineCore
 from jspec.engine.draft_length import Adaptive, Fixed, Policy
-from jspec.engine.model_runner import ModelRunner, check_deterministic
+from jspec.engine.model_runner import ModelRunner
 from jspec.engine.page_pool import PagePool
 from jspec.engine.scheduler import Scheduler, SchedulerLimits
 from jspec.engine.sizes import halvings, portions, round_sizes
 from jspec.engine.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
+from jspec.models.deterministic import check_deterministic
 from jspec.models.quantize import quantize_weights
 from jspec.models.tensor_parallel import place
 from jspec.sampling import logits_processor as processors

@@ -5,13 +5,12 @@ This is the only file of `jspec.engine` that imports jax. It also packs requests
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -25,9 +24,8 @@ from jspec.engine.prompt_input import pack_pending_rows, pack_piece
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.engine.sizes import RoundSize, sizes_of
-from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
-from jspec.models.quantize import check_device, quantized_as
+from jspec.models.quantize import check_device
 from jspec.sampling import grammar_mask
 from jspec.step import memory
 from jspec.step.across_processes import calls_on
@@ -36,13 +34,8 @@ from jspec.step.executables import Executables
 from jspec.step.program import Params, Program
 from jspec.step.side import sides_of
 from jspec.step.split_decode import draft_masks, first_masks
-from pallas_kernels.attention.paged_attention import most_query_heads
-from pallas_kernels.layers.deterministic_matmul import unsupported_weight
-from pallas_kernels.layers.expert_matmul import unsupported_experts
 
 TIMINGS = 5  # number of dispatches whose median time is taken
-
-logger = logging.getLogger(__name__)
 
 
 @final
@@ -300,36 +293,3 @@ class ModelRunner:
         """Run what process 0 runs, until its engine is closed."""
         self._calls.follow(self.target_side)
         self.close()
-
-
-def check_deterministic(target: Model, implementation: str) -> None:
-    """Refuse a target for which two programs may compute different bits for the same row.
-
-    A warning is logged if the attention of a layer has no deterministic kernel, and so runs its reference.
-
-    Args:
-        target: weights of one device, or their shapes.
-        implementation: as in `EngineConfig`.
-
-    Raises:
-        ValueError: a matrix product uses a kernel that is not deterministic; the message names weights or kernel.
-    """
-    if kind := quantized_as(target):
-        raise ValueError(f"deterministic: expected a target whose weights are not quantised, got {kind}")
-    if implementation == "reference" or jax.default_backend() != "gpu":
-        return
-    weights: list[Any] = [w for layer in target.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    reasons = [unsupported_weight(weight) for weight in (*weights, target.output_head) if weight is not None]
-    experts: list[Any] = [(layer.experts_gate_up, layer.experts_down) for layer in target.layers]
-    for gate_up, down in (pair for pair in experts if pair[0] is not None):
-        reasons.append(unsupported_experts(gate_up, target.dtype, gated=True))
-        reasons.append(unsupported_experts(down, target.dtype, gated=False))
-    for reason in filter(None, reasons):
-        raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
-    for own in {layer.attention for layer in target.config.layers} if implementation == "auto" else ():
-        if (group := own.heads // own.kv_heads) > (most := most_query_heads(own.pool_dims[1])):
-            logger.warning(
-                "deterministic: on GPUs attention of %d query heads per KV head runs its slow reference, as its kernel "
-                "has at most %d; raise tensor_parallel, which divides the heads, or leave deterministic off",
-                *(group, most),
-            )

@@ -85,7 +85,7 @@ def _kernel(
 
         def rotated(token, head, rows, tables, weight_ref):
             mask = layout.load_mask(rows)
-            cos_sin = load_cos_sin(transform.cos_sin, sequence, token, channels[0], mask, tables)
+            cos_sin = load_cos_sin(transform.cos_sin, (sequence, token), channels[0], mask, tables)
             norm = load_norm(weight_ref, transform.eps, channels, layout.load_mask(1))
             halves = load_rotated(columns(token), head * dim, channels, norm, cos_sin, mask)
             return [half.astype(dtype) for half in halves]

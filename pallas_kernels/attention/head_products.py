@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
         return row, row < count, jnp.minimum(row, count - 1)
 
 
-def multiply(x_ref, weight_ref, out_ref, first, place, blocks):
+def multiply(x_ref, weight_ref, out_ref, first, program, blocks):
     """Multiplies some rows of one head by some columns of its matrix, in one Pallas program.
 
     Args:
@@ -61,10 +61,10 @@ def multiply(x_ref, weight_ref, out_ref, first, place, blocks):
         weight_ref: [H, K, N], or [H, N, K] if it is transposed.
         out_ref: [rows, H, N or more].
         first: column of x.
-        place: indices of the block of rows, of the head and of the block of columns.
+        program: indices of the Pallas program: of the block of rows, of the head and of the block of columns.
         blocks: `Blocks`.
     """
-    block, head, tile = place
+    block, head, tile = program
     sizes, (width, step) = weight_ref.shape[1:], (blocks.width, blocks.step)
     inner, out = sizes[::-1] if blocks.is_transposed else sizes
     row, is_row, own = blocks.own_rows(block, x_ref.shape[0])
@@ -96,8 +96,8 @@ def _masked(shape, rows, columns):
 
 def _products_kernel(x_ref, weight_ref, out_ref, *, blocks):
     """Runs `multiply` for rows of all heads side by side."""
-    place = tuple(pl.program_id(axis) for axis in range(3))
-    multiply(x_ref, weight_ref, out_ref, place[1] * weight_ref.shape[2], place, blocks)
+    program = tuple(pl.program_id(axis) for axis in range(3))
+    multiply(x_ref, weight_ref, out_ref, program[1] * weight_ref.shape[2], program, blocks)
 
 
 def grid_of(x, weight, *, is_transposed, deterministic, interpret):

@@ -5,6 +5,7 @@ rotary embedding is that of `rope_append`.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.attention.head_products import grid_of, multiply, product_reference, unsupported
 from pallas_kernels.attention.kv_pages import POOL_DTYPES, Pool, VPool, append, cast_to_pool, check_pools
-from pallas_kernels.attention.rope_append import KEYS, QUERIES, rotate, written_rows
+from pallas_kernels.attention.rope_append import KEYS, QUERIES, load_cos_sin, rotate, rotate_halves, written_rows
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.row_blocks import in_row_blocks
 
@@ -23,14 +24,14 @@ def _append_reference(k_pool, v_pool, queries, weight, rows, tables, page_table,
     (heads, inner, _), rotated, size = weight.shape, k_pool.shape[3], v_pool.shape[3]
     first_query, first = starts
 
-    def turn(x, tables):
+    def rotate_rows(x, tables):
         return rotate(x[None], tables.swapaxes(0, 1)[:, None])[0]
 
     def split(queries, rows, tables):
         q = queries[:, first_query : first_query + heads * (inner + rotated)].reshape(-1, heads, inner + rotated)
-        turned = turn(q[..., inner:], tables[:, QUERIES])
-        q = jnp.concatenate([product_reference(q[..., :inner], weight, "rhk,hkn->rhn"), turned], axis=-1)
-        key = turn(rows[:, None, first + size : first + size + rotated], tables[:, KEYS])
+        products = product_reference(q[..., :inner], weight, "rhk,hkn->rhn")
+        q = jnp.concatenate([products, rotate_rows(q[..., inner:], tables[:, QUERIES])], axis=-1)
+        key = rotate_rows(rows[:, None, first + size : first + size + rotated], tables[:, KEYS])
         return q, key, rows[:, None, first : first + size]
 
     arrays = queries, rows, tables.swapaxes(0, 1)
@@ -57,26 +58,22 @@ def _append_kernel(
     starts,  # `first_query` and `first`
     blocks,
 ):
-    """Multiplies or rotates some rows of one head, or writes some rows to the cache, in one Pallas program."""
-    place, (first_query, first) = tuple(pl.program_id(axis) for axis in range(3)), starts
-    block, head, tile = place
-    (heads, inner, out), (count, half), (page, size) = weight_ref.shape, tables_ref.shape[1:], v_ref.shape[2:]
+    """Computes a part of the queries of one head, or writes some rows to the cache, in one Pallas program.
+
+    Of the programs of a block of rows and a head, the last but one rotates the head's other channels, those before it
+    multiply its first channels by a block of columns each, and the last writes every `heads`-th row of the block.
+    """
+    program, (first_query, first) = tuple(pl.program_id(axis) for axis in range(3)), starts
+    block, head, column_block = program
+    (heads, inner, out), (count, half) = weight_ref.shape, tables_ref.shape[1:]
     first_query += head * (inner + 2 * half)
     products = pl.cdiv(out, blocks.width)
-    channel, column = jnp.arange(pl.next_power_of_2(half))[None, :], jnp.arange(pl.next_power_of_2(size))[None, :]
+    channel, column = (jnp.arange(pl.next_power_of_2(size))[None, :] for size in (half, v_ref.shape[3]))
 
-    def turned(ref, row, start, tables):
-        """Returns both halves of the rotated channels from column `start` on, [rows, half] each."""
-        inside = jnp.broadcast_to(channel < half, (row.shape[0], channel.size))
-        load = functools.partial(pltriton.load, mask=inside, other=0)
-        one, other = (load(ref.at[row, start + part * half + channel]).astype(jnp.float32) for part in (0, 1))
-        cos, sin = (load(tables_ref.at[table, row, channel]) for table in range(tables_ref.shape[0])[tables])
-        return [values.astype(ref.dtype) for values in (one * cos - other * sin, other * cos + one * sin)]
-
-    def turn():
+    def rotate_queries():
         row, is_row, own = blocks.own_rows(block, count)
-        halves = turned(queries_ref, own, first_query + inner, QUERIES)
-        for part, values in enumerate(halves):
+        rotated = _load_rotated(queries_ref, own, first_query + inner, channel, tables_ref, QUERIES)
+        for part, values in enumerate(rotated):
             ref = out_ref.at[row, head, out + part * half + channel]
             pltriton.store(ref, values, mask=is_row & (channel < half))
 
@@ -85,18 +82,53 @@ def _append_kernel(
         row = jnp.full((1, 1), block * blocks.rows + own)
         exists, row = (row < count) & (own < blocks.rows), jnp.minimum(row, count - 1)
         pool_row = jnp.where(exists, pltriton.load(pool_row_ref.at[row]), -1)
-        mask = (pool_row >= 0) & (column < size)
-        latent = pltriton.load(rows_ref.at[row, first + column], mask=mask, other=0)
-        ref = v_ref.at[pool_row // page, 0, pool_row % page, column]
-        pltriton.store(ref, cast_to_pool(latent, v_ref.dtype), mask=mask)
-        for part, values in enumerate(turned(rows_ref, row, first + size, KEYS)):
-            ref = k_ref.at[pool_row // page, 0, pool_row % page, part * half + channel]
-            pltriton.store(ref, cast_to_pool(values, k_ref.dtype), mask=(pool_row >= 0) & (channel < half))
+        _write_row(rows_ref, row, first, (column, channel), tables_ref, pool_row, k_ref, v_ref)
         return carry
 
-    pl.when(tile < products)(lambda: multiply(queries_ref, weight_ref, out_ref, first_query, place, blocks))
-    pl.when(tile == products)(turn)
-    pl.when(tile > products)(lambda: jax.lax.fori_loop(0, pl.cdiv(blocks.rows, heads), write, None))
+    pl.when(column_block < products)(lambda: multiply(queries_ref, weight_ref, out_ref, first_query, program, blocks))
+    pl.when(column_block == products)(rotate_queries)
+    pl.when(column_block > products)(lambda: jax.lax.fori_loop(0, pl.cdiv(blocks.rows, heads), write, None))
+
+
+def _load_rotated(ref, row, start, channel, tables_ref, tables):
+    """Loads and rotates channels of rows, inside a kernel; returns both halves [rows, half and padding].
+
+    Args:
+        ref: [rows, columns], from `start` on the channels.
+        row: indices of the rows [rows, 1].
+        start: first column of the channels.
+        channel: indices of half of the channels and of padding [1, half and padding].
+        tables_ref: [tables, rows, half].
+        tables: the tables of the rotation, `KEYS` or `QUERIES`.
+    """
+    half = tables_ref.shape[2]
+    mask: dict[str, Any] = {"mask": jnp.broadcast_to(channel < half, (row.shape[0], channel.size)), "other": 0}
+    columns = (start + part * half + channel for part in (0, 1))
+    halves = [pltriton.load(ref.at[row, column], **mask).astype(jnp.float32) for column in columns]
+    rotated = rotate_halves(halves, load_cos_sin(tables_ref, (row,), channel, mask, tables))
+    return [values.astype(ref.dtype) for values in rotated]
+
+
+def _write_row(rows_ref, row, first, channels, tables_ref, pool_row, k_ref, v_ref):
+    """Writes the latent vector of a row and its rotated key to the pools, inside a kernel.
+
+    Args:
+        rows_ref: [rows, columns], from `first` on latent vector and key of each row.
+        row: index of the row [1, 1].
+        first: first column of the latent vector.
+        channels: indices of the channels of a latent vector, and of half of those of a key, with padding [1, _] each.
+        tables_ref: [tables, rows, half].
+        pool_row: row of the pools to write [1, 1]; -1: none.
+        k_ref, v_ref: the pools.
+    """
+    half, (page, size), (column, channel) = tables_ref.shape[2], v_ref.shape[2:], channels
+    mask = (pool_row >= 0) & (column < size)
+    latent = pltriton.load(rows_ref.at[row, first + column], mask=mask, other=0)
+    ref = v_ref.at[pool_row // page, 0, pool_row % page, column]
+    pltriton.store(ref, cast_to_pool(latent, v_ref.dtype), mask=mask)
+    for part, values in enumerate(_load_rotated(rows_ref, row, first + size, channel, tables_ref, KEYS)):
+        ref = k_ref.at[pool_row // page, 0, pool_row % page, part * half + channel]
+        pltriton.store(ref, cast_to_pool(values, k_ref.dtype), mask=(pool_row >= 0) & (channel < half))
 
 
 def _append_pallas(

@@ -110,18 +110,18 @@ def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype):
     return load
 
 
-def load_cos_sin(cos_sin_ref, sequence, token, channel, mask, tables=ALL):
+def load_cos_sin(cos_sin_ref, row, channel, mask, tables=ALL):
     """Loads the cosines and the sines of rows, inside a kernel; returns a list of tables, as in `HeadTransform`.
 
     Args:
-        cos_sin_ref: float32 [2 or 4, B, T, D / 2], as in `HeadTransform`.
-        sequence, token: indices of the rows.
+        cos_sin_ref: float32 [2 or 4, *rows, D / 2]; rows have the axes B and T, or one axis for both.
+        row: indices of the rows, a tuple of one for each of these axes.
         channel: channels of the first half of a head.
         mask: options of the loads, `mask` and `other`; empty: no mask.
         tables: the tables to load: `KEYS`, `QUERIES` or `ALL`.
     """
     indices = range(cos_sin_ref.shape[0])[tables]
-    return [pltriton.load(cos_sin_ref.at[index, sequence, token, channel], **mask) for index in indices]
+    return [pltriton.load(cos_sin_ref.at[index, *row, channel], **mask) for index in indices]
 
 
 class HeadNorm(NamedTuple):
@@ -170,8 +170,13 @@ def load_rotated(load, start, channels, norm, cos_sin, mask):
         load, start, channels, norm, mask: as in `load_normed`.
         cos_sin: cosines and sines of keys or of queries, which `load_cos_sin` returned.
     """
-    first, second = (half.astype(jnp.float32) for half in load_normed(load, start, channels, norm, mask))
-    cos, sin = cos_sin
+    halves = [half.astype(jnp.float32) for half in load_normed(load, start, channels, norm, mask)]
+    return rotate_halves(halves, cos_sin)
+
+
+def rotate_halves(halves, cos_sin):
+    """Returns both halves of channels rotated by the angles with these cosines and sines."""
+    (first, second), (cos, sin) = halves, cos_sin
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -200,7 +205,7 @@ def _kernel(
     channel, pool_row = jnp.arange(pl.next_power_of_2(half)), pool_row_ref[sequence, token]
     is_channel, channels = channel < half, [channel, half + channel]
     mask = {"mask": is_channel, "other": 0}
-    tables = load_cos_sin(transform.cos_sin, sequence, token, channel, mask)
+    tables = load_cos_sin(transform.cos_sin, (sequence, token), channel, mask)
     load = column_loader(qkv_ref, scale_refs, transform.bias, sequence, token, q_ref.dtype)
 
     # Load and rotate both halves of the group's queries [group, D / 2], the key [D / 2] and the value [D / 2].

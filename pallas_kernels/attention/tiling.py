@@ -98,6 +98,8 @@ def choose_tiles(
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     # At most, per sequence.
     rows_read = min([capacity, *(limit + new_rows for limit in (window, chunk) if limit is not None)])
+    width, is_narrow = k_pool.dtype.itemsize, dim <= 128 and not wide
+    pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
 
     # Packed rows. 64 rows with four warps are as fast as 128 rows with eight warps at 1k rows of context, and faster at
     # 8k. A float32 product is three TF32 products, which need four times as many registers.
@@ -105,50 +107,18 @@ def choose_tiles(
     packed = min(max(pl.next_power_of_2(queries * group), MMA_ROWS), most)
     programs = batch * kv_heads * pl.cdiv(queries * group, packed)
 
-    # Warps. Programs of 16 packed rows have two warps: with four they need so many registers that only three programs
-    # fit on a multiprocessor. Programs of 32 packed rows also have two warps if
-    # - contexts are long: more programs in flight read faster;
-    # - large programs would run in two waves (two or more splits of each context, more than FULL in all);
-    # - a row of K is short (head_dim 64, or float8) and a context would have fewer than three splits of large programs:
-    #   then instructions limit the speed, and two warps execute fewer of them.
-    is_narrow, is_long = dim <= 128 and not wide, rows_read > LONG
-    runs_in_two_waves = programs * (1 if programs >= FULL - SPARE else 2) >= FULL
-    is_short = dim * k_pool.dtype.itemsize <= SHORT and 3 * programs > FULL
-    small = is_narrow and packed <= 32 and (packed == MMA_ROWS or is_long or runs_in_two_waves or is_short)
-    warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
-
-    # Tile. A tile has 16 KiB of K and 16 KiB of V; for small programs 8 KiB each, because more of them run side by
-    # side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two or four bytes if
-    # heads are wide, because longer tiles would need too many registers.
+    small = is_narrow and _is_small(packed, programs, rows_read, dim * width)
     few = small or packed == MMA_ROWS
-    pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
-    width = k_pool.dtype.itemsize
-    if width == 1 and not is_narrow:
-        width = 2 if wide or pools == 2 else 4
-    tile = min(max(pools * (8 if wide or few else 16) * 1024 // (dim * width), MMA_ROWS), 64)
-
-    # Splits. Fill the GPU once with large programs, twice with small ones.
-    load = programs if warps < 8 else 2 * programs
-    wanted = 2 * FULL if few else FULL
-    splits = max(wanted // load, 2)
-    if is_narrow and packed == most and splits // 2 * ENOUGH >= rows_read:
-        splits //= 2  # short splits: one program per multiprocessor is as fast, and fewer splits are merged
-    # Long contexts are split among small programs even at 32 sequences, since four such programs fit on a
-    # multiprocessor.
-    are_enough = load > FULL if small and is_long else load >= FULL - SPARE
-    splits = 1 if are_enough else min(splits, pl.cdiv(rows_read, LEAST_SPLIT // pools))
+    warps = 2 if small else (8 if wide or packed * max(dim, 128) >= 64 * 256 else 4)
+    tile = _tile_rows(dim, width, pools, is_halved=wide or few, is_wide=wide)
+    is_full = is_narrow and packed == most
+    splits = _splits(programs, warps, rows_read, LEAST_SPLIT // pools, few=few, is_full=is_full)
     # If these are so few that each program has a multiprocessor to itself, small programs with tiles of fewer than 64
-    # rows become large, since no others read beside them. Then contexts are split until no multiprocessor is idle. The
-    # longest split decides the time, so there are only as many splits as make it shorter.
+    # rows become large, since no others read beside them. Then contexts are split until no multiprocessor is idle.
     if splits * programs <= MULTIPROCESSORS:
         if small and tile < 64:
             warps, tile = 4, 2 * tile
-        tiles = pl.cdiv(rows_read, tile)
-        most_splits = MULTIPROCESSORS // programs
-        if quantized and splits <= MERGED:
-            most_splits = min(most_splits, MERGED)  # more would need a kernel of their own to quantise
-        longest = pl.cdiv(tiles, most_splits)
-        splits = max(splits, pl.cdiv(tiles, longest))
+        splits = _splits_of_few(splits, programs, pl.cdiv(rows_read, tile), quantized=quantized)
 
     # Stages. A third tile in flight saves time for short tiles and for float8, whose conversion takes time. For a large
     # program of few packed rows, a third tile saves time only if contexts are not split; that of latent attention would
@@ -171,6 +141,86 @@ def choose_tiles(
         stages=3 if few or is_alone or k_pool.dtype == FP8 else 2,
         value_dim=latent_dim(q, k_pool),
     )
+
+
+def _is_small(packed: int, programs: int, rows_read: int, row_bytes: int) -> bool:
+    """Returns whether programs of narrow heads (at most 128 channels, no float32 products) are small, with two warps.
+
+    Programs of 16 packed rows are: with four warps they need so many registers that only three programs fit on a
+    multiprocessor. Programs of 32 packed rows are, too, if
+    - contexts are long: more programs in flight read faster;
+    - large programs would run in two waves (two or more splits of each context, more than FULL in all);
+    - a row of K is short (head_dim 64, or float8) and a context would have fewer than three splits of large programs:
+      then instructions limit the speed, and two warps execute fewer of them.
+
+    Args:
+        packed: packed rows per program.
+        programs: number of programs if contexts are not split.
+        rows_read: most rows of context that a query reads.
+        row_bytes: bytes of a row of K.
+    """
+    runs_in_two_waves = programs * (1 if programs >= FULL - SPARE else 2) >= FULL
+    is_short = row_bytes <= SHORT and 3 * programs > FULL
+    return packed == MMA_ROWS or (packed <= 32 and (rows_read > LONG or runs_in_two_waves or is_short))
+
+
+def _tile_rows(dim: int, width: int, pools: int, *, is_halved: bool, is_wide: bool) -> int:
+    """Returns the rows of a tile.
+
+    A tile has 16 KiB of K and 16 KiB of V; for small programs 8 KiB each (`is_halved`), because more of them run side
+    by side. A tile of latent attention has as many bytes, nearly all of V. A float8 value counts as two or four bytes
+    if heads are wide, because longer tiles would need too many registers.
+
+    Args:
+        dim: channels of a value, a power of two.
+        width: bytes of a value in the pool.
+        pools: pools whose bytes are those of V.
+        is_halved: whether tiles have half as many bytes.
+        is_wide: whether the matrix products are computed in float32.
+    """
+    if width == 1 and (dim > 128 or is_wide):
+        width = 2 if is_wide or pools == 2 else 4
+    return min(max(pools * (8 if is_halved else 16) * 1024 // (dim * width), MMA_ROWS), 64)
+
+
+def _splits(programs: int, warps: int, rows_read: int, least: int, *, few: bool, is_full: bool) -> int:
+    """Returns the splits of a context with which the GPU is filled once with large programs, twice with small ones.
+
+    Args:
+        programs: number of programs if contexts are not split.
+        warps: warps per program.
+        rows_read: most rows of context that a query reads.
+        least: smallest split in rows.
+        few: whether programs have few packed rows, so that twice as many fill the GPU.
+        is_full: whether programs have as many packed rows as are possible, of narrow heads. Then one program for each
+            multiprocessor is as fast if splits are short, and fewer splits are merged.
+    """
+    load = programs if warps < 8 else 2 * programs
+    splits = max((2 * FULL if few else FULL) // load, 2)
+    if is_full and splits // 2 * ENOUGH >= rows_read:
+        splits //= 2
+    # Long contexts are split among small programs even at 32 sequences, since four such programs fit on a
+    # multiprocessor.
+    are_enough = load > FULL if warps == 2 and rows_read > LONG else load >= FULL - SPARE
+    return 1 if are_enough else min(splits, pl.cdiv(rows_read, least))
+
+
+def _splits_of_few(splits: int, programs: int, tiles: int, *, quantized: bool) -> int:
+    """Returns so many splits that no multiprocessor is idle, if each program has a multiprocessor to itself.
+
+    The longest split decides the time, so there are only as many splits as make it shorter.
+
+    Args:
+        splits: fewest splits of a context.
+        programs: number of programs if contexts are not split.
+        tiles: tiles of a context.
+        quantized: as in `choose_tiles`.
+    """
+    most_splits = MULTIPROCESSORS // programs
+    if quantized and splits <= MERGED:
+        most_splits = min(most_splits, MERGED)  # more would need a kernel of their own to quantise
+    longest = pl.cdiv(tiles, most_splits)
+    return max(splits, pl.cdiv(tiles, longest))
 
 
 def latent_dim(q: Array | ShapeDtypeStruct, k_pool: Array) -> int:

@@ -84,7 +84,7 @@ class _Cta(PackedCta):
         return _Place(block, self.refs["expert"][block], tile * (self.tiles.channels * self.own_channels), part)
 
     def load_slices(self, place, column, at, barrier):
-        """Starts to load slices of k of the tile's weights and rows of x; zeros are loaded beyond the last column."""
+        """Starts to load a slot: slices of the tile's weights and rows of x, beyond the last column zeros."""
         size, splits, height = self.tiles.channels * self.own_channels, self.tiles.splits, self.tiles.height
         for half in range(2 if self.gate else 1):
             first = place.expert * self.rows + half * self.width + place.channel
@@ -92,6 +92,10 @@ class _Cta(PackedCta):
             self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, half], barrier)
         x = self.refs["x"].at[pl.ds(column // SLICE, splits), pl.ds(place.block * height, height)]
         self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at], barrier)
+
+    def x_piece(self, at, index, first, size):
+        assert index == 0, "a warpgroup has one slice of a slot"
+        return self.x_tiles.at[at, self.split, :, pl.ds(first, size)]
 
     def own_channel(self, place):
         """Returns the first output channel of this warpgroup."""
@@ -106,7 +110,7 @@ class _Cta(PackedCta):
         return self.refs["scale"].dtype == jnp.uint8
 
     def factors(self, place, column):
-        """Returns the scales of a slice's groups, and the zero points of int4."""
+        """Returns the scales of the groups of this warpgroup's slice, and the zero points of int4."""
         same: dict[str, Any] = {"apart": self.apart, "interpret": self.interpret}
         if self.is_mxfp4:
             return registers.scales(self.refs["scale"], self.first_row(place), column // self.group, **same)

@@ -171,7 +171,7 @@ def packed_tiles(
         groups: number of scales of a row.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
-        gated: whether the weight has gate and up, which are joined.
+        gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
     count = hopper_kernel.multiprocessors()
     return None if count is None else choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated)

@@ -82,7 +82,7 @@ class _Cta(PackedCta):
         return _Place(channel * (self.tiles.channels * self.own_channels), part, row * self.tiles.height)
 
     def load_slices(self, place, column, at, barrier):
-        """Starts to load slices of k of the tile's weights, of their scales, and of rows of x."""
+        """Starts to load a slot: slices of the tile's weights with their scales, and of rows of x."""
         size, copy = self.tiles.channels * self.own_channels, self.plgpu.copy_gmem_to_smem
         for half in range(self.halves):
             rows, target = pl.ds(half * self.out + place.channel, size), half * self.tiles.channels * self.own_rows
@@ -105,7 +105,7 @@ class _Cta(PackedCta):
         return place.channel + self.channel * self.own_channels
 
     def factors(self, place, column):
-        """Returns the scales and zero points of the slices that are not loaded with the slot."""
+        """Returns scales and zero points of this warpgroup's slices, None for those that are loaded with the slot."""
         refs = [None if name in self.boxes else self.refs.get(name) for name in FACTORS]
         apart = self.out if self.activation else None
         load = functools.partial(group_factors, apart=apart, interpret=self.interpret)

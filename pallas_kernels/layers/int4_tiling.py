@@ -18,7 +18,7 @@ FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS = 56, 128
 LEAST_SHAPES = ((1, 4, 64), (1, 4, 56), (1, 4, 48), (2, 2, 64), (4, 1, 64), (3, 1, 64), (2, 1, 64))
 FEW_SHAPES = ((4, 1, 64), (2, 2, 64), (3, 1, 64), (2, 1, 64))
 MANY_SHAPES = ((2, 1, 64),)
-DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices of a warpgroup at once
+DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices at once
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
 WORTH = 0.9  # more parts of k, or fewer rows of the weight, are worth it if they leave the time below this share
@@ -31,13 +31,13 @@ class Tiles(NamedTuple):
     """The static sizes of one call; `packed_cta` defines the terms."""
 
     height: int  # rows of x in an output tile, a multiple of 8
-    channels: int  # warpgroups side by side, 64 output channels each
-    splits: int  # slices of k in a slot, each for warpgroups of its own
+    channels: int  # warpgroups side by side, each for `width` rows of the weight
+    splits: int  # equal parts of a slot's slices, each for warpgroups of its own
     stages: int  # slots in flight
     parts: int  # parts of k, which is also the number of partial sums
     programs: int  # number of CTAs
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
-    depth: int = 1  # slices of a slot that a warpgroup multiplies one after the other
+    depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
 
     @property
@@ -74,7 +74,12 @@ def choose_tiles(
 
     Returns:
         The sizes, or None if the kernel does not support the product.
+
+    Raises:
+        ValueError: gate and up are joined, and `parts` is more than 1.
     """
+    if gated and parts not in (None, 1):
+        raise ValueError(f"parts: expected 1 or None with gate and up, whose sums are joined, got {parts}")
     out, blocks, size = packed
     inner, halves = blocks * 2 * size, 1 + gated
     if 2 * size != int4.BLOCK or dtype not in (jnp.bfloat16, jnp.float16) or math.gcd(inner // groups, 32) < 32:
@@ -86,7 +91,7 @@ def choose_tiles(
     height = math.ceil(rows / row_tiles / 8) * 8
     shapes = LEAST_SHAPES if height <= LEAST_ROWS else FEW_SHAPES if height <= few else MANY_SHAPES
     best, least = None, math.inf
-    for count in (1,) if gated else (parts,) if parts else PARTS:
+    for count in (1,) if gated else PARTS if parts is None else (parts,):
         for channels, splits, width in shapes:
             if out % (channels * width) or out // halves % (channels * width // halves) or blocks % (splits * count):
                 continue

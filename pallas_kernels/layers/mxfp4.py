@@ -8,7 +8,7 @@ are packed as `expert_bytes` says, in blocks of 32 columns.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, UInt8
+from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
 from pallas_kernels.layers import int4
 from pallas_kernels.layers.expert_bytes import pack, unpack
@@ -25,7 +25,7 @@ def numbers(values: Array) -> Float[Array, "..."]:
     return jnp.where(values >= 8, -0.5, 0.5) * doubled.astype(jnp.float32)
 
 
-def factors(scale: UInt8[Array, "..."]) -> BFloat16[Array, "..."]:
+def factors(scale: UInt8[Array, "..."] | Int32[Array, "..."]) -> BFloat16[Array, "..."]:
     """Returns the powers of two of scales, inside or outside of a kernel; 2^-127 is a subnormal number."""
     bits = jnp.where(scale == 0, 0x40, jnp.where(scale == 255, 0x7FC0, scale.astype(jnp.int32) << 7))
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)

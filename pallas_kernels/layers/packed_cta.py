@@ -1,9 +1,10 @@
 """What the Hopper kernels of packed weights share (`int4_kernel`, `expert_kernel`): the operations of one CTA.
 
-A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times 64
-rows of the weight, and `height` rows of x), summed over one part of k. A slot of shared memory holds `splits` times
-`depth` slices of 128 columns. Each of the splits has warpgroups of its own, which multiply `depth` slices of the slot,
-and whose sums are added up at the end of the work item.
+A CTA (one Pallas program) computes work items one after the other. A work item is an output tile (`channels` times
+`width` rows of the weight, and `height` rows of x), summed over one part of k. A slice is 128 columns of k. A slot of
+shared memory holds `splits` times `depth` slices, `depth` for each split. A split has warpgroups of its own, one for
+each `width` rows of the weight. A warpgroup multiplies the slices of its split, one after the other; the sums of the
+splits are added up at the end of the work item. A group is the columns of k that share a scale.
 """
 
 import functools
@@ -48,22 +49,31 @@ class PackedCta(ABC):
 
     @abstractmethod
     def load_slices(self, place: Any, column: Array, at: Array, barrier: Any) -> None:
-        """Starts to load slices of k from this column on into place `at` of the ring."""
+        """Starts to load the slices of a slot, from this column of k on, into place `at` of the ring."""
 
     @abstractmethod
     def factors(self, place: Any, column: Array) -> Any:
-        """Returns what is loaded a slot ahead, from global memory into registers, for a slice."""
+        """Returns what is loaded a slot ahead, from global memory into registers, for this warpgroup's slices.
+
+        Args:
+            place: where the work item is.
+            column: first column of the first of the slices.
+        """
 
     @abstractmethod
     def product(self, at: Array, column: Array, factors: Any, total: Array) -> Array:
-        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it.
+        """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it.
 
         Args:
             at: place of the slot in the ring.
-            column: first column of the slice.
-            factors: `factors` of the slice.
+            column: first column of the first of the slices.
+            factors: `factors` of the slices.
             total: the total.
         """
+
+    @abstractmethod
+    def x_piece(self, at: Any, index: int, first: int, size: int) -> Any:
+        """Returns columns `first` to `first + size - 1` of x in slice ``index`` of this warpgroup's in a slot."""
 
     @abstractmethod
     def store(self, place: Any, total: Array) -> None:
@@ -165,7 +175,7 @@ class PackedCta(ABC):
             store(sum(others, total))
 
     def load(self, slot):
-        """Starts to load a slot: slices of k of the tile's weights and rows of x."""
+        """Starts to load a slot."""
         at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
         first, barrier = self.first_column(place.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
         self.load_slices(place, first, at, barrier)
@@ -191,40 +201,35 @@ class PackedCta(ABC):
         total, _ = jax.lax.fori_loop(0, self.item_slots, step, first)
         self.join(total, item, functools.partial(self.store, place))
 
-    def x_piece(self, at, index, first, size):
-        """Returns the columns `first` to `first + size - 1` of x of slice ``index`` of this warpgroup in a slot."""
-        return self.x_tiles.at[at, self.split, :, pl.ds(first, size)]
-
     def group_product(self, at, slices, total):
-        """Returns a total with the products of slices added, whose sums over groups of columns are scaled.
+        """Returns a total with the products of slices added, whose sums over groups are scaled.
 
         Args:
             at: place of the slot in the ring.
-            slices: for each slice of this warpgroup in the slot the bytes of its rows of the weight, as
-                `int4_registers.differences` has them, and scales and zero points of equal parts of the columns
-                (`group_factors`).
+            slices: for each of this warpgroup's slices in the slot the bytes of its rows of the weight, as
+                `int4_registers.differences` has them, and scales and zero points of its groups (`group_factors`). It is
+                one slice if groups are smaller than a slice.
             total: the total [64, height].
         """
         operands = [functools.partial(self.operands, at, index, *own) for index, own in enumerate(slices)]
         if len(slices[0][1]) == 1:
             scaled = zip(self.sums(operands, total.shape), [factors[0][0] for _, factors in slices], strict=True)
         else:  # sums of all groups at once would take too many registers
-            scaled = self.sums_of_groups(operands, [factors for _, factors in slices], total.shape)
+            ((_, factors),) = slices
+            scaled = self.sums_of_groups(operands[0](), factors, total.shape)
         for sums, scale in scaled:
             total += sums * jax.lax.broadcast_in_dim(scale, total.shape, [0])
         return total
 
-    def sums_of_groups(self, operands, factors, shape):
-        """Yields the sum of each group of the slices, and its scales."""
-        for pairs, groups in zip(operands, factors, strict=True):
-            own = pairs()
-            count = len(own) // len(groups)
-            for index, (scale, _) in enumerate(groups):
-                (sums,) = self.sums([lambda own=own[index * count :][:count]: own], shape)
-                yield sums, scale
+    def sums_of_groups(self, pairs, groups, shape):
+        """Yields the sums of each group of a slice, from the operands of its products, and the group's scales."""
+        count = len(pairs) // len(groups)
+        for index, (scale, _) in enumerate(groups):
+            (sums,) = self.sums([lambda own=pairs[index * count :][:count]: own], shape)
+            yield sums, scale
 
     def operands(self, at, index, packed, factors):
-        """Returns the operands of the products of a slice."""
+        """Returns the operands of the products of slice ``index`` of this warpgroup's slices in a slot."""
         size = min(SLICE // len(factors), PIECE)
         zeros = [zero for _, zero in factors]
         pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)

@@ -20,9 +20,9 @@ from jspec.__main__ import main
 from jspec.core.config import PREFILL_BUCKETS
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
-from jspec.tools.bench.load import Arrival, Load
+from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import Pair, read_prompts
-from jspec.tools.bench.serve import Log, Setting, Spread, figures_of, serve
+from jspec.tools.bench.serve import Setting, Spread, figures_of
 from tests.support import folders, small
 
 pytestmark = pytest.mark.once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -128,14 +129,15 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
     bound = drafter.bind(TARGET)
     params = Params(target=TARGET, draft=bound if table else bound.replace(precomputed=None))
     state = init_state(program, params, PoolShape(2, 20, 4, 28, "float32", "float32"))
+    prefill, decode_round = (jax.jit(partial(step, program)) for step in (prefill_step, decode.spec_round))
     for slot, ids in enumerate(PROMPTS[:2]):
         row = np.zeros(state.page_table.shape[1], np.int32)
         row[:8] = np.arange(8) * 2 + 1 + slot
         prompt = tiny.prefill_input(ids, size=11, page_row=row, slot=slot, slots=2)
-        state, _ = prefill_step(program, params, state, prompt)
+        state, _ = prefill(params, state, prompt)
     traces = []
     for _ in range(2):
-        state, _, trace, _ = decode.spec_round(program, params, state, jnp.arange(2))
+        state, _, trace, _ = decode_round(params, state, jnp.arange(2))
         assert trace is not None
         traces.append(trace)
     tokens, scores = (np.stack([getattr(trace, name) for trace in traces]) for name in ("tokens", "scores"))

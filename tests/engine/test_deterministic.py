@@ -14,8 +14,8 @@ import pytest
 from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
-from jspec.engine.model_runner import check_deterministic
 from jspec.models.decoder import forward
+from jspec.models.deterministic import check_deterministic
 from jspec.models.layer_config import MLA, Rope
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import model_params, random_weights

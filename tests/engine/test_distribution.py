@@ -90,12 +90,12 @@ def make(target, drafter, accept: str) -> Engine:
         target,
         drafter=drafter,
         accept=accept,
-        slots=16,
+        slots=64,
         max_len=32,
         page_size=8,
-        buckets=(16,),
-        prefill_buckets=(4,),
-        prefill_budget=64,  # texts are short: all slots are filled before a round
+        buckets=(64,),
+        prefill_buckets=(64,),
+        prefill_budget=256,  # texts are short: all slots are filled before a round
         prefix_cache=False,
     )
 

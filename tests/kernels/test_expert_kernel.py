@@ -109,7 +109,8 @@ def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     chosen = jnp.asarray(
         np.where(rng.uniform(size=count) < none, outside, rng.integers(least, experts, count)), jnp.int32
     )
-    x = jnp.asarray(rng.normal(size=(-(-count // 3), 640 - 32 * (size == 24))), BF16)
+    columns = 128 if count == MOST_LISTED else 608 if size == 24 else 640  # the interpreter copies all rows often
+    x = jnp.asarray(rng.normal(size=(-(-count // 3), columns)), BF16)
     wanted = blocks_of(chosen, experts, size)
     rows, got, counts = gather_blocks(x, chosen, experts, size, kind, interpret=True)
     is_own, is_none = wanted.expert < experts, wanted.expert == experts
@@ -120,7 +121,7 @@ def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     own = np.asarray(rows.swapaxes(0, 1).reshape(rows.shape[1], -1), np.float32)[: len(listed)]
     right = np.asarray(registered(x, kind), np.float32)[listed % len(x)]
     np.testing.assert_array_equal(own, np.where(listed[:, None] < 0, 0, right))
-    assert counts[0] == 0 or not np.array_equal(own[0], np.pad(x, ((0, 0), (0, 640 - x.shape[1])))[listed[0] % len(x)])
+    assert counts[0] == 0 or not np.array_equal(own[0], np.pad(x[listed[0] % len(x)], (0, -columns % 128)))
 
 
 def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
@@ -146,7 +147,7 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ("mxfp4", 128, 32, 3, "none", None, Tiles(8, 1, 1, 2, 1, 2)),
         ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
         ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
-        ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(8, 1, 2, 2, 1, 2, has_loader=True)),
+        ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(16, 1, 2, 2, 1, 2, has_loader=True)),
     ],
 )
 def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(

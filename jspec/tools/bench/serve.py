@@ -13,11 +13,9 @@ import argparse
 import math
 import statistics
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
@@ -29,11 +27,10 @@ from jspec.engine.api import Engine
 from jspec.engine.build import policy_of
 from jspec.engine.draft_length import Fixed, Policy
 from jspec.engine.metrics import Metrics
-from jspec.engine.request import Completion, Request
 from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.sizes import halvings, portions
 from jspec.tools.bench import random_models
-from jspec.tools.bench.load import Arrival, Load
+from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
@@ -43,95 +40,6 @@ DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_accepta
 WARM_UP = 8  # tokens
 NUM_PROMPTS = 500
 AUTO = "auto"
-
-
-@dataclass
-class Served:
-    """A submitted request with the times at which its tokens were read."""
-
-    arrival: Arrival
-    began: float  # time when it was due and the concurrency left room for it, seconds from the start
-    request: Request
-    pieces: list[tuple[float, int]] = field(default_factory=list)  # time and token count of each growth
-    completion: Completion | None = None
-
-    def record(self, now: float) -> None:
-        count = len(self.request.token_ids)
-        if count > (self.pieces[-1][1] if self.pieces else 0):
-            self.pieces.append((now, count))
-
-    first_token = property(lambda self: self.pieces[0][0] - self.began)  # seconds to the first token
-    latency = property(lambda self: self.pieces[-1][0] - self.began)  # seconds to the last token
-
-    def count_at(self, when: float) -> int:
-        """Return the number of tokens that the request had emitted at time ``when``, seconds from the start."""
-        return max((count for at, count in self.pieces if at <= when), default=0)
-
-
-class Log(NamedTuple):
-    """The requests and step times of one run of a load."""
-
-    served: list[Served]  # the requests, in the order in which they ended
-    steps: list[float]  # seconds of each step
-    seconds: float  # seconds of the whole run, waiting for arrivals included
-
-    @property
-    def good(self) -> list[Served]:
-        """The requests that ended without an error."""
-        return [one for one in self.served if one.completion is not None and one.completion.error is None]
-
-    @property
-    def output_tokens(self) -> int:
-        """The number of tokens of the requests that ended without an error."""
-        return sum(one.pieces[-1][1] for one in self.good)
-
-    @property
-    def full_batch_throughput(self) -> float:
-        """The tokens a second while all requests decode; nan if they never do at once."""
-        begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
-        end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
-        tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
-        return tokens / (end - begin) if end > begin else math.nan
-
-
-def serve(
-    engine: Engine,
-    arrivals: Sequence[Arrival],
-    *,
-    max_concurrency: int | None = None,
-    now: Callable[[], float] = time.perf_counter,
-    wait: Callable[[float], None] = time.sleep,
-) -> Log:
-    """Submit requests at their due times, step the engine until all are answered, and return the times.
-
-    A request that comes during a step is submitted after it, but its time runs from when it was due.
-    """
-    most = len(arrivals) if max_concurrency is None else max_concurrency
-    due, live, log = deque(arrivals), list[Served](), Log([], [], 0.0)
-    start, full_until, passed = now(), 0.0, 0.0
-    while due or live:
-        while due and due[0].at <= passed and len(live) < most:
-            arrival = due.popleft()
-            live.append(Served(arrival, max(arrival.at, full_until), engine.submit(arrival.prompt, arrival.params)))
-        if not live:
-            wait(due[0].at - passed)
-            passed = now() - start
-            continue
-        is_full, before = len(live) == most, now()
-        engine.step()
-        passed = now() - start
-        log.steps.append(passed + start - before)
-        for one in live:
-            one.record(passed)
-        ended = [one for one in live if one.request.finish_reason is not None]
-        for one in ended:
-            one.completion = engine.result(one.request)
-        if ended:
-            live = [one for one in live if one.completion is None]
-            full_until = passed if is_full else full_until
-        log.served.extend(ended)
-    engine.step()  # reads the step in flight, which the next run would otherwise pay for
-    return Log(log.served, log.steps, passed)
 
 
 @dataclass(frozen=True)
