@@ -125,7 +125,7 @@ def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activ
         (1792, 128, True),  # and scales too
     ],
 )
-@pytest.mark.parametrize("rows", [1, 5, 33, 170])
+@pytest.mark.parametrize("rows", [1, 5, 20, 33, 170])
 def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
     rows: int, inner: int, group: int, has_zeros: bool, dtype: str
 ) -> None:
@@ -156,7 +156,7 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
         (1792, 128, True, "silu"),  # scales and zero points are loaded into registers
     ],
 )
-@pytest.mark.parametrize("rows", [1, 5, 33, 170])
+@pytest.mark.parametrize("rows", [1, 5, 20, 33, 170])
 def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(
     rows: int, inner: int, group: int, has_zeros: bool, activation: Activation
 ) -> None:
