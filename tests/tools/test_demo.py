@@ -71,11 +71,15 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
 
 
-def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:
+def test_info_command_demo_describes_target_and_heads(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
-    out = capsys.readouterr().out
-    assert "model: llama, 7 layers" in out and "model: EAGLE-3.1 head" in out
-    assert out.splitlines()[-1].startswith("kernels: references on cpu")
+    eagle, dflash, target, eagle_fit, dflash_fit = capsys.readouterr().out.split("\n\n")
+    assert "model: EAGLE-3.1 head" in eagle and "model: DFlash head" in dflash and "model: llama, 7 layers" in target
+    for head, fit in ((demo.HEAD, eagle_fit), (demo.DFLASH, dflash_fit)):
+        name, *lines = fit.splitlines()
+        assert name == f"{head}:" and "fits: target hidden size: 256" in lines and "mismatch" not in fit
+    assert "states 3, 5, 7 of" in eagle_fit and "states 3, 5, 6 of" in dflash_fit
+    assert dflash_fit.splitlines()[-1].startswith("kernels: references on cpu")
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out
     assert "EAGLE-3" in head and "llama" not in head
