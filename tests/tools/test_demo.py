@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from jspec import SamplingParams
+from jspec import Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request import Chunk
 from jspec.tools import colour, demo
 from jspec.tools.command_line import make_parser
+from jspec.tools.demo.training.evaluate import is_python
 
 pytestmark = pytest.mark.once
 
@@ -69,6 +71,18 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     demo._print_completion(SimpleNamespace(stream=lambda prompt, params: chunks), SamplingParams(), out)  # type: ignore[arg-type]
     assert out.getvalue().startswith(colour.legend())
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
+
+
+def test_target_ends_functions_and_classes_that_it_writes_greedily() -> None:
+    lines = ["def get_name(self):", "class NotFoundError(Exception):", "def close(self):", "def __repr__(self):"]
+    lines += ["def parse_args(argv):", "def read(path):", "class Stack:", "def is_empty(self):"]
+    greedy = SamplingParams(max_tokens=400, temperature=0)
+    with Engine.from_pretrained(demo.TARGET, **{**demo.OPTIONS, "slots": len(lines)}) as engine:
+        written = engine.generate(lines, greedy)
+        (endless,) = engine.generate(lines[0], replace(greedy, ignore_eos=True))
+    assert [one.finish_reason for one in written] == ["eos"] * len(lines)
+    assert all(is_python(line + str(one.text)) for line, one in zip(lines, written, strict=True))
+    assert endless.finish_reason == "length"  # no other limit ended them
 
 
 def test_info_command_demo_describes_target_and_heads(capsys: pytest.CaptureFixture) -> None:
