@@ -122,8 +122,8 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help='folder or hub id to describe, or "demo": the embedded target and its heads; of two, a head and its target, also whether '
-        "they fit",
+        help='folder or hub id to describe, or "demo": the embedded target and its heads; of two, a head and its'
+        " target, also whether they fit",
     )
     parser.add_argument(
         "--check",

@@ -7,8 +7,8 @@ in a row of short documents.
 import jax
 import jax.numpy as jnp
 
-TILE, WIDE_TILE = 32, 256  # places of a tile; of heads wider than WIDE, which have no kernel, so that GPUs loop less often
-WIDE = 128
+TILE = 32  # places of a tile
+WIDE, WIDE_TILE = 128, 256  # wider heads have larger tiles: GPUs have no kernel for them, and loops of theirs are slow
 
 
 def largest_divisor(size: int, most: int) -> int:
