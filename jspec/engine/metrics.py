@@ -18,7 +18,8 @@ class Metrics:
         num_drafts: number of rounds.
         num_draft_tokens: number of draft tokens that were verified.
         num_accepted_tokens: number of draft tokens that were accepted and emitted.
-        num_accepted_per_position: entry i is the number of rounds that accepted more than i draft tokens.
+        num_accepted_per_position: entry i is the number of rounds that accepted more than i draft tokens; those after
+            the end of a request count here, so that the shares of late positions are not too low.
         num_rounds_per_depth: number of rounds for each draft depth; depth 0 is plain decoding.
         num_tokens: number of emitted tokens, including each first token of a request.
         num_first_tokens: number of emitted tokens that were the first of a request.

@@ -157,13 +157,13 @@ def _add_counters(text: _Text, metrics: Metrics) -> None:
         ("generation_tokens", metrics.num_tokens, "Tokens generated."),
         ("spec_decode_num_drafts", metrics.num_drafts, "Rounds."),
         ("spec_decode_num_draft_tokens", metrics.num_draft_tokens, "Draft tokens verified."),
-        ("spec_decode_num_accepted_tokens", metrics.num_accepted_tokens, "Draft tokens emitted."),
+        ("spec_decode_num_accepted_tokens", metrics.num_accepted_tokens, "Draft tokens accepted and emitted."),
     ):
         text.add(f"vllm:{name}_total", "counter", about, [("", "", value)])
     text.add(
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "counter",
-        "Rounds that accepted the position.",
+        "Rounds that accepted the position, tokens after the end of a text included.",
         [("", f'position="{position}"', count) for position, count in enumerate(metrics.num_accepted_per_position)],
     )
     text.add(

@@ -122,8 +122,8 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help='folder or hub id to describe, or "demo": the embedded pair; of two, a head and its target, also whether '
-        "they fit",
+        help='folder or hub id to describe, or "demo": the embedded target and its heads; of two, a head and its'
+        " target, also whether they fit",
     )
     parser.add_argument(
         "--check",
@@ -163,8 +163,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _describe(paths: Sequence[str]) -> int:
-    if len(paths) == 2 or paths[0] == demo.NAME:
-        text, is_right = info.inspect_pair(demo.folder(paths[0], "head"), demo.folder(paths[-1], "target"))
+    if list(paths) == [demo.NAME]:
+        text, is_right = info.inspect_pair([demo.HEAD, demo.DFLASH], demo.TARGET)
+    elif len(paths) == 2:
+        text, is_right = info.inspect_pair([demo.folder(paths[0], "head")], demo.folder(paths[1], "target"))
     else:
         text, is_right = info.inspect(paths[0])
     print(text)

@@ -1,6 +1,7 @@
 """Runs `jspec info`, which describes a checkpoint folder from its headers."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,26 +51,31 @@ def inspect(path: str | Path) -> tuple[str, bool]:
     return text, header is not None
 
 
-def inspect_pair(drafter: str | Path, target: str | Path) -> tuple[str, bool]:
-    """Describe a draft head or draft model, a target, and whether the first fits the second.
+def inspect_pair(drafters: Sequence[str | Path], target: str | Path) -> tuple[str, bool]:
+    """Describe draft heads or draft models, a target, and whether each of the former fits the target.
 
     Args:
-        drafter: folder or hub id of the draft head or draft model.
+        drafters: folder or hub id of each draft head or draft model.
         target: folder or hub id of the target.
 
     Returns:
-        A text, and whether both folders can be loaded and fit each other.
+        A text, and whether all folders can be loaded and fit the target.
 
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model.
-        ValueError: the second folder holds no target.
+        ValueError: the last folder holds no target.
     """
-    (head_text, head), (target_text, model) = (_describe(hub.find(path)) for path in (drafter, target))
-    texts = [head_text, target_text]
-    if head is None or model is None:
-        return "\n\n".join(texts), False
-    lines, fits = fit.compare(head, model)
-    return "\n\n".join([*texts, "\n".join(lines)]), fits
+    folders = [hub.find(path) for path in (*drafters, target)]
+    *found, (target_text, model) = map(_describe, folders)
+    texts, fits = [*(text for text, _ in found), target_text], model is not None
+    for folder, (_, header) in zip(folders, found, strict=False):
+        if header is None or model is None:
+            fits = False
+            continue
+        lines, is_fit = fit.compare(header, model)
+        texts.append("\n".join(lines if len(found) == 1 else [f"{folder}:", *lines]))
+        fits = fits and is_fit
+    return "\n\n".join(texts), fits
 
 
 def _describe(folder: Path) -> tuple[str, Header | None]:

@@ -1,14 +1,14 @@
-"""References of `interval_attention` and of its gradient, for one block of queries after another."""
+"""References of `interval_attention` and of its gradient, for one tile of queries and of keys after another.
+
+A tile of queries is multiplied with the tiles of keys from the first one that any of its queries sees: with few of them
+in a row of short documents.
+"""
 
 import jax
 import jax.numpy as jnp
 
-SCORES = 2**28  # most scores that exist at a time
-
-
-def _einsum(spec, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+TILE = 32  # places of a tile
+WIDE, WIDE_TILE = 128, 256  # wider heads have larger tiles: GPUs have no kernel for them, and loops of theirs are slow
 
 
 def largest_divisor(size: int, most: int) -> int:
@@ -16,60 +16,97 @@ def largest_divisor(size: int, most: int) -> int:
     return next((part for part in range(min(size, max(most, 1)), 0, -1) if size % part == 0), 1)
 
 
-def _by_blocks(q, *rows):
-    """Cuts rows [B, S, ...] into blocks [blocks, B, block, ...] whose scores fit, and returns each block's places."""
-    batch, size, heads, _ = q.shape
-    block = largest_divisor(size, SCORES // (batch * heads * size))
-    cut = lambda x: jnp.moveaxis(x.reshape(batch, size // block, block, *x.shape[2:]), 1, 0)  # noqa: E731
-    return jnp.arange(size).reshape(-1, block), *map(cut, (q, *rows))
+def _einsum(spec, a, b):
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _joined(blocks):
-    """Returns the rows [B, S, ...] of blocks."""
-    rows = jnp.moveaxis(blocks, 0, 1)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+def _cut(rows, like, fill=0):
+    """Cuts rows [B, S, ...] into tiles [tiles, B, tile, ...] for queries; the last tile is filled up."""
+    tile = TILE if like.shape[-1] <= WIDE else WIDE_TILE
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % tile), *[(0, 0)] * (rows.ndim - 2)), constant_values=fill)
+    return jnp.moveaxis(rows.reshape(rows.shape[0], -1, tile, *rows.shape[2:]), 1, 0)
 
 
-def _block_scores(q, k, place, starts, scale):
-    """Returns the scores of a block of queries [B, KH, group, block, S]; -inf where a place is not seen."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = _einsum("btkgd,bskd->bkgts", grouped, k) * scale
-    column = jnp.arange(k.shape[1])
-    seen = (column >= starts[..., None]) & (column <= place[:, None])
-    return jnp.where(seen[:, None, None], scores, -jnp.inf)
+def _joined(tiles, size):
+    """Returns the first rows [B, size, ...] of tiles."""
+    rows = jnp.moveaxis(tiles, 0, 1)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :size]
+
+
+def _cut_queries(q, k, starts, *others):
+    """Cuts queries and other values of each head into tiles; returns the place of each tile's first query before them.
+
+    The heads are grouped by the KV head that they share: [tiles, B, tile, KH, group, ...]. Queries that fill up the
+    last tile see nothing.
+    """
+    grouped = [x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:]) for x in (q, *others)]
+    tiles = _cut(starts, q, fill=q.shape[1]), *(_cut(x, q) for x in grouped)
+    return jnp.arange(len(tiles[0])) * tiles[0].shape[2], *tiles
+
+
+def _over_keys(add, place, starts, carry):
+    """Calls `add` with the number of each tile of keys that some query of a tile sees, one after the other."""
+    tile = starts.shape[1]
+    return jax.lax.fori_loop(jnp.min(starts) // tile, place // tile + 1, add, carry)
+
+
+def _scores(q, k, column, place, starts, scale):
+    """Returns the scores of a tile of queries and one of keys [B, KH, group, tile, tile]; -inf: a place is not seen."""
+    tile = jnp.arange(starts.shape[1])
+    key, query = column * len(tile) + tile, place + tile
+    seen = (key >= starts[..., None]) & (key <= query[:, None])
+    return jnp.where(seen[:, None, None], _einsum("btkgd,bskd->bkgts", q, k) * scale, -jnp.inf)
 
 
 def attend(q, k, v, starts, *, scale):
     """Returns the output and the log-sum-exp, as `interval_attention` does."""
+    keys, values = _cut(k, q), _cut(v, q)
 
-    def of_block(block):
-        place, q, starts = block
-        scores = _block_scores(q, k, place, starts, scale)
-        lse = jax.nn.logsumexp(scores, axis=-1)
-        p = jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
-        out = _einsum("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(q.shape).astype(q.dtype)
-        return out, jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[-1]), 1, 2)
+    def of_tile(tile):
+        place, starts, q = tile
 
-    out, lse = jax.lax.map(of_block, _by_blocks(q, starts))
-    return _joined(out), jnp.moveaxis(_joined(lse), 1, 2)
+        def add(column, carry):
+            most, total, out = carry
+            scores = _scores(q, keys[column], column, place, starts, scale)
+            new = jnp.maximum(most, jnp.max(scores, axis=-1))
+            base = jnp.where(new == -jnp.inf, 0.0, new)
+            p, factor = jnp.exp(scores - base[..., None]), jnp.exp(most - base)
+            weighted = _einsum("bkgts,bskd->bkgtd", p.astype(v.dtype), values[column])
+            return new, total * factor + jnp.sum(p, axis=-1), out * factor[..., None] + weighted
+
+        shape = (q.shape[0], *q.shape[2:4], q.shape[1])
+        none = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1]))
+        most, total, out = _over_keys(add, place, starts, none)
+        out = out / jnp.where(total == 0, 1.0, total)[..., None]
+        return tuple(jnp.moveaxis(of, 3, 1) for of in (out.astype(q.dtype), most + jnp.log(total)))
+
+    out, lse = (_joined(of, q.shape[1]) for of in jax.lax.map(of_tile, _cut_queries(q, k, starts)))
+    return out.reshape(q.shape), jnp.moveaxis(lse.reshape(q.shape[:3]), 1, 2)
 
 
 def gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
     """Returns dq, dk and dv in float32, as `interval_attention_gradient` does."""
+    keys, values, size = _cut(k, q), _cut(v, q), q.shape[1]
 
-    def add(carry, block):
-        place, q, dout, starts, lse, delta = block
-        grouped = [x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1]) for x in (q, dout)]
-        per_head = [jnp.moveaxis(x.reshape(*x.shape[:2], k.shape[2], -1), 1, 3)[..., None] for x in (lse, delta)]
-        scores = _block_scores(q, k, place, starts, scale)
-        p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - per_head[0]))
-        ds = p * (_einsum("btkgd,bskd->bkgts", grouped[1], v) - per_head[1]) * scale
-        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
-        dk, dv = (_einsum("bkgts,btkgd->bskd", *of) for of in ((ds, grouped[0]), (p, grouped[1])))
-        dq = _einsum("bkgts,bskd->btkgd", ds, k).reshape(q.shape)
-        return (carry[0] + dk, carry[1] + dv), dq
+    def of_tile(of_keys, tile):
+        place, starts, q, dout, *sums = tile
+        lse, delta = (jnp.moveaxis(of, 1, 3)[..., None] for of in sums)
 
-    rows = [jnp.moveaxis(x, 1, 2) for x in (lse, delta)]
-    none = (jnp.zeros(k.shape, jnp.float32),) * 2
-    (dk, dv), dq = jax.lax.scan(add, none, _by_blocks(q, dout, starts, *rows))
-    return _joined(dq), dk, dv
+        def add(column, carry):
+            dk, dv, dq = carry
+            scores = _scores(q, keys[column], column, place, starts, scale)
+            p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - lse))
+            ds = p * (_einsum("btkgd,bskd->bkgts", dout, values[column]) - delta) * scale
+            p, ds = p.astype(q.dtype), ds.astype(q.dtype)
+            dk = dk.at[column].add(_einsum("bkgts,btkgd->bskd", ds, q))
+            dv = dv.at[column].add(_einsum("bkgts,btkgd->bskd", p, dout))
+            return dk, dv, dq + _einsum("bkgts,bskd->btkgd", ds, keys[column])
+
+        dk, dv, dq = _over_keys(add, place, starts, (*of_keys, jnp.zeros(q.shape, jnp.float32)))
+        return (dk, dv), dq
+
+    none = (jnp.zeros(keys.shape, jnp.float32),) * 2
+    sums = (jnp.moveaxis(of, 1, 2) for of in (lse, delta))
+    (dk, dv), dq = jax.lax.scan(of_tile, none, _cut_queries(q, k, starts, dout, *sums))
+    return _joined(dq, size).reshape(q.shape), _joined(dk, size), _joined(dv, size)

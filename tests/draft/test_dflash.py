@@ -242,12 +242,12 @@ def test_dflash_drafter_refuses_trees_and_targets_that_do_not_fit() -> None:
 
 
 def test_info_of_a_dflash_head_names_block_features_and_fit(tmp_path: Path, golden: Path) -> None:
-    text, fits = info.inspect_pair(golden / "dflash/draft", byte_pair.TARGET)
+    text, fits = info.inspect_pair([golden / "dflash/draft"], byte_pair.TARGET)
     assert fits
     for part in ("DFlash head (official format)", "block: 8 tokens with the root, of which 7 draft", "states 2, 4, 6"):
         assert part in text
     other = folders.write(tmp_path, CONFIG, tensors_of())
-    text, fits = info.inspect_pair(other, byte_pair.TARGET)
+    text, fits = info.inspect_pair([other], byte_pair.TARGET)
     assert not fits and "mismatch: vocabulary: the target needs 256, the head has 40" in text
 
 

@@ -212,7 +212,7 @@ def test_quantised_dspark_head_keeps_its_markov_head_unquantised(tmp_path: Path)
 
 
 def test_info_of_a_dspark_head_names_its_heads(golden: Path) -> None:
-    text, fits = info.inspect_pair(golden / "dspark/draft", byte_pair.TARGET)
+    text, fits = info.inspect_pair([golden / "dspark/draft"], byte_pair.TARGET)
     assert fits
     for part in (
         "DSpark head (official format)",

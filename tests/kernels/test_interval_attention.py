@@ -93,12 +93,37 @@ def test_bfloat16_differs_from_float32_by_rounding_alone(implementation: str) ->
         np.testing.assert_allclose(one, other, atol=0.05 * float(jnp.abs(other).max()))
 
 
-def test_reference_in_blocks_of_queries_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, starts, _, scale = problem(CASES[1])
-    whole = module.attend(*arrays, starts, scale=scale)
-    monkeypatch.setattr(module, "SCORES", 2 * 4 * 80 * 16)
-    for own, other in zip(module.attend(*arrays, starts, scale=scale), whole, strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-6)
+@pytest.mark.parametrize("tile", [8, 24, 512])
+def test_tiles_of_the_reference_change_nothing(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, starts, ends, scale = problem(CASES[1])
+    dout = jnp.ones(arrays[0].shape)
+
+    def both() -> Any:
+        out, lse = module.attend(*arrays, starts, scale=scale)
+        delta = jnp.moveaxis(jnp.sum(out, axis=-1), 2, 1)
+        return out, lse, *module.gradient(*arrays, dout, starts, lse, delta, ends, scale=scale)
+
+    whole = both()
+    monkeypatch.setattr(module, "TILE", tile)
+    for own, other in zip(both(), whole, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+def test_reference_of_wide_heads_equals_dense_attention() -> None:
+    arrays, starts, _, scale = problem((1, module.WIDE_TILE + 20, 2, 1, module.WIDE + 16, (50, module.WIDE_TILE - 30)))
+    for own, expected in zip(module.attend(*arrays, starts, scale=scale), dense(*arrays, starts, scale), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def test_reference_leaves_out_tiles_of_other_documents() -> None:
+    size = 2 * module.TILE
+    (q, k, v), starts, ends, scale = problem((1, 2 * size, 2, 1, 16, (size, size)))
+    k, v = (of.at[:, :size].set(jnp.nan) for of in (k, v))
+    out, lse = module.attend(q, k, v, starts, scale=scale)
+    delta = jnp.moveaxis(jnp.sum(out, axis=-1), 2, 1)
+    found = module.gradient(q, k, v, jnp.ones_like(q), starts, lse, delta, ends, scale=scale)
+    for own in (out, jnp.moveaxis(lse, 1, 2), *found):
+        assert np.isnan(own[:, :size]).any() and np.isfinite(own[:, size:]).all()
 
 
 def test_kernel_of_wide_heads_is_refused() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from jspec import SamplingParams
+from jspec import Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request import Chunk
 from jspec.tools import colour, demo
 from jspec.tools.command_line import make_parser
+from jspec.tools.demo.training.evaluate import is_python
 
 pytestmark = pytest.mark.once
 
@@ -71,11 +73,27 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
 
 
-def test_info_command_demo_describes_target_and_head(capsys: pytest.CaptureFixture) -> None:
+def test_target_ends_functions_and_classes_that_it_writes_greedily() -> None:
+    lines = ["def get_name(self):", "class NotFoundError(Exception):", "def close(self):", "def __repr__(self):"]
+    lines += ["def parse_args(argv):", "def read(path):", "class Stack:", "def is_empty(self):"]
+    greedy = SamplingParams(max_tokens=400, temperature=0)
+    with Engine.from_pretrained(demo.TARGET, **{**demo.OPTIONS, "slots": len(lines)}) as engine:
+        written = engine.generate(lines, greedy)
+        (endless,) = engine.generate(lines[0], replace(greedy, ignore_eos=True))
+    assert [one.finish_reason for one in written] == ["eos"] * len(lines)
+    assert all(is_python(line + str(one.text)) for line, one in zip(lines, written, strict=True))
+    assert endless.finish_reason == "length"  # no other limit ended them
+
+
+def test_info_command_demo_describes_target_and_heads(capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "demo"]) == 0
-    out = capsys.readouterr().out
-    assert "model: llama, 7 layers" in out and "model: EAGLE-3.1 head" in out
-    assert out.splitlines()[-1].startswith("kernels: references on cpu")
+    eagle, dflash, target, eagle_fit, dflash_fit = capsys.readouterr().out.split("\n\n")
+    assert "model: EAGLE-3.1 head" in eagle and "model: DFlash head" in dflash and "model: llama, 7 layers" in target
+    for head, fit in ((demo.HEAD, eagle_fit), (demo.DFLASH, dflash_fit)):
+        name, *lines = fit.splitlines()
+        assert name == f"{head}:" and "fits: target hidden size: 256" in lines and "mismatch" not in fit
+    assert "states 3, 5, 7 of" in eagle_fit and "states 3, 5, 6 of" in dflash_fit
+    assert dflash_fit.splitlines()[-1].startswith("kernels: references on cpu")
     assert main(["info", str(demo.HEAD)]) == 0
     head = capsys.readouterr().out
     assert "EAGLE-3" in head and "llama" not in head

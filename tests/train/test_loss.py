@@ -131,7 +131,7 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
     found = support.documents([11, 18, 5, 16])
     head, rows = support.head(), support.packed(found, 48)
     value, gradient = trained(head, rows)
-    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_reference, "SCORES", 4 * 48 * 8)
+    sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_reference, "TILE", 8)
     for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens

@@ -6,11 +6,14 @@ The pair of this package was made of the sources of CPython 3.11.2 and of the li
         --text cpython/Lib cpython/Doc cpython/Tools python3.12.1 python3.8.18 python3.13.0 python3.6.15
     python -m jspec.tools.demo.training --data data --out base --minutes 2.5 --attention cudnn
     python -m jspec.tools.demo.training --data data --cut cut.jsonl
-    python -m jspec.tools.demo.training --data data --out tuned0 --init base --own cut.jsonl --updates 250 $TUNE
-    for round in 1 2 3 4; do  # with the functions of this round and of the one before
-        python -m jspec.tools.demo.training --data data --seed $round --functions tuned$((round - 1)) own$round.jsonl
-        python -m jspec.tools.demo.training --data data --seed $round --out tuned$round --init tuned$((round - 1)) \\
-            --own cut.jsonl own[$((round - 1))$round].jsonl --updates 200 $TUNE
+    tune="--rows 24 --rate 3e-3 --warmup 20 --attention cudnn"
+    python -m jspec.tools.demo.training --data data --out tuned0 --init base --own cut.jsonl --updates 250 $tune
+    own=
+    for round in 1 2 3 4; do  # with the functions that the target wrote in this round and in the one before
+        before=tuned$((round - 1)) last=$own own=own$round.jsonl
+        python -m jspec.tools.demo.training --data data --seed $round --functions $before $own
+        python -m jspec.tools.demo.training --data data --seed $round --out tuned$round --init $before \\
+            --own cut.jsonl $last $own --updates 200 $tune
     done
     python -m jspec.tools.demo.training --sharpen tuned4 target 1.5
     python -m jspec.tools.demo.training --data data --evaluate target
@@ -21,9 +24,8 @@ The pair of this package was made of the sources of CPython 3.11.2 and of the li
     jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 3000 \\
         --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04 --eval-every 250
 
-TUNE is "--rows 24 --rate 3e-3 --warmup 20 --attention cudnn". A target that only read text repeats itself without end
-when it is decoded greedily: of 100 functions and classes that the base writes behind held-out first lines 33 end and
-parse, and of the tuned target 95.
+A target that only read text repeats itself without end when it is decoded greedily: of 100 functions and classes that
+the base writes behind held-out first lines 33 end and parse, and of the tuned target 95.
 """
 
 from __future__ import annotations
