@@ -91,7 +91,8 @@ class Adaptive(Policy):
     accepted what the whole tree does, up to its number of nodes; so a size runs only if it may be the best (optimism
     under uncertainty, as in UCB1, doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then
     as a probe, because time changes with the context and acceptance with the text. A probe loses the share of its time
-    by which its rate is below the best; sizes that lose less are probed more often.
+    by which its rate is below the best, at least LEAST_LOSS; all probes lose at most PROBE_SHARE of the time, and sizes
+    that lose less are probed more often. The whole tree counts as accepting at least what a budget does.
 
     A time that is too short corrects itself, as its size runs; one that is too long would stay. A prefill between two
     rounds or a busy host lengthens some timings. So a size takes the newest of its timings or the lower quartile,
@@ -160,8 +161,9 @@ class Adaptive(Policy):
         is_known = self._is_known(size)
         accepted = self._expected_accepted(size, rows_by_cap, self._acceptance[size] if is_known else self._whole)
         if size.nodes is None:  # the whole tree accepts no fewer tokens than with a budget, whose results may be newer
-            budgets = [one for one in self._sizes if one.nodes and one.depth == size.depth and self._is_known(one)]
-            accepted = max([accepted, *(self._expected_accepted(one, rows_by_cap) for one in budgets)])
+            budgets = [one for one in sizes_of(bucket, self._sizes) if one.nodes and one.depth == size.depth]
+            measured = [one for one in budgets if self._acceptance[one].rows >= MIN_ROWS]
+            accepted = max([accepted, *(self._expected_accepted(one, rows_by_cap) for one in measured)])
         elif not is_known:
             accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
         return rows + accepted
@@ -213,12 +215,13 @@ class Adaptive(Policy):
         rates = self._rates(bucket, sizes, caps, seconds)
         best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
         others = [size for size in rates if size != best]
+        saved, self._probe_seconds = self._probe_seconds, 0.0
         if others:
             most = max(rates[best], math.ulp(0.0))
             losses = {size: seconds[size] * max(1 - rates[size] / most, LEAST_LOSS) for size in others}
             ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
             probe = max(others, key=lambda size: ages[size] / losses[size])
-            if self._probe_seconds >= losses[probe]:
-                self._probe_seconds -= losses[probe]
-                return probe
+            if saved >= losses[probe]:
+                return probe  # what was saved beyond it is dropped, so that no stretch of probes follows
+            self._probe_seconds = saved
         return best
