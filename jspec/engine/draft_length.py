@@ -7,7 +7,6 @@ compiles its round for several sizes, depth 0 included, and asks a `Policy` befo
 from __future__ import annotations
 
 import abc
-import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -157,27 +156,18 @@ class Adaptive(Policy):
 
     def _expected_tokens(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
-        rows = sum(rows_by_cap.values())
-        is_known = self._is_known(size)
-        accepted = self._expected_accepted(size, rows_by_cap, self._acceptance[size] if is_known else self._whole)
+        own, rows = self._acceptance[size], sum(rows_by_cap.values())
+        is_known = own.rows >= MIN_ROWS or not self._empty_seconds
+        known = [own if is_known else self._whole]
         if size.nodes is None:  # the whole tree accepts no fewer tokens than with a budget, whose results may be newer
             budgets = [one for one in sizes_of(bucket, self._sizes) if one.nodes and one.depth == size.depth]
-            measured = [one for one in budgets if self._acceptance[one].rows >= MIN_ROWS]
-            accepted = max([accepted, *(self._expected_accepted(one, rows_by_cap) for one in measured)])
-        elif not is_known:
+            known += [self._acceptance[one] for one in budgets if self._acceptance[one].rows >= MIN_ROWS]
+        accepted = max(
+            sum(count * one.expected[min(cap, size.depth)] for cap, count in rows_by_cap.items()) for one in known
+        )
+        if size.nodes is not None and not is_known:
             accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
         return rows + accepted
-
-    def _is_known(self, size: RoundSize) -> bool:
-        """Return whether a size's own estimate of acceptance is used, rather than that of the whole tree."""
-        return self._acceptance[size].rows >= MIN_ROWS or not self._empty_seconds
-
-    def _expected_accepted(
-        self, size: RoundSize, rows_by_cap: Counter[int], acceptance: Acceptance | None = None
-    ) -> float:
-        """Return the expected number of accepted draft tokens of a dispatch; ``acceptance`` None: by the size's own."""
-        expected = (acceptance or self._acceptance[size]).expected
-        return sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
 
     def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
         """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
@@ -217,7 +207,7 @@ class Adaptive(Policy):
         others = [size for size in rates if size != best]
         saved, self._probe_seconds = self._probe_seconds, 0.0
         if others:
-            most = max(rates[best], math.ulp(0.0))
+            most = rates[best] or 1.0  # without rows all rates are 0
             losses = {size: seconds[size] * max(1 - rates[size] / most, LEAST_LOSS) for size in others}
             ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
             probe = max(others, key=lambda size: ages[size] / losses[size])

@@ -35,7 +35,7 @@ from jspec.step.program import Params, Program
 from jspec.step.side import sides_of
 from jspec.step.split_decode import draft_masks, first_masks
 
-TIMINGS = 5  # number of dispatches whose median time is taken
+TIMINGS = 5  # number of intervals between the ends of rounds whose median is taken
 
 
 @final
@@ -192,11 +192,11 @@ class ModelRunner:
     def _time_rounds(self, sizes: Sequence[RoundSize]) -> dict[tuple[int, RoundSize], float]:
         """Return `round_seconds` of some sizes; the dispatches change nothing."""
         assert self._config.buckets is not None
-        found: dict[tuple[int, RoundSize], float] = {}
-        pairs = [(bucket, size) for bucket in self._config.buckets for size in sizes_of(bucket, sizes)]
-        for bucket, size in pairs:
-            found[bucket, size] = self._time_round(partial(self._round, RoundPlan([], bucket, []), size))
-        return found
+        return {
+            (bucket, size): self._time_round(partial(self._round, RoundPlan([], bucket, []), size))
+            for bucket in self._config.buckets
+            for size in sizes_of(bucket, sizes)
+        }
 
     def _time_round(self, start: Callable[[], StepOutput]) -> float:
         """Return the median seconds between the ends of rounds; as in the engine, the host dispatches one ahead."""

@@ -186,18 +186,23 @@ def empty_seconds(bucket: int, share: float = 0.93) -> dict[tuple[int, RoundSize
     return {(bucket, size): share * measured(bucket, size) for size in sizes}
 
 
+def ratios_to_the_best_depth(
+    bucket: int, text: Text, rounds: int, *, seeds: int, arrivals: bool = False
+) -> list[float]:
+    """Return for each seed the speed of a new adaptive policy with budgets, as a share of the best fixed depth's."""
+
+    def speed(policy: Policy, seed: int) -> float:
+        return SimulatedEngine(policy, seed=seed, arrivals=arrivals).run(bucket, text, rounds).speed
+
+    policies = [Adaptive(DEPTHS, (1, 2), empty_seconds=empty_seconds(bucket)) for _ in range(seeds)]
+    return [speed(own, seed) / max(speed(Fixed(depth), seed) for depth in DEPTHS) for seed, own in enumerate(policies)]
+
+
 @pytest.mark.parametrize("bucket", [8, 32])
 def test_adaptive_policy_whose_rounds_are_delayed_by_new_requests_is_as_fast_as_the_best_depth(bucket: int) -> None:
     """Three delayed rounds of a size must not make another size look better for good."""
     shares = np.repeat([TEXTS["easy"], TEXTS["middling"]], bucket // 2, axis=0)
-
-    def speed(policy: Policy, seed: int) -> float:
-        return SimulatedEngine(policy, seed=seed, arrivals=True).run(bucket, lambda number: shares, 300).speed
-
-    ratios = []
-    for seed in range(12):
-        adaptive = Adaptive(DEPTHS, (1, 2), empty_seconds=empty_seconds(bucket))
-        ratios.append(speed(adaptive, seed) / max(speed(Fixed(depth), seed) for depth in DEPTHS))
+    ratios = ratios_to_the_best_depth(bucket, lambda number: shares, 300, seeds=12, arrivals=True)
     assert np.mean(ratios) > 0.98 and min(ratios) > 0.94
 
 
@@ -276,9 +281,8 @@ def test_policies_in_a_batch_of_few_rows_verify_all_nodes() -> None:
 
 def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
     simulated = SimulatedEngine(Adaptive(DEPTHS), lambda bucket, size: 1.0 + size.depth).run(1, steady("usual"))
-    assert Counter(simulated.chosen)[0] > 0.96 * ROUNDS and simulated.speed > 0.97 * fixed_speed(
-        1, 0, (), lambda bucket, size: 1.0
-    )
+    assert Counter(simulated.chosen)[0] > 0.96 * ROUNDS
+    assert simulated.speed > 0.97 * fixed_speed(1, 0, (), lambda bucket, size: 1.0)
     assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # at first all depths are tried
 
 
@@ -347,13 +351,7 @@ def test_adaptive_policy_on_texts_that_become_easy_drafts_deep_soon(bucket: int)
         later = np.repeat([TEXTS["easy"], TEXTS["usual"]], bucket // 2, axis=0)
         return later if number >= 15 else np.broadcast_to(TEXTS["middling"], later.shape)
 
-    def speed(policy: Policy, seed: int) -> float:
-        return SimulatedEngine(policy, seed=seed).run(bucket, text, 200).speed
-
-    ratios = []
-    for seed in range(8):
-        adaptive = Adaptive(DEPTHS, (1, 2), empty_seconds=empty_seconds(bucket))
-        ratios.append(speed(adaptive, seed) / max(speed(Fixed(depth), seed) for depth in DEPTHS))
+    ratios = ratios_to_the_best_depth(bucket, text, 200, seeds=8)
     assert np.mean(ratios) > 0.96 and min(ratios) > 0.92
 
 
