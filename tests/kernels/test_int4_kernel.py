@@ -22,6 +22,7 @@ from tests.reference.activations import ACTIVATIONS
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
+SPILLS = {("qkv", 512, 32): 8, ("o", 512, 32): 24, ("gate_up", 512, 32): 8, ("down", 512, 32): 24}  # bytes, if not 0
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}  # Llama-3.1-8B
 
 
@@ -64,6 +65,7 @@ def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> 
         (3, 768, 384, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=2, programs=1)),
         (3, 2048, 128, True, Tiles(height=8, channels=1, splits=4, stages=2, parts=2, programs=2, width=32)),  # boxes
         (3, 2048, 128, True, Tiles(height=8, channels=1, splits=2, stages=2, parts=2, programs=2, depth=2, width=48)),
+        (20, 1024, 128, True, Tiles(height=16, channels=1, splits=2, stages=2, parts=1, programs=3, has_loader=True)),
     ],
 )
 def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
@@ -247,13 +249,10 @@ def test_hopper_tiles_of_unsupported_packed_weights_are_none() -> None:
         ),
     ],
 )
-def test_product_with_a_packed_weight_compiled_for_h200_spills_no_registers(
+def test_product_with_a_packed_weight_compiled_for_h200_spills_registers_only_if_listed(
     name: str, rows: int, group: int, has_zeros: bool, compile_with_ptxas_output: Any
 ) -> None:
-    """x is padded by a launch of its own if it has more than 8 rows, and not a multiple of 8.
-
-    Tiles of 128 rows with groups of 32 columns spill some bytes (NOTES.md).
-    """
+    """x is padded by a launch of its own if it has more than 8 rows, and not a multiple of 8."""
     (out, inner), shape = SHAPES[name], jax.ShapeDtypeStruct
     groups = out, inner // group
     weight = [shape((out, inner // 128, 64), jnp.uint8), shape(groups, F32)]
@@ -269,5 +268,6 @@ def test_product_with_a_packed_weight_compiled_for_h200_spills_no_registers(
     pads = rows > 8 and rows % 8 > 0
     assert [launch.kind for launch in program.launches][-1] == "kCustomCall"
     assert len(program.launches) == 1 + pads
-    (spilled,) = re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed)
-    assert max(map(int, spilled)) <= (52 if (rows, group) == (512, 32) else 0)
+    bytes_spilled = str(SPILLS.get((name, rows, group), 0))
+    reports = re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed)
+    assert reports and set(reports) == {(bytes_spilled, bytes_spilled)}  # XLA compiles a kernel that spills twice
