@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jspec import (
     Tree,
 )
 from jspec.engine.draft_length import MIN_SAMPLES, Adaptive, DispatchResult, Fixed, Policy
+from jspec.engine.model_runner import ModelRunner
 from jspec.engine.prometheus import Gauges, Latencies, exposition
 from jspec.engine.sizes import RoundSize
 from jspec.engine.stopwatch import Stopwatch
@@ -386,6 +388,25 @@ def test_adaptive_engine_after_a_request_has_metrics_of_rounds_by_depth() -> Non
 def test_adaptive_engine_with_impossible_options_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(small.target(), **dict(drafter=NGram(Tree.chain(3))) | options)
+
+
+def test_time_of_a_round_is_the_median_between_ends_while_one_is_dispatched_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first two rounds, of which one loads the program, and one that is delayed do not count."""
+    seconds, started, waited = [50.0, 9.0, 2.0, 2.0, 2.0, 30.0, 2.0, 2.0], Counter[str](), list[int]()
+
+    def start() -> int:
+        started["rounds"] += 1
+        return started["rounds"]
+
+    def wait(number: int) -> None:
+        waited.append(started["rounds"] - number)  # rounds that are dispatched behind it
+        assert len(waited) == number, "rounds are waited for in their order"
+
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds[: len(waited)]))
+    assert ModelRunner._time_round(SimpleNamespace(wait=wait), start) == 2.0  # type: ignore[arg-type]
+    assert waited == [0, *[1] * 6, 0]
 
 
 def test_rounds_timed_ahead_have_a_time_for_every_size_and_change_no_state() -> None:
