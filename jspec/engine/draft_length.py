@@ -7,6 +7,7 @@ compiles its round for several sizes, depth 0 included, and asks a `Policy` befo
 from __future__ import annotations
 
 import abc
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ MIN_ROWS = 16  # least number of drafted rows before an estimate of acceptance i
 WINDOW = 16  # number of newest timings of a size whose lower quartile is used
 PROBE_SHARE = 0.01  # share of the time that may be lost by running sizes that do not look best
 LEAST_LOSS = 0.02  # least share of a probe's time that counts as lost
+LEAST_SAVING = 0.03  # least share of the whole tree's time that a budget must save
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Adaptive(Policy):
     under uncertainty, as in UCB1, doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then
     as a probe, because time changes with the context and acceptance with the text. A probe loses the share of its time
     by which its rate is below the best, at least LEAST_LOSS; all probes lose at most PROBE_SHARE of the time, and sizes
-    that lose less are probed more often. The whole tree counts as accepting at least what a budget does.
+    that lose less are probed more often. The whole tree counts as accepting at least what a budget does; a budget runs
+    only if it saves at least LEAST_SAVING of its time.
 
     A time that is too short corrects itself, as its size runs; one that is too long would stay. A prefill between two
     rounds or a busy host lengthens some timings. So a size takes the newest of its timings or the lower quartile,
@@ -196,12 +199,18 @@ class Adaptive(Policy):
         deepest = depths[min(bisect_left(depths, cap), len(depths) - 1)]
         return [size for size in sizes if size.depth <= deepest]
 
+    def _saves_time(self, size: RoundSize, seconds: Mapping[RoundSize, float]) -> bool:
+        """Return whether a size is no budget, or one that takes less time than the whole tree, which accepts more."""
+        whole = seconds.get(RoundSize(size.depth), math.inf)
+        return size.nodes is None or seconds.get(size, math.inf) < (1 - LEAST_SAVING) * whole
+
     def _is_untimed(self, bucket: int, size: RoundSize) -> bool:
         return len(self._seconds[bucket, size]) < MIN_SAMPLES and self._tries[bucket, size] < MAX_TRIES
 
     def _best_or_probe(self, bucket: int, sizes: Sequence[RoundSize], caps: Sequence[int]) -> RoundSize:
         """Return the size that may have the highest rate, or another one if the saved time allows a probe."""
         seconds = self._expected_seconds(bucket)
+        sizes = [size for size in sizes if self._saves_time(size, seconds)]
         rates = self._rates(bucket, sizes, caps, seconds)
         best = max(reversed(sizes), key=lambda size: rates.get(size, 0.0))
         others = [size for size in rates if size != best]

@@ -222,6 +222,19 @@ def test_adaptive_policy_never_tries_a_budget_that_has_fewer_nodes_than_easy_tex
     assert RoundSize(4, 1) not in SimulatedEngine(policy).run(8, steady("easy"), 50).sizes
 
 
+@pytest.mark.parametrize(("saving", "runs"), [(0.005, False), (0.06, True)])
+def test_adaptive_policy_runs_a_budget_only_if_it_saves_time(saving: float, runs: bool) -> None:
+    """Texts that become easy make the results of a budget newer than those of the whole tree, and better."""
+
+    def cost(bucket: int, size: RoundSize) -> float:
+        return measured(bucket, RoundSize(size.depth)) * (1 if size.nodes is None else 1 - saving)
+
+    sizes = sizes_of(8, round_sizes(DEPTHS, (2,)))
+    policy = Adaptive(DEPTHS, (2,), empty_seconds={(8, size): cost(8, size) for size in sizes})
+    engine = SimulatedEngine(policy, cost).run(8, lambda number: TEXTS["hard" if number < 30 else "easy"], 300)
+    assert (RoundSize(4, 2) in engine.sizes) is runs
+
+
 def test_adaptive_policy_in_a_bucket_with_empty_rows_counts_all_tokens_of_a_budget() -> None:
     """Two requests have the nodes of eight rows, so four drafts of each can be accepted."""
     policy = Adaptive((0, 4), (1,), empty_seconds={(8, RoundSize(0)): 1.0})
