@@ -30,13 +30,14 @@ from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
 from pallas_kernels.layers.expert_bytes import ordered, unpack
 from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper_kernel import choose_compiled
+from pallas_kernels.layers.hopper_kernel import choose_compiled, multiprocessors
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.split_matmul import INNER_BYTES
 
 REFERENCE_ROWS = 8  # rows of a block in the reference
 TILE = 64  # output columns of a program; twice as many of an undivided product
+STAGES, FEW_STAGES = 4, 6  # steps of k in flight, and in a product of gate and up with one program a multiprocessor
 PACKED_STEP = 128  # most values of k per loop iteration in int4 and mxfp4; a row of them is 64 bytes
 PACKED_DTYPES = {"int4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}  # dtypes of x; mxfp4 has bfloat16's exponents
 MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers
@@ -175,6 +176,7 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, int
     width = out // 2 if gate else out
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
     found = plan(chosen.ravel(), experts, is_packed=step is not None, deterministic=deterministic)
+    is_alone = gate and width // tile * found.programs <= (multiprocessors() or 0)
     values, optional = _stored(weight)
     optional |= {"bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -191,7 +193,9 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, int
         functools.partial(_kernel, **own),
         grid=(width // tile, found.programs),
         out_shape=jax.ShapeDtypeStruct((chosen.size, width), dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=8 if tile > TILE else 4, num_stages=4),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=8 if tile > TILE else 4, num_stages=FEW_STAGES if is_alone else STAGES
+        ),
         interpret=interpret,
         name="expert_matmul",
     )(flat, values, *found.lists, *optional.values())

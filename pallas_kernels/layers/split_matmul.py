@@ -45,6 +45,7 @@ LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second 
 WIDEST_OUT = 16384  # a wider output has enough tiles even if the sum over k is not divided
 INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads
 NARROW_OUT = 4096  # up to this output width, four parts of k are faster; above, two parts are faster
+MOST_PARTS = 12  # fewer parts of k than these, where a kernel's steps do not divide into as many as are fastest
 SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
 MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there are half as many tiles
 XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
@@ -69,10 +70,13 @@ def parts_of(
     if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
         return 1
     tile, step = _out_tile(rows, out), INNER_BYTES // weight_bytes
-    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % (4 * step):
+    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % step:
         return 1
     if rows <= MOST_ROWS:
-        return 4 if out <= NARROW_OUT else 2
+        wanted, steps = 4 if out <= NARROW_OUT else 2, inner // step
+        return next((parts for parts in range(wanted, MOST_PARTS) if steps % parts == 0), 1)
+    if inner % (4 * step):
+        return 1
     parts = 2
     while _is_split_again(rows, out, inner, parts) and inner % (2 * parts * step) == 0:
         parts *= 2

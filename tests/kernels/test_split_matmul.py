@@ -37,11 +37,14 @@ def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("rows", "out", "parts"), [(1, 1024, 4), (5, 1088, 4), (60, 1024, 4), (64, 6144, 2)])
+@pytest.mark.parametrize(
+    ("rows", "out", "inner", "parts"),
+    [(1, 1024, 2048, 4), (5, 1088, 2048, 4), (60, 1024, 2048, 4), (64, 6144, 2048, 2), (5, 1024, 2112, 11)],
+)
 def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
-    rows: int, out: int, parts: int, implementation: str
+    rows: int, out: int, inner: int, parts: int, implementation: str
 ) -> None:
-    x, weight = problem(rows, out, 2048, "bfloat16")
+    x, weight = problem(rows, out, inner, "bfloat16")
     got = split_matmul(x, weight, implementation=implementation)
     assert got.shape == (parts, 1, rows, out)
     assert got.dtype == jnp.float32
@@ -136,6 +139,10 @@ def test_split_product_told_to_wait_for_an_array_has_it_as_kernel_operand(waits:
         (5, 4096, 11008, BF16, 4),
         (5, 28672, 4096, BF16, 1),  # enough columns
         (5, 4096, 4096, jnp.dtype("float32"), 1),
+        (1, 2048, 10944, BF16, 9),  # 171 steps of 64 values, which are no multiple of 4
+        (5, 5120, 2880, BF16, 3),  # 45 steps
+        (5, 4096, 3392, BF16, 1),  # 53 steps
+        (80, 2048, 10944, BF16, 1),
         (5, 4096, 4100, BF16, 1),  # the inner axis cannot be divided into equal parts
         (5, 64, 4096, BF16, 1),  # small weight
     ],
@@ -176,7 +183,7 @@ def test_split_product_of_small_weight_returns_one_partial_sum_in_x_dtype() -> N
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20, 60])
-@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096), (6144, 8192)])
+@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (4096, 14336), (6144, 4096), (5120, 2880), (2048, 10944)])
 def test_split_product_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
     x, weight = jax.ShapeDtypeStruct((1, rows, inner), BF16), jax.ShapeDtypeStruct((out, inner), BF16)
     program = compile_for_h200(
