@@ -99,12 +99,13 @@ def _out_tile(rows: int, out: int) -> int:
     return 128 if rows <= FEW_ROWS and out % 128 == 0 else 64
 
 
-def _reference(x, weight, row_scale, scale, after, *, parts, dtype=jnp.float32):
+def _reference(x, weight, row_scale, scale, after, *, parts, dtype):
     weight = weight.astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
-    sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=dtype)
-    return Factors(x, weight, row_scale, scale).scaled(sums)
+    first = dtype if row_scale is None and scale is None else jnp.float32
+    sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=first)
+    return Factors(x, weight, row_scale, scale).scaled(sums).astype(dtype)
 
 
 def _kernel(
@@ -112,7 +113,7 @@ def _kernel(
     x_ref,  # [T, K]
     weight_ref,  # [N, K], one or two bytes per value
     *refs,  # float32 scales: none, of the columns [N], or of the rows [T] and the columns; then `after`, which is not
-    # read, if it was passed; output: parts_ref [parts, T, N] float32
+    # read, if it was passed; output: parts_ref [parts, T, N]
     # static parameters
     scales,  # number of scale arrays
     rows,  # T
@@ -142,10 +143,11 @@ def _kernel(
         total = total * pltriton.load(scale_refs[-1].at[out])[:, None]
     if len(scale_refs) == 2:
         total = total * pltriton.load(scale_refs[0].at[row], mask=row < rows, other=0)[None, :]
+    total = total.astype(parts_ref.dtype)
     pltriton.store(parts_ref.at[part, row[None, :], out[:, None]], total, mask=(row < rows)[None, :])
 
 
-def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
+def _pallas(x, weight, row_scale, scale, after, *, parts, dtype, interpret):
     (rows, inner), out = x.shape, weight.shape[0]
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight.dtype.itemsize
     scales = [array for array in (row_scale, scale) if array is not None]
@@ -154,7 +156,7 @@ def _pallas(x, weight, row_scale, scale, after, *, parts, interpret):
             _kernel, scales=len(scales), rows=rows, steps=inner // columns // parts, tile=tile, inner=columns
         ),
         grid=(out // tile, parts),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, out), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         # With weights of one byte per value, a loop iteration loads twice as many columns of x. Six stages would exceed
         # the 99 KiB of shared memory of compute capability 8.9.
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
@@ -179,21 +181,23 @@ def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
     return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "dtype", "implementation"))
 def split_matmul(
     x: Inputs,
     weight: Weight,
     *,
     gate: Activation | None = None,
     after: Float[Array, "..."] | None = None,
+    dtype: jnp.dtype | None = None,
     implementation: Implementation = "auto",
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
 
-    A single partial sum has x's dtype. Several partial sums are float32. There are three exceptions:
+    A single partial sum has x's dtype. Several partial sums are float32. There are exceptions:
     - With more than 64 rows of bfloat16, several partial sums are bfloat16, because they are written faster. Their
       total rounding error is about that of one rounding of the sum, unless the partial sums cancel each other.
-    - The product of several devices is that of `join`.
+    - The product of several devices is that of `join`. If devices hold columns, several partial sums of bfloat16 rows
+      are bfloat16, so that devices exchange half as many bytes.
     - With "fp8_dynamic", the result is a `Scaled` if there is a single partial sum (in float32 up to 64 rows), or if
       there are more than 64 rows.
 
@@ -204,13 +208,15 @@ def split_matmul(
             multiplied by the weight. None: x is multiplied.
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
+        dtype: dtype of several partial sums of at most 64 rows; None: float32. The Hopper kernel ignores it.
         implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
             unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
             "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4" has as many partial sums as
             `packed_tiles` chooses.
     """
     if isinstance(weight, Shard):
-        own = split_matmul(x, weight.weight, gate=gate, after=after, implementation=implementation)
+        own_dtype = x.dtype if weight.by == "columns" and x.dtype == jnp.bfloat16 else dtype
+        own = split_matmul(x, weight.weight, gate=gate, after=after, dtype=own_dtype, implementation=implementation)
         return join(own, weight, x.dtype)
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
@@ -226,8 +232,8 @@ def split_matmul(
     f = factors(x, weight, gate=gate, implementation=implementation)
     flat = f.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
-        sums = _reference(flat, f.weight, None, None, None, parts=parts, dtype=dtype)
+        many = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
+        sums = _reference(flat, f.weight, None, None, None, parts=parts, dtype=many)
         sums = sums.reshape(parts, *shape, out)
         if f.row_scale is None or f.scale is None:
             return sums
@@ -237,10 +243,11 @@ def split_matmul(
     arguments = flat, f.weight, row_scale, f.scale, awaited
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
-    reference = functools.partial(_reference, parts=parts)
+    own = {"parts": parts, "dtype": dtype or jnp.float32}
+    reference = functools.partial(_reference, **own)
     if tiles:
         kernel = functools.partial(_hopper, tiles=tiles)
         sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
     else:
-        sums = dispatch(implementation, None, functools.partial(_pallas, parts=parts), reference, *arguments)
+        sums = dispatch(implementation, None, functools.partial(_pallas, **own), reference, *arguments)
     return sums.reshape(parts, *shape, out)

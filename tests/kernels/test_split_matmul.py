@@ -52,6 +52,16 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
 
 
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("kind", [None, "fp8_dynamic"])
+def test_split_product_in_bfloat16_rounds_each_partial_sum_once(kind: Any, implementation: str) -> None:
+    x, weight = problem(5, 1024, 2048, "bfloat16")
+    stored = quantize(weight, kind) if kind else weight
+    wide, narrow = (split_matmul(x, stored, dtype=dtype, implementation=implementation) for dtype in (None, BF16))
+    assert narrow.dtype == BF16 and narrow.shape == wide.shape == (4, 1, 5, 1024)
+    assert np.array_equal(narrow, wide.astype(BF16)) and not np.array_equal(narrow, wide)
+
+
 @pytest.mark.parametrize(("gate", "kind"), [("silu", None), ("gelu_tanh", "fp8_dynamic")])
 def test_product_of_gate_and_up_multiplies_activation_of_gate_by_up(gate: Activation, kind: Any) -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
