@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         from tests.support import typecheck
 
+        # A conftest.py of a folder on the command line is imported before this.
+        early = {name.split(".")[0] for name in sys.modules} & set(PACKAGES)
+        if early:
+            raise pytest.UsageError(f"--typecheck: expected no conftest.py to import {', '.join(early)}: not checked")
         install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
 
 

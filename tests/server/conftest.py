@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.browser import Browser, chromium
-from tests.support.live_stub import Stub, listening, random_round
+
+if TYPE_CHECKING:  # see `pytest_configure`
+    from tests.support.live_stub import Stub
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +25,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Stub, str]]:
+    from tests.support.live_stub import Stub, listening
+
     stub = Stub()
     with listening(stub.app()) as address:
         yield stub, address
@@ -30,6 +35,8 @@ def served() -> Iterator[tuple[Stub, str]]:
 @pytest.fixture
 def stub(served: tuple[Stub, str], browser: Browser) -> Stub:
     """The stub with 12 rounds of 60 nodes, and the browser at its page, in the mode for completions."""
+    from tests.support.live_stub import Stub, random_round
+
     one, address = served
     rng = random.Random(0)
     one.__dict__ |= Stub(rounds=[random_round(rng, 60) for _ in range(12)]).__dict__
