@@ -370,7 +370,7 @@ def _feature_before(
 
 def _keep_page_ends(
     state: EagleState,
-    page_table: Int[Array, "batch pages"],
+    page_table: Int[Array, "batch columns"],
     rows: Int[Array, "batch rows"],
     valid: Bool[Array, "batch rows"],
     features: Float[Array, "batch rows hidden"],
