@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.layers.quantized import PartialSums, Scaled
+from pallas_kernels.layers.quantized import Scaled
 from pallas_kernels.layers.shard import OwnColumns
 
 NO_ROW = 2**30  # packed row of a node that is left out; no such row exists
@@ -44,7 +44,9 @@ class Packing:
         flat = values.reshape(-1, *values.shape[2:])
         return flat.at[self.rows].get(mode="fill", fill_value=0)[None]
 
-    def unpack(self, sums: PartialSums) -> PartialSums:
+    def unpack(
+        self, sums: Float[Array, "parts 1 packed out"] | Scaled | OwnColumns
+    ) -> Float[Array, "parts batch nodes out"] | Scaled | OwnColumns:
         """Return the partial sums [parts, batch, nodes, out] from those of the packed rows [parts, 1, packed, out].
 
         Nodes that are left out get zeros.

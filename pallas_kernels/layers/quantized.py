@@ -285,7 +285,9 @@ def matmul(
     return reduce_partials(matmul_unscaled(x, weight, dtype, gate=gate, implementation=implementation), dtype)
 
 
-def join(own: PartialSums, weight: Shard, dtype: jnp.dtype, *, deterministic: bool = False) -> PartialSums:
+def join(
+    own: PartialSums, weight: Shard, dtype: jnp.dtype, *, deterministic: bool = False
+) -> Float[Array, "parts_of_all *rows out_of_all"] | OwnColumns:
     """Returns a product with a weight of several devices: by rows `OwnColumns`, by columns the parts of `Shard.join`.
 
     Args:
