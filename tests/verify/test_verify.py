@@ -354,12 +354,14 @@ def test_engine_with_block_rule_and_branching_tree_raises() -> None:
         Engine(small.target(), drafter=Random(PAIRS), accept="block")
 
 
-def test_engine_with_typical_rule_warns_once_and_greedy_tokens_are_unchanged() -> None:
+def test_engine_with_typical_rule_warns_once_and_greedy_tokens_are_unchanged(request: pytest.FixtureRequest) -> None:
     with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
         engine = Engine(
             small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
         )
-    assert len(caught) == 1 and caught[0].filename == __file__
+    assert len(caught) == 1
+    if not request.config.getoption("--typecheck"):  # runtime type checking adds frames between the calls
+        assert caught[0].filename == __file__
     params = SamplingParams(max_tokens=20, temperature=0)
     own, plain = (one.generate([3, 1, 4], params)[0].token_ids for one in (engine, small.plain()))
     assert own == plain
