@@ -1,0 +1,33 @@
+"""Test that --typecheck checks the arrays of both packages; without it, no other test would tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import TypeCheckError
+
+from jspec.verify.rejection import try_token
+from pallas_kernels.attention.rope_append import rotate
+
+CALLS = {
+    "jspec": (try_token, ((2, 3), (2, 3)), jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32)),
+    "pallas_kernels": (rotate, ((2, 3, 1, 8),), jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 4, 4))),
+}
+
+
+@pytest.mark.parametrize("package", CALLS)
+def test_array_of_another_size_than_its_neighbours_is_refused_under_typecheck(
+    request: pytest.FixtureRequest, package: str
+) -> None:
+    if not request.config.getoption("--typecheck"):
+        pytest.skip("needs --typecheck")
+    function: Callable[..., object]
+    function, shapes, fits, other = CALLS[package]
+    arrays: list[jax.Array] = [jnp.ones(shape) for shape in shapes]
+    assert function.__module__.startswith(package)
+    function(*arrays, fits)
+    with pytest.raises(TypeCheckError, match=rf"the parameters of {function.__module__}\.{function.__name__}\."):
+        function(*arrays, other)
