@@ -251,3 +251,50 @@ def test_request_aborted_within_a_step_ends_with_a_result(engine: Engine) -> Non
 
     engine.tokenizer.fails = aborts  # type: ignore[union-attr]
     assert engine.result(request).finish_reason == "abort"
+
+
+def test_error_of_a_shared_step_is_raised_in_all_tasks_that_wait_for_it(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def collect(i: int) -> list[int]:
+        return [token async for chunk in engine.astream(PROMPTS[i], PARAMS[i]) for token in chunk.token_ids]
+
+    async def main() -> list[Any]:
+        tasks = [asyncio.create_task(collect(i)) for i in range(6)]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", fails)
+            patch.setattr(engine.core, "add", add)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fails() -> bool:
+        assert all_queued.wait(PATIENCE)
+        raise OSError("no step")
+
+    def add(request: Request, queued_at: float) -> None:
+        queue(request, queued_at)
+        if len(engine.core.live) == 6:
+            all_queued.set()
+
+    all_queued, queue = threading.Event(), engine.core.add
+
+    assert [str(error) for error in asyncio.run(main())] == ["no step"] * 6
+    assert asyncio.run(collect(0)) == expected[0]
+
+
+def test_task_in_an_event_loop_that_can_start_no_thread_raises(engine: Engine) -> None:
+    def refuses(executor: Any, function: Any, *args: Any) -> Any:
+        if function == engine._advance:
+            raise RuntimeError("no more threads")
+        return start(executor, function, *args)
+
+    async def main() -> None:
+        nonlocal start
+        chunks = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
+        await anext(chunks)
+        event_loop = asyncio.get_running_loop()
+        start, event_loop.run_in_executor = event_loop.run_in_executor, refuses  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no more threads"):
+            [_ async for _ in chunks]
+
+    start: Any = None
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
