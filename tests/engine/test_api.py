@@ -281,20 +281,22 @@ def test_error_of_a_shared_step_is_raised_in_all_tasks_that_wait_for_it(
     assert asyncio.run(collect(0)) == expected[0]
 
 
-def test_task_in_an_event_loop_that_can_start_no_thread_raises(engine: Engine) -> None:
-    def refuses(executor: Any, function: Any, *args: Any) -> Any:
-        if function == engine._advance:
-            raise RuntimeError("no more threads")
-        return start(executor, function, *args)
+def test_task_that_waits_in_an_event_loop_whose_executor_takes_no_more_steps_raises(engine: Engine) -> None:
+    """The first step gives no output, because the engine leaves its result unread, so the task waits on."""
 
     async def main() -> None:
-        nonlocal start
-        chunks = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
-        await anext(chunks)
         event_loop = asyncio.get_running_loop()
-        start, event_loop.run_in_executor = event_loop.run_in_executor, refuses  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="no more threads"):
-            [_ async for _ in chunks]
+        start, taken = event_loop.run_in_executor, list[Any]()
 
-    start: Any = None
+        def refuses(executor: Any, function: Any, *args: Any) -> Any:
+            if function == engine._advance:
+                if taken:
+                    raise RuntimeError("no more threads")
+                taken.append(function)
+            return start(executor, function, *args)
+
+        event_loop.run_in_executor = refuses  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no more threads"):
+            [_ async for _ in engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))]
+
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
