@@ -199,13 +199,13 @@ class Faults:
                 raise RuntimeError("RESOURCE_EXHAUSTED")
             if self.is_due("interrupt"):
                 raise KeyboardInterrupt
-            output = dispatch(plan)
-            return replace(output, report=Lost()) if self.is_due("block") else output
+            size, output = dispatch(plan)
+            return size, replace(output, report=Lost()) if self.is_due("block") else output
 
-        def reads(plan: Any, output: Any) -> Any:
+        def reads(*step: Any) -> Any:
             if self.is_due("read"):
                 raise RuntimeError("lost on its way")
-            return read(plan, output)
+            return read(*step)
 
         patch.setattr(engine.core, "_dispatch", dispatches)
         patch.setattr(engine.core, "_read", reads)
