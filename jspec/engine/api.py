@@ -155,6 +155,7 @@ class Engine(EngineLoop, TextGenerator):
                 yield
         finally:
             self._abort(requests)
+            watch.close()
 
     async def _acomplete(self, make: Callable[[], list[Request]]) -> list[Request]:
         return await self._async_steps.finish(self, make)

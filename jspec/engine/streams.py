@@ -31,6 +31,7 @@ def stream(loop: EngineLoop, request: Request) -> Iterator[Chunk]:
         raise_error(request)
     finally:
         loop._abort(request.samples)
+        watch.close()
 
 
 class SharedSteps:
@@ -54,11 +55,11 @@ class SharedSteps:
             BaseException: a step raised it; all tasks that wait get it.
         """
         woken = self._waiting[watch] = asyncio.get_running_loop().create_future()
-        if watch.started:
-            self.changed[watch] = None
-        if not self._is_stepping:
-            self._start(loop)
         try:
+            if watch.started:
+                self.changed[watch] = None
+            if not self._is_stepping:
+                self._start(loop)
             step = await woken
         finally:
             self._waiting.pop(watch, None)
@@ -111,6 +112,25 @@ class TaskWatch(Watch):
         else:
             await self._steps.wait(loop, self)
 
+    async def leave(self, loop: EngineLoop) -> None:
+        """Forget all requests, and abort first those that have not ended.
+
+        A thread does this, because an event loop must not wait for the engine's lock. It goes on if the task is
+        cancelled while it waits.
+        """
+        if any(request.finish_reason is None for request in self.num_sent):
+            await asyncio.shield(asyncio.to_thread(self._abort, loop))
+        else:
+            self.close()
+
+    def _abort(self, loop: EngineLoop) -> None:
+        loop._abort(list(self.num_sent))
+        self.close()
+
+    def close(self) -> None:
+        super().close()
+        self._steps.changed.pop(self, None)
+
 
 class AsyncSteps:
     """Runs the steps of an engine in threads, so that asyncio tasks can wait for their requests.
@@ -141,7 +161,7 @@ class AsyncSteps:
                     yield watch.next_chunk(sample)
             raise_error(request)
         finally:
-            await _abort(loop, request.samples)
+            await watch.leave(loop)
 
     async def finish(self, loop: EngineLoop, make: Callable[[], list[Request]]) -> list[Request]:
         """Queue requests, wait until all have ended, and return them; cancelling the task aborts them.
@@ -159,17 +179,11 @@ class AsyncSteps:
             await _make_records(requests)
             return asked
         finally:
-            await _abort(loop, requests)
+            await watch.leave(loop)
 
     def _watch(self, requests: Sequence[Request]) -> TaskWatch:
         steps = self._shared.setdefault(asyncio.get_running_loop(), SharedSteps())
         return TaskWatch(steps, requests)
-
-
-async def _abort(loop: EngineLoop, requests: Sequence[Request]) -> None:
-    """Abort the unfinished requests in a thread, because an event loop must not wait for the engine's lock."""
-    if any(request.finish_reason is None for request in requests):
-        await asyncio.shield(asyncio.to_thread(loop._abort, requests))
 
 
 async def _make_records(requests: Sequence[Request]) -> None:

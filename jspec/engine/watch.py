@@ -69,6 +69,13 @@ class Watch:
             self._forget(request)
         return chunk
 
+    def close(self) -> None:
+        """Forget all requests, as the caller takes no more output."""
+        for request in list(self.num_sent):
+            self._forget(request)
+
     def _forget(self, request: Request) -> None:
+        """Drop a request, and its reference to this object, so that the two are no cycle."""
+        request.output.before_change = None
         del self.num_sent[request]
         self.started.pop(request, None)
