@@ -135,6 +135,8 @@ class EngineCore:
 
     def _read_row(self, request: Request, step: StepOutput, row: int, *, is_round: bool) -> None:
         """Process the row of a step's result that belongs to a request; end the request if it is finished."""
+        if request.finish_reason is not None:
+            return  # a tokenizer's callback has closed the engine at an earlier row
         request.tell()
         try:
             reason = process_step_output(request, step, row, is_round=is_round)

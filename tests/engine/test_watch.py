@@ -14,6 +14,7 @@ from jspec import Engine, SamplingParams
 from jspec.engine.request import Request
 from jspec.engine.streams import SharedSteps, TaskWatch
 from jspec.engine.watch import Watch
+from tests.support import brittle
 from tests.support.brittle import PATIENCE, PROMPTS
 
 pytestmark = pytest.mark.once
@@ -134,6 +135,27 @@ def test_caller_that_leaves_early_leaves_no_request_to_the_garbage_collector(
         assert not callers and not watched
     finally:
         gc.enable()
+
+
+def test_engine_that_its_tokenizer_closes_within_a_step_changes_no_ended_request() -> None:
+    engine = brittle.engine.__wrapped__()
+    requests = [engine.submit(prompt, LONG) for prompt in PROMPTS[: brittle.SLOTS]]
+    while not all(request.token_ids for request in requests):
+        engine.step()
+    ends: list[list[int]] = []
+
+    def closes(ids: Sequence[int]) -> bool:
+        engine.tokenizer.fails = lambda ids: False
+        engine.close()
+        ends.extend(list(request.token_ids) for request in requests)
+        return False
+
+    engine.tokenizer.fails = closes
+    while not ends:
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["abort"] * len(requests)
+    assert [request.error for request in requests] == [None] * len(requests)
+    assert [request.token_ids for request in requests[1:]] == ends[1:]
 
 
 def test_task_woken_before_a_change_is_complete_is_woken_again(engine: Engine) -> None:
