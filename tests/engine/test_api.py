@@ -12,7 +12,6 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.fair_lock import FairLock
 from jspec.engine.request import Request
-from jspec.engine.streams import SharedSteps, TaskWatch
 from tests.support.brittle import PARAMS, PATIENCE, PROMPTS, Fault, make_events, run_together
 
 pytestmark = pytest.mark.once
@@ -278,7 +277,7 @@ def test_error_of_a_shared_step_is_raised_in_all_tasks_that_wait_for_it(
 
     all_queued, queue = threading.Event(), engine.core.add
 
-    assert [str(error) for error in asyncio.run(main())] == ["no step"] * 6
+    assert [str(error) for error in asyncio.run(asyncio.wait_for(main(), PATIENCE))] == ["no step"] * 6
     assert asyncio.run(collect(0)) == expected[0]
 
 
@@ -299,18 +298,5 @@ def test_task_that_waits_in_an_event_loop_whose_executor_takes_no_more_steps_rai
         event_loop.run_in_executor = refuses  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no more threads"):
             [_ async for _ in engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))]
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
-
-
-def test_task_woken_before_a_change_is_complete_is_woken_again(engine: Engine) -> None:
-    """A step of another thread has started the request, and its output comes after the task has looked."""
-
-    async def main() -> None:
-        steps, request = SharedSteps(), engine.prepare([1, 2])
-        watch = TaskWatch(steps, [request])
-        request.tell()
-        steps.changed.clear()  # as at the end of an own step
-        await watch.advance(engine)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
