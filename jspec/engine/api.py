@@ -20,6 +20,7 @@ from jspec.engine.program_choice import gathering
 from jspec.engine.request import Chunk, Request
 from jspec.engine.text_generator import OPTIONS, TextGenerator
 from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
+from jspec.engine.watch import Watch
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.sampling.logits_processor import LogitsProcessor
@@ -146,14 +147,15 @@ class Engine(EngineLoop, TextGenerator):
 
     def _complete(self, asked: Sequence[Request]) -> Generator[None]:
         requests = [sample for request in asked for sample in request.samples]
+        watch = Watch(requests)
         try:
             self._queue(requests)
-            for request in requests:
-                while request.finish_reason is None:
-                    self._advance(requests)
-                    yield
+            while watch.has_unended():
+                self._advance(watch)
+                yield
         finally:
             self._abort(requests)
+            watch.close()
 
     async def _acomplete(self, make: Callable[[], list[Request]]) -> list[Request]:
         return await self._async_steps.finish(self, make)
@@ -167,8 +169,9 @@ class Engine(EngineLoop, TextGenerator):
             raise
 
     def _wait(self, request: Request) -> None:
-        while any(sample.finish_reason is None for sample in request.samples):
-            self._advance(request.samples)
+        for sample in request.samples:
+            while sample.finish_reason is None:
+                self._advance()
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
         return streams.stream(self, request)

@@ -135,6 +135,9 @@ class EngineCore:
 
     def _read_row(self, request: Request, step: StepOutput, row: int, *, is_round: bool) -> None:
         """Process the row of a step's result that belongs to a request; end the request if it is finished."""
+        if request.finish_reason is not None:
+            return  # a tokenizer's callback has closed the engine at an earlier row
+        request.tell()
         try:
             reason = process_step_output(request, step, row, is_round=is_round)
             follow(request)
@@ -167,6 +170,7 @@ class EngineCore:
         output = request.output
         if output.finish_reason is not None:
             return
+        request.tell()
         if output.queued_at is None:  # a request that was never queued is not counted
             output.finish_reason = reason
             return

@@ -13,7 +13,7 @@ from jspec.engine.api import Engine
 from jspec.engine.errors import error_of_requests
 from jspec.engine.loop import IDLE
 from jspec.engine.request import Chunk, Request
-from jspec.engine.streams import next_chunk, with_new_output
+from jspec.engine.watch import Watch
 
 Key = Hashable
 
@@ -62,7 +62,7 @@ class EngineThread:
         self._error: BaseException | None = None  # the error that ended the thread
         # Only the engine's thread uses these three.
         self._keys: dict[Request, Key] = {}  # of each completion that has not ended
-        self._num_sent: dict[Request, int] = {}  # number of tokens sent of each of these
+        self._watch = Watch()  # of these completions
         self._records: dict[Request, Future[object]] = {}  # the making of a prompt's log-probability records
 
     def start(self) -> None:
@@ -180,7 +180,7 @@ class EngineThread:
         with self._wake:
             if not (has_work or self._submitted or self._aborted or self._stopped):
                 # Requests without work wait for a compilation, perhaps of another caller, who does not notify.
-                self._wake.wait(IDLE if self._num_sent else None)
+                self._wake.wait(IDLE if self._watch.num_sent else None)
             return not self._stopped
 
     def _take_calls(self) -> None:
@@ -196,8 +196,10 @@ class EngineThread:
                 self._engine._abort(self._requests[key].samples)
 
     def _track(self, key: Key) -> None:
-        self._keys |= dict.fromkeys(self._requests[key].samples, key)
-        self._num_sent |= dict.fromkeys(self._requests[key].samples, 0)
+        samples = self._requests[key].samples
+        self._keys |= dict.fromkeys(samples, key)
+        with self._engine._lock:  # another thread may abort them in this moment
+            self._watch.add(samples)
 
     def _queue(self, request: Request) -> None:
         """Queue a request; what it lacks of compiled programs is compiled in the other thread."""
@@ -223,7 +225,7 @@ class EngineThread:
             self._wake.notify()
 
     def _deliver_new(self) -> None:
-        ready = [sample for sample in with_new_output(self._num_sent) if self._has_records(sample)]
+        ready = [sample for sample in self._watch.with_new_output() if self._has_records(sample)]
         if ready:
             self._deliver([self._delivery(sample) for sample in ready])
 
@@ -233,7 +235,7 @@ class EngineThread:
         The log-probability records of a prompt of 32,000 tokens take 0.2 s, so another thread makes them.
         """
         scores = sample.output.prompt_logprobs
-        if scores is None or sample.index > 0 or self._num_sent[sample] > 0:
+        if scores is None or sample.index > 0 or self._watch.num_sent[sample] > 0:
             return True
         if sample not in self._records:
             self._records[sample] = self._record_maker.submit(scores.records)
@@ -243,11 +245,11 @@ class EngineThread:
     def _delivery(self, sample: Request) -> Delivery:
         """Return the unsent output of a completion, and forget the completion or the key that ends with it."""
         key, last = self._keys[sample], False
-        chunk = next_chunk(sample, self._num_sent)
+        chunk = self._watch.next_chunk(sample)
         if chunk.finish_reason is not None:
             del self._keys[sample]
             self._records.pop(sample, None)
-            last = not any(other in self._num_sent for other in self._requests[key].samples)
+            last = not any(other in self._watch.num_sent for other in self._requests[key].samples)
         if last:
             with self._wake:
                 del self._requests[key]
@@ -266,7 +268,7 @@ class EngineThread:
             pool.shutdown(wait=False, cancel_futures=True)
         for key in submitted:
             self._track(key)
-        samples = list(self._num_sent)
+        samples = list(self._watch.num_sent)
         if error is None:
             self._engine._abort(samples)
         else:

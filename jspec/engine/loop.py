@@ -17,6 +17,7 @@ from jspec.engine.prometheus import exposition
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
 from jspec.engine.stats_logger import LowAcceptanceWarner, StatsLogger
+from jspec.engine.watch import Watch
 from jspec.step.memory import MemoryPlan
 
 AT_ONCE = 256  # number of requests that are queued or aborted before the lock is released for other threads
@@ -82,10 +83,10 @@ class EngineLoop:
         runner = self.core.runner
         return bool(runner.missing(runner.choice.prefill_keys(requests)))
 
-    def _advance(self, requests: Sequence[Request]) -> None:
-        """Run one step; if a request waits for programs of its rounds, compile them instead."""
-        if any(map(needs_rounds, requests)):
-            self._compile_rounds(requests)
+    def _advance(self, watch: Watch | None = None) -> None:
+        """Run one step; if one of the watched requests waits for programs of its rounds, compile them instead."""
+        if watch is not None and watch.needs_rounds():
+            self._compile_rounds(list(watch.num_sent))
         elif not self.step():
             time.sleep(IDLE)  # another thread is compiling the programs for all running requests
 
@@ -241,8 +242,3 @@ class EngineLoop:
         """
         with self._lock:
             return exposition(self.metrics, self.core.latencies, self.core.gauges(), model_name, number=number)
-
-
-def needs_rounds(request: Request) -> bool:
-    """Return whether a running request has its first token, but the programs of its rounds are not compiled."""
-    return request.state.awaits_rounds and bool(request.token_ids) and request.finish_reason is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jspec.engine.detokenizer import TextDecoder
@@ -76,6 +77,7 @@ class OutputState:
         finish_reason: reason for which the request ended; None while the request runs or waits.
         stop_reason: the stop token or stop string that ended the request.
         error: the error that ended the request.
+        before_change: called with the request before its output changes (`jspec.engine.watch`); None: nobody asks.
     """
 
     decoder: TextDecoder = field(default_factory=TextDecoder)
@@ -91,6 +93,7 @@ class OutputState:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: BaseException | None = None
+    before_change: Callable[[Request], None] | None = field(default=None, repr=False)
 
     @property
     def text(self) -> str | None:
@@ -203,6 +206,12 @@ class Request:
     def rows_committed(self) -> int:
         """The number of committed rows in the target's cache, one for each token read so far except the newest."""
         return len(self.prompt_token_ids) + max(len(self.token_ids) - 1, 0)
+
+    def tell(self) -> None:
+        """Tell the caller that takes the output, if there is one, that the output is about to change."""
+        before_change = self.output.before_change  # read once: a garbage collection here may close the caller's stream
+        if before_change is not None:
+            before_change(self)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the tokens of prompt and output at positions ``start`` to ``stop - 1``."""

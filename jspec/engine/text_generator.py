@@ -5,6 +5,7 @@ They read prompts and parameters and make requests; a subclass says how requests
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -23,6 +24,7 @@ from jspec.engine.request import Chunk, Completion, Request
 from jspec.engine.request_runner import RequestRunner
 from jspec.engine.sampling_fields import SamplingFields
 
+BAR_SECONDS = 0.1  # least time between two updates of a progress bar, each of which looks at all requests
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
 
 
@@ -61,9 +63,13 @@ class TextGenerator(RequestRunner):
             closing(self._complete(asked)) as steps,
             tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar,
         ):
+            updated_at = time.perf_counter()
             for _ in steps:
-                if progress:
+                if progress and time.perf_counter() - updated_at >= BAR_SECONDS:
                     self._update_bar(bar, requests)
+                    updated_at = time.perf_counter()
+            if progress:
+                self._update_bar(bar, requests)
         return [make_completion(request) for request in asked]
 
     async def agenerate(

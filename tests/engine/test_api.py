@@ -251,3 +251,52 @@ def test_request_aborted_within_a_step_ends_with_a_result(engine: Engine) -> Non
 
     engine.tokenizer.fails = aborts  # type: ignore[union-attr]
     assert engine.result(request).finish_reason == "abort"
+
+
+def test_error_of_a_shared_step_is_raised_in_all_tasks_that_wait_for_it(
+    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def collect(i: int) -> list[int]:
+        return [token async for chunk in engine.astream(PROMPTS[i], PARAMS[i]) for token in chunk.token_ids]
+
+    async def main() -> list[Any]:
+        tasks = [asyncio.create_task(collect(i)) for i in range(6)]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", fails)
+            patch.setattr(engine.core, "add", add)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fails() -> bool:
+        assert all_queued.wait(PATIENCE)
+        raise OSError("no step")
+
+    def add(request: Request, queued_at: float) -> None:
+        queue(request, queued_at)
+        if len(engine.core.live) == 6:
+            all_queued.set()
+
+    all_queued, queue = threading.Event(), engine.core.add
+
+    assert [str(error) for error in asyncio.run(asyncio.wait_for(main(), PATIENCE))] == ["no step"] * 6
+    assert asyncio.run(collect(0)) == expected[0]
+
+
+def test_task_that_waits_in_an_event_loop_whose_executor_takes_no_more_steps_raises(engine: Engine) -> None:
+    """The first step gives no output, because the engine leaves its result unread, so the task waits on."""
+
+    async def main() -> None:
+        event_loop = asyncio.get_running_loop()
+        start, taken = event_loop.run_in_executor, list[Any]()
+
+        def refuses(executor: Any, function: Any, *args: Any) -> Any:
+            if function == engine._advance:
+                if taken:
+                    raise RuntimeError("no more threads")
+                taken.append(function)
+            return start(executor, function, *args)
+
+        event_loop.run_in_executor = refuses  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no more threads"):
+            [_ async for _ in engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))]
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))

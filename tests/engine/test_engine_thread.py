@@ -74,7 +74,8 @@ def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
     one.start()
     yield one
     one.stop()
-    assert received.threads <= {one._thread} and not (one._requests or one._keys or one._num_sent or one._records)
+    assert received.threads <= {one._thread} and not (one._requests or one._keys or one._records)
+    assert not (one._watch.num_sent or one._watch.started)
 
 
 def make_engine(*, drafted: bool) -> Engine:
@@ -394,3 +395,13 @@ def test_engine_thread_makes_prompt_logprobs_in_another_thread(
     received.wait("a")
     assert received.chunks("a")[0].prompt_logprobs == expected.prompt_logprobs
     assert len(makers) == 1 and makers[0] not in (thread._thread, threading.main_thread())
+
+
+def test_request_aborted_before_the_engine_thread_takes_it_is_delivered(engine: Engine, received: Received) -> None:
+    request, thread = engine.prepare(PROMPTS[0], max_tokens=5, n=2), EngineThread(engine, received)
+    thread.submit("aborted", request)
+    engine.abort(request)
+    thread.start()
+    received.wait(["aborted"])
+    thread.stop()
+    assert received.reasons("aborted") == ["abort"] * 2

@@ -199,13 +199,13 @@ class Faults:
                 raise RuntimeError("RESOURCE_EXHAUSTED")
             if self.is_due("interrupt"):
                 raise KeyboardInterrupt
-            output = dispatch(plan)
-            return replace(output, report=Lost()) if self.is_due("block") else output
+            size, output = dispatch(plan)
+            return size, replace(output, report=Lost()) if self.is_due("block") else output
 
-        def reads(plan: Any, output: Any) -> Any:
+        def reads(*step: Any) -> Any:
             if self.is_due("read"):
                 raise RuntimeError("lost on its way")
-            return read(plan, output)
+            return read(*step)
 
         patch.setattr(engine.core, "_dispatch", dispatches)
         patch.setattr(engine.core, "_read", reads)
@@ -239,8 +239,7 @@ def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request
     submissions = list(make_submissions(count, rng))
     expected = alone(submissions)
     faults = Faults(engine, rng, monkeypatch)
-    if count >= FULL:
-        engine.generate([1], replace(next(w.params for w in submissions if w.params.grammar), n=1))
+    engine.warmup(grammar=count >= FULL)
     compiled.clear()
     requests: dict[int, Request] = {}
     step, waits = 0, list(range(count))
@@ -260,7 +259,7 @@ def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request
         held = {page for r in engine.scheduler.running for page in engine.scheduler.pages.pages_of(r.id)}
         assert engine.pages_in_use == len(held), "a page leaked"
     engine.step()
-    assert not any("backend_compile" in event for event in compiled), "something was compiled after the first requests"
+    assert not any("backend_compile" in event for event in compiled), "something was compiled after the warm-up"
     reasons: dict[str, int] = {}
     for index, request in requests.items():
         for done, tokens in zip(engine.result(request).samples, expected[index], strict=True):
