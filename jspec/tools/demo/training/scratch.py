@@ -17,7 +17,7 @@ from jspec import Eagle3, Engine, SamplingParams, Tree, train
 from jspec.tools import demo
 
 KEPT = 256  # prompts that heads are compared on
-INNER = 16000  # prompts from within blocks; those at the beginning of a block are fewer, and all are used
+INNER = 12000  # prompts from within blocks; those at the beginning of a block are fewer, and all are used
 START, LONGEST = 60, 300  # least and most characters of a prompt, which ends with its line
 TOKENS = 96  # most tokens of an answer
 HEAT = 0.75  # temperature of the answers that are not greedy
@@ -25,8 +25,8 @@ DEPTH = 4  # draft tokens of a round when heads are compared
 OPTIONS: dict[str, Any] = dict(length=256, batch=8, optimizer="muon", learning_rate=4e-3, held_out=0.03, eval_rows=16)
 OPTIONS |= dict(keep_activations=True)
 SHAPE: dict[str, Any] = dict(copy_layers=True, eagle31=True, feature_layers=(3, 5, 7), draft_vocab=1536)
-FIRST: dict[str, Any] = dict(ttt=1, steps=450, eval_every=225, warmup=0.05, final=1.0)
-SECOND: dict[str, Any] = dict(ttt=3, steps=480, eval_every=240, warmup=0.0)
+FIRST: dict[str, Any] = dict(ttt=1, steps=420, eval_every=210, warmup=0.05, final=1.0)
+SECOND: dict[str, Any] = dict(ttt=3, steps=360, eval_every=180, warmup=0.0)
 
 
 class Prompts(NamedTuple):
