@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
     depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
+    copies_scales: bool = False  # whether the scales of a tile of experts' weights are copied into shared memory
 
     @property
     def groups(self) -> int:
