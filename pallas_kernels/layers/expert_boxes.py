@@ -83,7 +83,7 @@ def boxes_of(weight: Quantized, tiles: Tiles, halves: int) -> dict[str, Box]:
 
 def item_slots(inner: int, tiles: Tiles) -> int:
     """Returns the number of slots of a work item of a weight with so many columns."""
-    return math.ceil(inner / (SLICE * tiles.splits * tiles.depth * tiles.parts))
+    return math.ceil(inner / (SLICE * tiles.slices * tiles.parts))
 
 
 def places(stages: int, slots: int) -> int:

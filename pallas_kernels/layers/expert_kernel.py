@@ -105,8 +105,8 @@ class _Cta(PackedCta):
 
     def load_slices(self, place, column, at, barrier):
         """Starts to load a slot: slices of the tile's weights and rows of x, beyond the last column zeros."""
-        (slices, height), size = (self.tiles.splits * self.tiles.depth, self.tiles.height), self.w_tiles.shape[4]
-        for (half, first), index in itertools.product(enumerate(self.first_rows(place)), range(self.tiles.depth)):
+        slices, height, (_, copies, *_, size) = self.tiles.slices, self.tiles.height, self.w_tiles.shape
+        for (half, first), index in itertools.product(enumerate(self.first_rows(place)), range(copies)):
             columns = pl.ds(column // 2 + index * size, size)
             weights = self.refs["weight"].at[pl.ds(first, self.tile_channels), columns]
             target = self.w_tiles.at[at, index, half, pl.ds(0, self.tile_channels)]
@@ -170,10 +170,13 @@ class _Cta(PackedCta):
     def product(self, place, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
         own = pl.ds(self.channel * self.own_rows, self.own_rows)
-        columns, slices = pl.ds(self.split * (SLICE // 2), SLICE // 2), []
+        beside, slices = self.w_tiles.shape[4] // (SLICE // 2), []
         for index, (first, found) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
             found = found | {name: self.values(name, place, first) for name in self.boxes}
-            packed = self.w_tiles.at[at, index, slice(None) if self.gate else 0, own, columns]
+            number = index * self.tiles.splits + self.split
+            columns = pl.ds(jax.lax.rem(number, beside) * (SLICE // 2), SLICE // 2)
+            halves = slice(None) if self.gate else 0
+            packed = self.w_tiles.at[at, jax.lax.div(number, beside), halves, own, columns]
             slices.append((packed, found["scale"], found.get("zeros", [None] * len(found["scale"]))))
         if not self.is_mxfp4:
             return self.group_product(at, [(packed, [*zip(*groups, strict=True)]) for packed, *groups in slices], total)
@@ -292,7 +295,9 @@ def multiply(
         arrays[name] = arrays[name].reshape(-1, 1)
     (expert, listed_choices), counts = blocks
     arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
-    weights = tiles.stages, tiles.depth, halves, tiles.channels * HEIGHT // halves, tiles.splits * SLICE // 2
+    beside = max(count for count in range(1, 5) if tiles.splits % count == 0)  # slices of a copy, at most 256 bytes
+    rows_of_slot = halves, tiles.channels * HEIGHT // halves
+    weights = tiles.stages, tiles.slices // beside, *rows_of_slot, beside * SLICE // 2
     shape = tiles.parts, choices, rows // halves
     if order:
         shape = math.ceil(rows // halves / SLICE), x.shape[1], SLICE
@@ -303,8 +308,8 @@ def multiply(
         def run(memory, copied):
             _Cta(by_name, memory, boxes, copied, tiles, experts, weight.group, gate, order, bool(interpret)).run()
 
-        rows_of_x = tiles.splits * tiles.depth, tiles.height, SLICE
-        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves * tiles.depth + 1)
+        rows_of_x = tiles.slices, tiles.height, SLICE
+        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves * tiles.slices // beside + 1)
         dtypes, count = {name: arrays[name].dtype for name in boxes}, places(tiles.stages, item_slots(inner, tiles))
         copied = memory_of_boxes(boxes, dtypes, halves, count)
         pl.run_scoped(run, memory, copied, collective_axes="warpgroup")

@@ -42,6 +42,11 @@ class Tiles(NamedTuple):
     copies_scales: bool = False  # whether the scales of a tile of experts' weights are copied into shared memory
 
     @property
+    def slices(self) -> int:
+        """Number of slices of a slot."""
+        return self.splits * self.depth
+
+    @property
     def groups(self) -> int:
         """Number of warpgroups of a CTA that multiply."""
         return self.channels * self.splits
