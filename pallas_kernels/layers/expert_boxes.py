@@ -48,8 +48,8 @@ def box_of(rows: int, groups: int, element_bytes: int) -> Box | None:
     return Box(groups, math.ceil(rows / aligned) * aligned, count, size)
 
 
-def box_bytes(rows: int, groups: int, kind: str) -> int | None:
-    """Returns the bytes of the scales and zero points of a tile's rows in shared memory; None: they are not copied.
+def box_bytes(rows: int, groups: int, kind: str) -> int:
+    """Returns the bytes of the scales and zero points of a tile's rows in shared memory; 0: they cannot be copied.
 
     Args:
         rows: number of rows, of one half if the weight has gate and up.
@@ -59,7 +59,7 @@ def box_bytes(rows: int, groups: int, kind: str) -> int | None:
     total = 0
     for size in filter(None, (SCALE_BYTES[kind], ZERO_BYTES[kind])):
         if (box := box_of(rows, groups, size)) is None:
-            return None
+            return 0
         total += box.rows * groups * size
     return total
 

@@ -133,14 +133,17 @@ def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:
     return count if groups % least == 0 and count * group % columns == 0 else 0
 
 
-def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0) -> int:
+def most_stages(
+    height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0, reserved: int = 0
+) -> int:
     """Returns how many slots fit into shared memory beside the sums of other warpgroups.
 
     Args:
         height, channels, splits: as in `Tiles`.
         slices: slices of a slot.
         factor_bytes: bytes of scales and zero points of each row of a slot.
+        reserved: bytes for other things.
     """
     sums = (splits - 1) * channels * HEIGHT * height * SUM_BYTES
     slot = slices * int4.BLOCK * (2 * height + channels * HEIGHT // 2) + channels * HEIGHT * factor_bytes
-    return min((SHARED_BYTES - sums) // slot, MOST_STAGES)
+    return min((SHARED_BYTES - sums - reserved) // slot, MOST_STAGES)

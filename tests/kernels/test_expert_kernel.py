@@ -148,13 +148,22 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
         ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
         ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(16, 1, 2, 2, 1, 2, has_loader=True)),
+        ("mxfp4", 160, 32, 3, "any", None, Tiles(8, 1, 1, 2, 1, 2, width=48)),
+        # Scales copied with a tile: of a work item of one slot as many tiles' as slots are in flight.
+        ("mxfp4", 160, 32, 9, "rows without experts", LIMITED, Tiles(8, 1, 2, 4, 1, 2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", None, Tiles(8, 1, 3, 3, 1, 3, width=48, copies_scales=True)),
+        ("mxfp4", 640, 32, 3, "rows without experts", None, Tiles(8, 1, 2, 2, 1, 2, depth=2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", Gate(), Tiles(8, 1, 1, 2, 1, 2, depth=2, copies_scales=True)),
+        ("int4", 768, 128, 3, "any", None, Tiles(8, 2, 1, 2, 1, 1, depth=2, copies_scales=True)),
+        ("int4", 1024, 256, 3, "any", LIMITED, Tiles(8, 1, 4, 2, 1, 2, depth=2, width=48, copies_scales=True)),
+        ("int4", 768, 128, 9, "rows without experts", None, Tiles(8, 1, 6, 2, 1, 2)),  # two copies of a slot's weights
     ],
 )
 def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
     kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
-    weight, wide = packed(kind, inner, group)
+    weight, wide = packed(kind, inner, group, 96 if tiles.width == 48 else 128)
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
@@ -181,20 +190,23 @@ def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
 
 @mosaic
 @pytest.mark.parametrize(
-    ("kind", "group", "out", "chosen"),
+    ("kind", "group", "out", "width", "chosen"),
     [
-        ("mxfp4", 32, 192, "rows without experts"),
-        pytest.param("int4", 128, 256, "all rows to the same experts", marks=pytest.mark.matrix),
+        ("mxfp4", 32, 192, 64, "rows without experts"),
+        ("mxfp4", 32, 192, 48, "any"),
+        pytest.param("int4", 128, 256, 64, "all rows to the same experts", marks=pytest.mark.matrix),
     ],
 )
-def test_rows_written_for_the_next_product_interpreted_are_its_x(kind: str, group: int, out: int, chosen: str) -> None:
+def test_rows_written_for_the_next_product_interpreted_are_its_x(
+    kind: str, group: int, out: int, width: int, chosen: str
+) -> None:
     """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing is written."""
     (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
     rng = np.random.default_rng(out)
     x, own = jnp.asarray(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
     biases = [jnp.asarray(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
     factors = jnp.asarray(rng.uniform(size=own.shape), F32)
-    tiles = Tiles(8, 1, 1, 2, 1, 2), Tiles(8, 1, 1, 2, 2, 2)
+    tiles = Tiles(8, 1, 1, 2, 1, 2, width=width), Tiles(8, 1, 1, 2, 2, 2)
     arguments = x, ExpertMlp(gate_up, down, *biases), factors, jnp.asarray(own)
     got = interpreted(*arguments, function=multiply_packed, tiles=tiles, gate=LIMITED)
     inner = jnp.asarray(loop(x, wide, own, LIMITED, biases[0]), BF16)
