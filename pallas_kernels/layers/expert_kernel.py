@@ -114,8 +114,14 @@ class _Cta(PackedCta):
         x = self.refs["x"].at[pl.ds(column // SLICE, slices), pl.ds(place.block * height, height)]
         self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at], barrier)
 
-    def load_tile(self, place):
-        """Starts to load the scales and zero points of the tile's rows, which are one after the other in memory."""
+    def load(self, slot):
+        super().load(slot)
+        if self.boxes:
+            pl.when(jax.lax.rem(slot, self.item_slots) == 0)(lambda: self.load_scales(slot))
+
+    def load_scales(self, slot):
+        """Starts to load the scales and zero points of a tile's rows, with the first slot of its work item."""
+        place = self.place_of(jax.lax.div(slot, self.item_slots))
         for name, box in self.boxes.items():
             at = jax.lax.rem(place.item, self.copied[name].shape[0])
             for half, first in enumerate(self.first_rows(place)):

@@ -133,9 +133,7 @@ def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:
     return count if groups % least == 0 and count * group % columns == 0 else 0
 
 
-def most_stages(
-    height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0, reserved: int = 0
-) -> int:
+def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0, reserved: int = 0) -> int:
     """Returns how many slots fit into shared memory beside the sums of other warpgroups.
 
     Args:

@@ -80,11 +80,8 @@ class PackedCta(ABC):
     def store(self, place: Any, total: Array) -> None:
         """Stores a result [64, height]."""
 
-    def load_tile(self, place: Any) -> None:
-        """Starts to load what all slots of a work item need, with the first of them."""
-
     def begin(self, place: Any) -> Array:
-        """Waits for `load_tile`, and returns the total [64, height] to which a work item's products are added."""
+        """Returns the total [64, height] to which a work item's products are added."""
         return self.zeros()
 
     def slice_columns(self, column: Array) -> list[Array]:
@@ -189,9 +186,8 @@ class PackedCta(ABC):
     def load(self, slot):
         """Starts to load a slot."""
         at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
-        index, barrier = jax.lax.rem(slot, self.item_slots), self.arrived.at[at]
-        self.load_slices(place, self.first_column(place.part, index), at, barrier)
-        pl.when(index == 0)(lambda: self.load_tile(place))
+        first, barrier = self.first_column(place.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
+        self.load_slices(place, first, at, barrier)
 
     def compute(self, item):
         """Computes a work item and stores its result."""

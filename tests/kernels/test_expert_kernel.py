@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.expert_blocks import blocks_of
+from pallas_kernels.layers.expert_boxes import box_of, places
 from pallas_kernels.layers.expert_bytes import pack, place_of, registered
 from pallas_kernels.layers.expert_kernel import multiply_chosen
 from pallas_kernels.layers.expert_matmul import Gate
@@ -219,6 +221,7 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(
 
 SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, width
 KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
+GROUPS = {"mxfp4": 32, "int4": 128}  # columns of a scale
 
 
 @pytest.mark.once
@@ -227,16 +230,46 @@ KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
 def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_expert(
     shape: str, rows: int, height: int
 ) -> None:
-    experts, chosen, hidden, width = SHAPES[shape]
+    (experts, chosen, hidden, width), kind = SHAPES[shape], KINDS[shape]
     for out, inner, gated in ((2 * width, hidden, True), (hidden, width, False)):
-        tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
-        assert tiles and tiles.stages >= 3 and out % (64 * tiles.channels) == 0
+        own = experts, out, inner
+        tiles = choose_tiles((chosen, rows), own, inner // GROUPS[kind], kind, gated=gated, multiprocessors=132)
+        assert tiles and tiles.stages >= 3 and out % (tiles.width * tiles.channels) == 0
         assert tiles.height == (height if shape == "gpt-oss-20b" else min(height, 16, 8 if rows <= 40 else 16))
-    parts = choose_tiles((chosen, rows), (experts, hidden, width), gated=False, multiprocessors=132, parts=(1, 2))
-    assert parts and parts.parts == (2 if rows == 1 and shape == "gpt-oss-20b" else 1), "180 tiles on 132, or 360"
-    many = MOST_LISTED // chosen + 1
-    assert choose_tiles((chosen, many), (experts, hidden, width), gated=False, multiprocessors=132) is None
-    assert choose_tiles((chosen, 1), (experts, 96, width), gated=False, multiprocessors=132) is None, "96 channels"
+        assert tiles.copies_scales == (tiles.height == 8), "with more rows they are loaded into registers"
+        is_even = gated or shape == "gpt-oss-20b"  # 3 slices of each of two splits are not two slots of two
+        assert tiles.depth == (2 if tiles.height == 8 and is_even else 1)
+        assert (tiles.width == 48) == (rows == 1 and gated == (shape != "gpt-oss-20b")), "192 or 180 tiles of 64 on 132"
+    find = functools.partial(choose_tiles, groups=width // GROUPS[kind], kind=kind, gated=False, multiprocessors=132)
+    parts = find((chosen, rows), (experts, hidden, width), parts=(1, 2))
+    assert parts and parts.parts == 1, "tiles of 48 rows divide the work as well"
+    assert find((chosen, MOST_LISTED // chosen + 1), (experts, hidden, width)) is None
+    assert find((chosen, 1), (experts, 96, width)) is None, "96 channels"
+    many = find((chosen, 1), (experts, 64, 1 << 20), groups=(1 << 20) // GROUPS[kind])
+    assert many and not many.copies_scales, "the scales of a tile are more than a copy has"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("rows", "groups", "size"), [(32, 90, 1), (48, 90, 1), (64, 90, 1), (24, 16, 4), (128, 6, 1)])
+def test_scales_of_a_tile_are_an_array_that_the_tma_unit_copies(rows: int, groups: int, size: int) -> None:
+    """A box of a copy has at most 256 elements in each direction, and rows that are multiples of 16 bytes."""
+    box = box_of(rows, groups, size)
+    assert box and box.count * box.size == rows * groups and box.count <= 256 and box.size <= 256
+    assert box.size * size % 16 == 0 and box.rows * groups * size % 128 == 0 and rows <= box.rows < rows + 128
+    assert box_of(8, 1, 1) is None, "control: 8 bytes"
+
+
+@pytest.mark.once
+def test_scales_are_kept_until_the_last_slot_of_their_work_item_is_released() -> None:
+    """Slot s is loaded when slot s - stages is released."""
+
+    def are_kept(stages: int, slots: int, count: int) -> bool:
+        replaced = range(count, count + 12)  # work items whose scales replace those of `count` work items before
+        return all((item - count) * slots + slots - 1 <= item * slots - stages for item in replaced)
+
+    for stages, slots in itertools.product(range(2, 10), range(1, 7)):
+        assert are_kept(stages, slots, places(stages, slots))
+        assert not are_kept(stages, slots, places(stages, slots) - 1), "control: no more places than needed"
 
 
 @mosaic
@@ -248,7 +281,8 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
 ) -> None:
     (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
     out, inner = (2 * width, hidden) if gated else (hidden, width)
-    tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
+    own = experts, out, inner
+    tiles = choose_tiles((chosen, rows), own, inner // GROUPS[kind], kind, gated=gated, multiprocessors=132)
     groups = new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
 
     @jax.jit
@@ -284,8 +318,7 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launche
     program = compile_for_h200(function, *arrays, fail_on_spills=True)
     kinds = [launch.kind == "kCustomCall" for launch in program.launches]
     assert kinds == [False, True, True] and program.count("gather_blocks") == 1
-    parts = 2 if rows == 1 and shape == "gpt-oss-20b" else 1
-    assert program.memory.output_size_in_bytes == 2 * parts * chosen * rows * hidden
+    assert program.memory.output_size_in_bytes == 2 * chosen * rows * hidden
     assert not program.copies(1 << 20)
 
 
