@@ -24,11 +24,11 @@ class Box(NamedTuple):
 
     groups: int  # elements of a row of the weight
     rows: int  # rows for which there is memory
-    count: int  # rows of the copied array
+    lines: int  # rows of the copied array
     size: int  # elements of each of them
 
     @property
-    def stored_count(self) -> int:
+    def stored_lines(self) -> int:
         """Number of rows of the copied array for which there is memory."""
         return self.rows * self.groups // self.size
 
@@ -42,10 +42,10 @@ def box_of(rows: int, groups: int, element_bytes: int) -> Box | None:
         element_bytes: bytes of an element.
     """
     size = math.gcd(rows * groups, MOST_ELEMENTS)
-    count, aligned = rows * groups // size, ALIGNED // math.gcd(ALIGNED, groups * element_bytes)
-    if size * element_bytes % COPIED or count > MOST_ELEMENTS:
+    lines, aligned = rows * groups // size, ALIGNED // math.gcd(ALIGNED, groups * element_bytes)
+    if size * element_bytes % COPIED or lines > MOST_ELEMENTS:
         return None
-    return Box(groups, math.ceil(rows / aligned) * aligned, count, size)
+    return Box(groups, math.ceil(rows / aligned) * aligned, lines, size)
 
 
 def box_bytes(rows: int, groups: int, kind: str) -> int:
@@ -111,6 +111,6 @@ def memory_of_boxes(boxes: dict[str, Box], dtypes: dict[str, jnp.dtype], halves:
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     memory = {
-        name: plgpu.SMEM((count, halves * box.stored_count, box.size), dtypes[name]) for name, box in boxes.items()
+        name: plgpu.SMEM((count, halves * box.stored_lines, box.size), dtypes[name]) for name, box in boxes.items()
     }
     return [memory, *([plgpu.Barrier(num_arrivals=halves * len(boxes), num_barriers=count)] if boxes else [])]

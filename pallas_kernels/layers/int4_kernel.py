@@ -29,11 +29,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers
-from pallas_kernels.layers import int4_registers as registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles, copied_groups
 from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.packed_stores import store
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
@@ -139,7 +139,7 @@ class _Cta(PackedCta):
             total = gate / (1 + jnp.exp(-gate_logit(gate, self.activation))) * up
         result, at = total.astype(self.refs["out"].dtype), (place.part, place.row, self.own_channel(place))
         width, is_joined = self.own_channels, self.activation is not None
-        registers.store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
+        store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
 
 
 def multiply(

@@ -263,8 +263,7 @@ def group_factors(refs, first, column, group, **options):
     found = []
     for start in range(0, SLICE, math.gcd(group, SLICE)):
         index = jax.lax.div(column + start, group)
-        load = functools.partial(registers.column, first=first, index=index, **options)
-        found.append([None if ref is None else load(ref) for ref in refs])
+        found.append([None if ref is None else registers.column(ref, first, index, **options) for ref in refs])
     return found
 
 

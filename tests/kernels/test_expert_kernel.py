@@ -254,7 +254,7 @@ def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_exp
 def test_scales_of_a_tile_are_an_array_that_the_tma_unit_copies(rows: int, groups: int, size: int) -> None:
     """A box of a copy has at most 256 elements in each direction, and rows that are multiples of 16 bytes."""
     box = box_of(rows, groups, size)
-    assert box and box.count * box.size == rows * groups and box.count <= 256 and box.size <= 256
+    assert box and box.lines * box.size == rows * groups and box.lines <= 256 and box.size <= 256
     assert box.size * size % 16 == 0 and box.rows * groups * size % 128 == 0 and rows <= box.rows < rows + 128
     assert box_of(8, 1, 1) is None, "control: 8 bytes"
 
