@@ -95,6 +95,7 @@ def choose_tiles(
         few, most = LEAST_ROWS if gated else FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS
     row_tiles = math.ceil(rows / most)
     height = math.ceil(rows / row_tiles / 8) * 8
+    has_loader = DEEP_ROWS < height <= LEAST_ROWS and not is_small
     shapes = LEAST_SHAPES if height <= LEAST_ROWS else FEW_SHAPES if height <= few else MANY_SHAPES
     best, least = None, math.inf
     for count in (1,) if gated else PARTS if parts is None else (parts,):
@@ -112,7 +113,7 @@ def choose_tiles(
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors))
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                best = Tiles(height, channels, splits, stages, count, programs, depth=depth, width=width)
+                best = Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
                 least = time
     return best
 
