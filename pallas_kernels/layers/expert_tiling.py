@@ -26,7 +26,7 @@ SHAPES = {
     64: ((3, 1, 64), (4, 1, 64), (2, 1, 64)),
 }
 FEW_ROWS = 8  # most rows of a block with which registers suffice for two slices at once
-COPY_ROWS = 16  # most rows of a block with which scales are copied
+COPY_ROWS = {"int4": 8, "mxfp4": 16}  # most rows of a block with which scales are copied
 LOADED = (16, 32)  # rows of a block with which a warpgroup of its own loads slots; with others this gains nothing
 SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
 NARROW_WORTH = 0.8  # so are tiles of fewer rows, whose values take as many instructions as those of 64
@@ -77,7 +77,8 @@ def choose_tiles(
             stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
             best = Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
             least = time
-            if kind != "mxfp4" or depth == 1:  # scales of mxfp4 that are loaded for two slices at once take less time
+            # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
+            if height <= COPY_ROWS[kind] and (kind != "mxfp4" or depth == 1):
                 best = _copying_scales(best, slots // depth, (1 + gated) * box_bytes(tile, groups, kind))
     return best
 
@@ -93,7 +94,7 @@ def _copying_scales(tiles: Tiles, slots: int, size: int) -> Tiles:
     shape = tiles.height, tiles.channels, tiles.slices, tiles.splits
     for stages in (8, 4, 3, 2):  # for a power of two, places in shared memory need no division
         reserved = places(stages, slots) * size
-        if tiles.height <= COPY_ROWS and size and stages <= min(tiles.stages, most_stages(*shape, reserved=reserved)):
+        if size and stages <= min(tiles.stages, most_stages(*shape, reserved=reserved)):
             return tiles._replace(stages=stages, copies_scales=True)
     return tiles
 

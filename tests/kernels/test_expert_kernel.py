@@ -237,7 +237,7 @@ def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_exp
         assert tiles.height == (height if shape == "gpt-oss-20b" else min(height, 16, 8 if rows <= 40 else 16))
         is_even = gated or shape == "gpt-oss-20b"  # 3 slices of each of two splits are not two slots of two
         assert tiles.depth == (2 if tiles.height == 8 and is_even else 1)
-        assert tiles.copies_scales == (tiles.height <= 16 and not (kind == "mxfp4" and tiles.depth == 2))
+        assert tiles.copies_scales == (tiles.height == (16 if kind == "mxfp4" else 8)), "two slices of mxfp4: registers"
         assert (tiles.width == 48) == (rows == 1 and gated == (shape != "gpt-oss-20b")), "192 or 180 tiles of 64 on 132"
     find = functools.partial(choose_tiles, groups=width // GROUPS[kind], kind=kind, gated=False, multiprocessors=132)
     parts = find((chosen, rows), (experts, hidden, width), parts=(1, 2))
