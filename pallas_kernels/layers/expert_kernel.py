@@ -18,153 +18,22 @@ stored in the row of its choice, or where the same blocks are the rows of x of a
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import expert_registers as registers
 from pallas_kernels.layers.expert_blocks import Blocks
+from pallas_kernels.layers.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
+from pallas_kernels.layers.expert_cta import ExpertCta
 from pallas_kernels.layers.expert_rows import gather_blocks
-from pallas_kernels.layers.expert_stores import store_block, store_choices
 from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, column
+from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles
-from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.packed_cta import PIECE, memory_of
 from pallas_kernels.layers.quantized import Quantized
-
-
-class _Place(NamedTuple):
-    """Where a work item is."""
-
-    block: Array
-    expert: Array  # expert of the block
-    channel: Array  # first output channel of the CTA
-    part: Array  # part of k
-
-
-class _Cta(PackedCta):
-    """The operations of one CTA (Pallas program) inside the kernel.
-
-    Args:
-        refs: arrays in global memory by name: x [slices, blocks * height, SLICE], `registered`; weight [experts * N,
-            K / 2] uint8; scale [experts * N, groups], of mxfp4 uint8; expert [blocks], choices [blocks, height] and
-            counts [2], the numbers of blocks that have an expert, and that have none; out [parts, choices, channels],
-            or with an order [slices, blocks * height, SLICE]; some of zeros as scale, bias [experts * N, 1] and
-            factors [choices, 1].
-        memory: shared memory of `memory_of`.
-        tiles: static sizes of the call.
-        experts: number of experts.
-        gate, order: as in `multiply`.
-        interpret: whether the kernel is interpreted.
-    """
-
-    def __init__(self, refs, memory, tiles, experts, gate, order, interpret):
-        super().__init__(memory, tiles, interpret)
-        self.refs, self.gate, self.order = refs, gate, order
-        self.rows = refs["weight"].shape[0] // experts  # rows of an expert's weight
-        self.width = self.rows // 2 if gate else self.rows
-        self.apart = self.width if gate else None  # rows from gate to up
-        self.own_channels = HEIGHT // 2 if gate else HEIGHT  # output channels of a warpgroup
-        inner = 2 * refs["weight"].shape[1]
-        self.group = inner // refs["scale"].shape[1]
-        self.item_slots = math.ceil(inner / (SLICE * tiles.splits * tiles.parts))
-        self.channel_tiles = self.width // (self.own_channels * tiles.channels)
-        self.tables = registers.tables(interpret=interpret) if self.is_mxfp4 else None
-        self.used, self.unused = refs["counts"][0], refs["counts"][1]
-        self.items = self.own_items(self.used * (self.channel_tiles * tiles.parts))
-
-    def place_of(self, item):
-        """Returns where a work item is; neighbours in time share the block."""
-        index = self.index + item * self.tiles.programs
-        part, index = jax.lax.rem(index, self.tiles.parts), jax.lax.div(index, self.tiles.parts)
-        tile, block = jax.lax.rem(index, self.channel_tiles), jax.lax.div(index, self.channel_tiles)
-        return _Place(block, self.refs["expert"][block], tile * (self.tiles.channels * self.own_channels), part)
-
-    def load_slices(self, place, column, at, barrier):
-        """Starts to load a slot: slices of the tile's weights and rows of x, beyond the last column zeros."""
-        size, splits, height = self.tiles.channels * self.own_channels, self.tiles.splits, self.tiles.height
-        for half in range(2 if self.gate else 1):
-            first = place.expert * self.rows + half * self.width + place.channel
-            weights = self.refs["weight"].at[pl.ds(first, size), pl.ds(column // 2, splits * SLICE // 2)]
-            self.plgpu.copy_gmem_to_smem(weights, self.w_tiles.at[at, half], barrier)
-        x = self.refs["x"].at[pl.ds(column // SLICE, splits), pl.ds(place.block * height, height)]
-        self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at], barrier)
-
-    def x_piece(self, at, index, first, size):
-        assert index == 0, "a warpgroup has one slice of a slot"
-        return self.x_tiles.at[at, self.split, :, pl.ds(first, size)]
-
-    def own_channel(self, place):
-        """Returns the first output channel of this warpgroup."""
-        return place.channel + self.channel * self.own_channels
-
-    def first_row(self, place):
-        """Returns the first row of this warpgroup in the weights of all experts."""
-        return place.expert * self.rows + self.own_channel(place)
-
-    @property
-    def is_mxfp4(self):
-        return self.refs["scale"].dtype == jnp.uint8
-
-    def factors(self, place, column):
-        """Returns the scales of the groups of this warpgroup's slice, and the zero points of int4."""
-        same: dict[str, Any] = {"apart": self.apart, "interpret": self.interpret}
-        if self.is_mxfp4:
-            return registers.scales(self.refs["scale"], self.first_row(place), column // self.group, **same)
-        refs, last = (self.refs["scale"], self.refs.get("zeros")), self.group * (self.refs["scale"].shape[1] - 1)
-        return group_factors(refs, self.first_row(place), jnp.minimum(column, last), self.group, **same)
-
-    def product(self, at, column, factors, total):
-        """Returns a total [64, height] with the product of this warpgroup's slice of a slot added to it."""
-        own = pl.ds(self.channel * self.own_channels, self.own_channels)
-        columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
-        packed = self.w_tiles.at[at, slice(None) if self.gate else 0, own, columns]
-        if not self.is_mxfp4:
-            return self.group_product(at, [(packed, factors)], total)
-        x = self.x_tiles.at[at, self.split]
-        pieces = registers.numbers(packed, factors, self.tables, PIECE, interpret=self.interpret)
-        pairs = [(piece, x.at[:, pl.ds(index * PIECE, PIECE)]) for index, piece in enumerate(pieces)]
-        (sums,) = self.sums([lambda: pairs], total.shape)
-        return total + sums
-
-    def store(self, place, total):
-        """Adds the bias, joins gate and up, and stores the results of the block's choices."""
-        if "bias" in self.refs:
-            bias = column(
-                self.refs["bias"], self.first_row(place), jnp.int32(0), apart=self.apart, interpret=self.interpret
-            )
-            bias = bias * jnp.where(place.part == 0, 1.0, 0.0)
-            total += jax.lax.broadcast_in_dim(bias, total.shape, [0])
-        if self.gate:
-            total = self.gate.join(*registers.halves(total, interpret=self.interpret))
-        self.write(place, total)
-
-    def write(self, place, total):
-        """Stores the results of a block's choices."""
-        out, channel = self.refs["out"], self.own_channel(place)
-        same: dict[str, Any] = {"is_joined": self.gate is not None, "interpret": self.interpret}
-        if self.order:
-            store_block(out, total, (place.block * self.tiles.height, channel), self.width, self.order, **same)
-            return
-        choices, factors = self.refs["choices"], self.refs.get("factors")
-        store_choices(out, total, (place.part, place.block, channel), choices, factors, **same)
-
-    def clear(self, item):
-        """Stores zeros for choices of no expert: one tile of channels of a block."""
-        place = self.place_of(item)
-
-        @pl.when(self.split == 0)
-        def _():
-            self.write(place._replace(block=place.block + self.used), self.zeros())
-
-    def run(self):
-        super().run()
-        if self.order:
-            return
-        pl.loop(0, self.own_items(self.unused * (self.channel_tiles * self.tiles.parts)))(self.clear)
 
 
 def multiply_chosen(
@@ -232,15 +101,18 @@ def multiply(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
-    (experts, rows, _), halves = weight.shape, 2 if gate else 1
+    (experts, rows, inner), halves = weight.shape, 2 if gate else 1
     arrays = {"x": x, **named(weight=weight.values, scale=weight.scale, zeros=weight.zeros), **optional}
+    boxes = boxes_of(weight, tiles, halves)
     for name in {"weight", "scale", "zeros"} & arrays.keys():
-        arrays[name] = arrays[name].reshape(experts * rows, -1)
+        arrays[name] = arrays[name].reshape((-1, boxes[name].size) if name in boxes else (experts * rows, -1))
     for name in {"bias", "factors"} & arrays.keys():
         arrays[name] = arrays[name].reshape(-1, 1)
     (expert, listed_choices), counts = blocks
     arrays |= {"expert": expert, "choices": listed_choices, "counts": counts}
-    weights = tiles.stages, halves, tiles.channels * HEIGHT // halves, tiles.splits * SLICE // 2
+    beside = max(count for count in range(1, 5) if tiles.splits % count == 0)  # slices of a copy, at most 256 bytes
+    rows_of_slot = halves, tiles.channels * HEIGHT // halves
+    weights = tiles.stages, tiles.slices // beside, *rows_of_slot, beside * SLICE // 2
     shape = tiles.parts, choices, rows // halves
     if order:
         shape = math.ceil(rows // halves / SLICE), x.shape[1], SLICE
@@ -248,12 +120,14 @@ def multiply(
     def entry(*refs):
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
 
-        def run(*memory):
-            _Cta(by_name, memory, tiles, experts, gate, order, bool(interpret)).run()
+        def run(memory, copied):
+            ExpertCta(by_name, memory, boxes, copied, tiles, experts, weight.group, gate, order, bool(interpret)).run()
 
-        rows_of_x = tiles.splits, tiles.height, SLICE
-        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves + 1)
-        pl.run_scoped(run, *memory, collective_axes="warpgroup")
+        rows_of_x = tiles.slices, tiles.height, SLICE
+        memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves * tiles.slices // beside + 1)
+        dtypes, count = {name: arrays[name].dtype for name in boxes}, places(tiles.stages, item_slots(inner, tiles))
+        copied = memory_of_boxes(boxes, dtypes, halves, count)
+        pl.run_scoped(run, memory, copied, collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,

@@ -14,21 +14,31 @@ from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, interleaved,
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
 
 
-def scales(ref: Any, first: Array, group: Array, *, apart: int | None, interpret: bool) -> Array:
+def scales(
+    ref: Any,
+    first: Array,
+    group: Array,
+    *,
+    apart: int | None,
+    width: int = HEIGHT,
+    columns: int | None = None,
+    interpret: bool,
+) -> Array:
     """Returns the scales of a slice's four groups for 64 rows, int32 [64, 8]; each is there twice.
 
-    So a thread has the scales of its own group for its two rows. They are loaded a slot ahead, and not used before.
+    So a thread has the scales of its own group for its two rows. From global memory they are loaded a slot ahead, and
+    not used before.
 
     Args:
-        ref: scales of mxfp4 in global memory, uint8 [rows, groups].
-        first, apart: which rows, as in `int4_registers.column`.
+        ref: scales of mxfp4, uint8 [rows, groups].
+        first, apart, width, columns: as in `int4_registers.column`.
         group: first group; a group that does not exist gets the scale of the last one.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     if interpret:
-        return _scales_by_jax(ref, first, group, apart)
+        return _scales_by_jax(ref, first, group, apart, width, columns)
     scalar, shape = plgpu.Layout.WG_SPLAT, (HEIGHT, 2 * THREADS)
 
     @plgpu.inline_mgpu(
@@ -37,12 +47,12 @@ def scales(ref: Any, first: Array, group: Array, *, apart: int | None, interpret
     )
     def load(_, ref, first, group):
         m = Mlir()
-        groups = m.ir.MemRefType(ref.type).shape[1]
+        groups = columns or m.ir.MemRefType(ref.type).shape[1]
         _, twice = next(iter(m.wgmma.thread_idxs(shape)))
         own = m.arith.shrui(m.arith.index_cast(m.i32, twice), m.c(1, m.i32))
         own = m.wide(m.arith.minsi(m.arith.addi(group.registers.item(), own), m.c(groups - 1, m.i32)))
         registers = []
-        for row in m.rows(apart):
+        for row in m.rows(apart, width):
             row = m.arith.addi(row, m.wide(first.registers.item()))
             place = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own)
             registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), m.byte_at(ref, place)))
@@ -61,14 +71,11 @@ def _power_bits(m, scale):
     return m.arith.ori(bits, m.arith.shli(bits, m.c(16, m.i32)))
 
 
-def _scales_by_jax(ref, first, group, apart):
-    from jax.experimental import pallas as pl
-
-    def column(index):
-        own = jnp.minimum(group + index, ref.shape[1] - 1)
-        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), own], apart)
-
-    return jnp.repeat(jnp.stack([column(index) for index in range(THREADS)], axis=1).astype(jnp.int32), 2, axis=1)
+def _scales_by_jax(ref, first, group, apart, width, columns):
+    last = (columns or ref.shape[1]) - 1
+    groups = [jnp.minimum(group + index, last) for index in range(THREADS)]
+    found = [rows_by_jax(ref, first, own, apart, width, columns) for own in groups]
+    return jnp.repeat(jnp.stack(found, axis=1).astype(jnp.int32), 2, axis=1)
 
 
 def tables(*, interpret: bool) -> Array | None:

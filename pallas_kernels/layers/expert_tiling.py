@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.layers.expert_boxes import box_bytes, places
 from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
 from pallas_kernels.layers.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper_kernel import multiprocessors
@@ -15,27 +16,40 @@ from pallas_kernels.layers.quantized import Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
 HEIGHTS = ((8, 4), (16, 11), (32, 24), (64, math.inf))
-# Channels and splits of a CTA by the rows of a block, the preferred first. Splits read longer pieces of the weight's
-# rows; warpgroups side by side share the rows of x, whose bytes are more than the weight's at 32 rows.
+# Channels and splits of a CTA, and rows of the weight of a warpgroup, by the rows of a block, the preferred first.
+# Splits read longer pieces of the weight's rows; warpgroups side by side share the rows of x, whose bytes are more than
+# the weight's at 32 rows.
 SHAPES = {
-    8: ((1, 4), (2, 2), (3, 1), (2, 1)),
-    16: ((2, 2), (1, 4), (3, 1), (2, 1)),
-    32: ((3, 1), (4, 1), (2, 2), (2, 1)),
-    64: ((3, 1), (4, 1), (2, 1)),
+    8: ((1, 4, 64), (1, 4, 48), (2, 2, 64), (3, 1, 64), (2, 1, 64)),
+    16: ((2, 2, 64), (1, 4, 64), (3, 1, 64), (2, 1, 64)),
+    32: ((3, 1, 64), (4, 1, 64), (2, 2, 64), (2, 1, 64)),
+    64: ((3, 1, 64), (4, 1, 64), (2, 1, 64)),
 }
+FEW_ROWS = 8  # most rows of a block with which registers suffice for two slices at once
+COPY_ROWS = {"int4": 8, "mxfp4": 16}  # most rows of a block with which scales are copied
 LOADED = (16, 32)  # rows of a block with which a warpgroup of its own loads slots; with others this gains nothing
 SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
+NARROW_WORTH = 0.8  # so are tiles of fewer rows, whose values take as many instructions as those of 64
 PARTS_WORTH = 0.9  # more parts of k are worth their sums if the time is below this share
 
 
 def choose_tiles(
-    chosen: tuple[int, ...], shape: tuple[int, ...], *, gated: bool, multiprocessors: int, parts: tuple[int, ...] = (1,)
+    chosen: tuple[int, ...],
+    shape: tuple[int, ...],
+    groups: int,
+    kind: str,
+    *,
+    gated: bool,
+    multiprocessors: int,
+    parts: tuple[int, ...] = (1,),
 ) -> Tiles | None:
     """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape, or so many choices.
 
     Args:
         chosen: number of experts of a row, and number of rows.
         shape: shape of the unpacked weight [experts, N, inner].
+        groups: number of scales of a row of the weight.
+        kind: kind of the weight, "int4" or "mxfp4".
         gated: whether gate and up are joined.
         multiprocessors: number of multiprocessors of the GPU.
         parts: numbers of parts of k that are possible.
@@ -47,21 +61,42 @@ def choose_tiles(
     used = experts * (1 - (1 - min(each / experts, 1)) ** rows)  # expected, with experts chosen at random
     height = next(height for height, most in HEIGHTS if each * rows / used <= most)
     blocks = max(used, each * rows / height)
-    channels_of, slices = HEIGHT // (1 + gated), math.ceil(inner / SLICE)
-    best, least = None, math.inf
-    for count, (channels, splits) in itertools.product(parts, SHAPES[height]):
-        if width % (channels * channels_of) or splits * count > slices:
+    slices, best, least = math.ceil(inner / SLICE), None, math.inf
+    for count, (channels, splits, own) in itertools.product(parts, SHAPES[height]):
+        tile = channels * own // (1 + gated)  # output channels
+        if width % tile or splits * count > slices:
             continue
-        items = blocks * (width // (channels * channels_of)) * count
+        items = blocks * (width // tile) * count
         slots = math.ceil(slices / (splits * count))
         waves = math.ceil(items / multiprocessors)
         time = waves * multiprocessors / items * slots * splits * count / slices  # 1: nothing is ever idle
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
+        worth = NARROW_WORTH if best and best.width > own else worth
         if time < least * worth:
-            stages = min(most_stages(height, channels, splits, splits), slots * waves)
-            own = height in LOADED
-            best, least = Tiles(height, channels, splits, stages, count, multiprocessors, own), time
+            depth = 2 if height <= FEW_ROWS and slots % 2 == 0 else 1
+            stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
+            best = Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
+            least = time
+            # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
+            if height <= COPY_ROWS[kind] and (kind != "mxfp4" or depth == 1):
+                best = _copying_scales(best, slots // depth, (1 + gated) * box_bytes(tile, groups, kind))
     return best
+
+
+def _copying_scales(tiles: Tiles, slots: int, size: int) -> Tiles:
+    """Returns sizes with which scales are copied into shared memory, and which have fewer slots in flight for that.
+
+    Args:
+        tiles: sizes with as many slots in flight as fit into shared memory, and at most as many as there are.
+        slots: slots of a work item.
+        size: bytes of the scales and zero points of a tile; 0: they cannot be copied.
+    """
+    shape = tiles.height, tiles.channels, tiles.slices, tiles.splits
+    for stages in (8, 4, 3, 2):  # for a power of two, places in shared memory need no division
+        reserved = places(stages, slots) * size
+        if size and stages <= min(tiles.stages, most_stages(*shape, reserved=reserved)):
+            return tiles._replace(stages=stages, copies_scales=True)
+    return tiles
 
 
 def packed_tiles(
@@ -87,4 +122,5 @@ def packed_tiles(
     is_mxfp4, is_int4 = weight.kind == "mxfp4", weight.kind == "int4" and weight.group % SLICE == 0
     if not ((is_mxfp4 and dtype == jnp.bfloat16) or (is_int4 and dtype in (jnp.bfloat16, jnp.float16))):
         return None
-    return choose_tiles(chosen, weight.shape, gated=gated, multiprocessors=count, parts=parts)
+    groups = weight.shape[-1] // weight.group
+    return choose_tiles(chosen, weight.shape, groups, weight.kind, gated=gated, multiprocessors=count, parts=parts)

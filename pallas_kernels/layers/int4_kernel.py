@@ -29,11 +29,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers
-from pallas_kernels.layers import int4_registers as registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles, copied_groups
 from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.packed_stores import store
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
@@ -111,10 +111,6 @@ class _Cta(PackedCta):
         load = functools.partial(group_factors, apart=apart, interpret=self.interpret)
         return [load(refs, self.own_channel(place), own, self.group) for own in self.slice_columns(column)]
 
-    def slice_columns(self, column):
-        """Returns the first columns of this warpgroup's slices in a slot, from that of the first."""
-        return [column + index * SLICE * self.tiles.splits for index in range(self.tiles.depth)]
-
     def slot_factors(self, name, at, column):
         """Returns what the groups of a slice have in a box of a slot."""
         box, own = self.boxes[name], self.channel * self.own_rows
@@ -123,7 +119,7 @@ class _Cta(PackedCta):
         found = group_factors([box.at[at]], own, column, self.group, apart=apart, interpret=self.interpret)
         return [one for (one,) in found]
 
-    def product(self, at, column, factors, total):
+    def product(self, place, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
         own = pl.ds(self.channel * self.own_rows, self.own_rows)
         columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
@@ -143,7 +139,7 @@ class _Cta(PackedCta):
             total = gate / (1 + jnp.exp(-gate_logit(gate, self.activation))) * up
         result, at = total.astype(self.refs["out"].dtype), (place.part, place.row, self.own_channel(place))
         width, is_joined = self.own_channels, self.activation is not None
-        registers.store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
+        store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
 
 
 def multiply(

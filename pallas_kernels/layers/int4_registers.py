@@ -7,6 +7,7 @@ Each is written for a warpgroup, in Mosaic GPU's own terms, and has a counterpar
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -18,8 +19,17 @@ SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows
 
 
-def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, interpret: bool) -> Array:
-    """Returns 64 rows of a column of an array in global memory, as float32 [64]; of bytes as int32.
+def column(
+    ref: Any,
+    first: Array,
+    index: Array,
+    *,
+    apart: int | None = None,
+    width: int = HEIGHT,
+    columns: int | None = None,
+    interpret: bool,
+) -> Array:
+    """Returns 64 rows of a column of an array in memory, as float32 [64]; of bytes as int32.
 
     Bytes are converted when they are used: a conversion here would wait for them.
 
@@ -29,15 +39,16 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
         index: the column.
         apart: if not None, the rows are 32 rows and the 32 rows `apart` rows below, each 8 of both in turn, so that a
             thread has two rows that are `apart`.
+        width: number of rows that exist; others repeat one of these.
+        columns: None, or number of columns of an array whose rows are one after the other in a shape of its own.
         interpret: whether the kernel is interpreted.
     """
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     is_byte = ref.dtype == jnp.uint8
     dtype = jnp.int32 if is_byte else jnp.float32
     if interpret:
-        return rows_by_jax(lambda start, count: ref[pl.ds(first + start, count), index], apart).astype(dtype)
+        return rows_by_jax(ref, first, index, apart, width, columns).astype(dtype)
     layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(
@@ -46,11 +57,11 @@ def column(ref: Any, first: Array, index: Array, *, apart: int | None = None, in
     )
     def load(_, ref, first, index):
         m = Mlir()
-        columns, own = m.ir.MemRefType(ref.type).shape[1], layout.to_mgpu()
-        registers = []
-        for row in m.rows(apart):
+        own, registers = layout.to_mgpu(), []
+        for row in m.rows(apart, width):
             row = m.arith.addi(row, m.wide(first.registers.item()))
-            place = m.arith.addi(m.arith.muli(row, m.c(columns, m.i64)), m.wide(index.registers.item()))
+            start = m.arith.muli(row, m.c(columns or m.ir.MemRefType(ref.type).shape[1], m.i64))
+            place = m.arith.addi(start, m.wide(index.registers.item()))
             value = m.byte_at(ref, place) if is_byte else m.float_at(ref, place)
             registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), value.type), value))
         return m.array(registers, own, (HEIGHT,), is_signed=True if is_byte else None)
@@ -109,77 +120,27 @@ def _differences_by_jax(ref, zeros, dtype, size):
     return jnp.split(values - columns.astype(dtype), SLICE // size, axis=1)
 
 
-def rows_by_jax(load, apart):
-    """Returns 64 rows from a function of a first row and a number of rows, in the order of `column`."""
-    if apart is None:
-        return load(0, HEIGHT)
-    return interleaved(jnp.stack([load(0, HEIGHT // 2), load(apart, HEIGHT // 2)]))
+def rows_by_jax(ref, first, index, apart, width, columns):
+    """Returns 64 rows of a column by operations of jax, as `column` does; rows that do not exist are zeros."""
+    from jax.experimental import pallas as pl
+
+    halves = 1 if apart is None else 2
+
+    def load(start):
+        own = width // halves
+        if columns is None:
+            found = ref[pl.ds(start, own), index]
+        else:
+            found = jax.lax.dynamic_slice(ref[...].reshape(-1, columns), (start, index), (own, 1))[:, 0]
+        return jnp.pad(found, (0, HEIGHT // halves - own))
+
+    return load(first) if apart is None else interleaved(jnp.stack([load(first), load(first + apart)]))
 
 
 def interleaved(halves):
     """Returns [2, 32, ...] as [64, ...]: 8 of the first half, 8 of the second, and so on."""
     _, _, *others = halves.shape
     return halves.reshape(2, 4, 8, *others).swapaxes(0, 1).reshape(HEIGHT, *others)
-
-
-def store(
-    ref: Any, result: Array, place: tuple[Array, Array, Array], width: int, *, is_joined: bool, interpret: bool
-) -> None:
-    """Stores a result transposed, without the rows of x and the channels that do not exist.
-
-    Args:
-        ref: array in global memory [parts, rows, channels].
-        result: [64 channels, rows] in the array's dtype. If `is_joined`, its rows are 8 channels, the same 8 again, the
-            next 8, and so on.
-        place: the part, the first row, and the first channel.
-        width: number of channels to store, at most 64, or 32 if `is_joined`.
-        is_joined: whether a channel is there twice.
-        interpret: whether the kernel is interpreted.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        _store_by_jax(ref, channels_by_jax(result, is_joined)[:width], place)
-        return
-    scalar = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar))
-    def write(_, ref, result, *place):
-        m = Mlir()
-        _, rows, channels = m.ir.MemRefType(ref.type).shape
-        _, first = next(iter(m.wgmma.thread_idxs(result.shape)))
-        part, row, channel = (m.wide(value.registers.item()) for value in place)
-        row = m.arith.addi(row, m.wide(first))
-        offset = m.arith.addi(m.arith.muli(part, m.c(rows, m.i64)), row)
-        offset = m.arith.addi(m.arith.muli(offset, m.c(channels, m.i64)), channel)
-        for half, own in enumerate(m.rows(0 if is_joined else None)[: 1 if is_joined else 2]):
-            pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.addi(offset, own)], result.mlir_dtype)
-            is_channel = m.arith.cmpi(m.arith.CmpIPredicate.slt, own, m.c(width, m.i64))
-            for block, register in enumerate(list(result.registers.flat)[half::2]):
-                for odd in range(2):
-                    more = 8 * block + odd
-                    is_row = m.arith.cmpi(m.arith.CmpIPredicate.slt, row, m.c(rows - more, m.i64))
-                    value = m.vector.extract(register, [], [odd])
-                    with m.utils.when(m.arith.andi(is_row, is_channel)):
-                        m.llvm.store(value, m.utils.getelementptr(pointer, [more * channels], result.mlir_dtype))
-
-    write(ref, result, *place)
-
-
-def _store_by_jax(ref, result, place):
-    from jax.experimental import pallas as pl
-
-    part, row, channel = place
-    for index in range(result.shape[1]):
-
-        @pl.when(row + index < ref.shape[1])
-        def _(index=index):
-            ref[part, row + index, pl.ds(channel, len(result))] = result[:, index]
-
-
-def channels_by_jax(result, is_joined):
-    """Returns the different channels of a result."""
-    return result.reshape(4, 2, 8, -1)[:, 0].reshape(HEIGHT // 2, -1) if is_joined else result
 
 
 class Mlir:
@@ -202,14 +163,22 @@ class Mlir:
             return self.arith.index_cast(self.i64, value)
         return self.arith.extsi(self.i64, value)
 
-    def rows(self, apart):
-        """Returns a thread's two rows of 64, which are `apart` if this is not None, as 64-bit integers."""
+    def rows(self, apart, width=HEIGHT):
+        """Returns a thread's two rows of 64, which are `apart` if this is not None, as 64-bit integers.
+
+        If less than 64 rows exist, the last one stands for others.
+        """
         (row, _), (below, _) = self.wgmma.thread_idxs((HEIGHT, 8))
+        last = (width if apart is None else width // 2) - 1
+
+        def within(row):
+            return row if width == HEIGHT else self.arith.minsi(row, self.c(last, self.i64))
+
         if apart is None:
-            return [self.wide(row), self.wide(below)]
+            return [within(self.wide(row)), within(self.wide(below))]
         row = self.wide(row)  # a warp has 16 rows, of which it has 8 in each half then
         warp = self.arith.shrui(row, self.c(4, self.i64))
-        row = self.arith.subi(row, self.arith.muli(warp, self.c(8, self.i64)))
+        row = within(self.arith.subi(row, self.arith.muli(warp, self.c(8, self.i64))))
         return [row, self.arith.addi(row, self.c(apart, self.i64))]
 
     def load(self, ref, place, element, **options):

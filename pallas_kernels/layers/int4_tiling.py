@@ -39,6 +39,12 @@ class Tiles(NamedTuple):
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
     depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
+    copies_scales: bool = False  # whether the scales of a tile of experts' weights are copied into shared memory
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of a slot."""
+        return self.splits * self.depth
 
     @property
     def groups(self) -> int:
@@ -89,6 +95,7 @@ def choose_tiles(
         few, most = LEAST_ROWS if gated else FEW_ROWS_OF_SMALL_GROUPS, MOST_ROWS_OF_SMALL_GROUPS
     row_tiles = math.ceil(rows / most)
     height = math.ceil(rows / row_tiles / 8) * 8
+    has_loader = DEEP_ROWS < height <= LEAST_ROWS and not is_small
     shapes = LEAST_SHAPES if height <= LEAST_ROWS else FEW_SHAPES if height <= few else MANY_SHAPES
     best, least = None, math.inf
     for count in (1,) if gated else PARTS if parts is None else (parts,):
@@ -106,7 +113,7 @@ def choose_tiles(
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors))
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                best = Tiles(height, channels, splits, stages, count, programs, depth=depth, width=width)
+                best = Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
                 least = time
     return best
 
@@ -127,14 +134,15 @@ def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:
     return count if groups % least == 0 and count * group % columns == 0 else 0
 
 
-def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0) -> int:
+def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0, reserved: int = 0) -> int:
     """Returns how many slots fit into shared memory beside the sums of other warpgroups.
 
     Args:
         height, channels, splits: as in `Tiles`.
         slices: slices of a slot.
         factor_bytes: bytes of scales and zero points of each row of a slot.
+        reserved: bytes for other things.
     """
     sums = (splits - 1) * channels * HEIGHT * height * SUM_BYTES
     slot = slices * int4.BLOCK * (2 * height + channels * HEIGHT // 2) + channels * HEIGHT * factor_bytes
-    return min((SHARED_BYTES - sums) // slot, MOST_STAGES)
+    return min((SHARED_BYTES - sums - reserved) // slot, MOST_STAGES)

@@ -61,10 +61,11 @@ class PackedCta(ABC):
         """
 
     @abstractmethod
-    def product(self, at: Array, column: Array, factors: Any, total: Array) -> Array:
+    def product(self, place: Any, at: Array, column: Array, factors: Any, total: Array) -> Array:
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it.
 
         Args:
+            place: where the work item is.
             at: place of the slot in the ring.
             column: first column of the first of the slices.
             factors: `factors` of the slices.
@@ -78,6 +79,14 @@ class PackedCta(ABC):
     @abstractmethod
     def store(self, place: Any, total: Array) -> None:
         """Stores a result [64, height]."""
+
+    def begin(self, place: Any) -> Array:
+        """Returns the total [64, height] to which a work item's products are added."""
+        return self.zeros()
+
+    def slice_columns(self, column: Array) -> list[Array]:
+        """Returns the first columns of this warpgroup's slices in a slot, from that of the first."""
+        return [column + index * SLICE * self.tiles.splits for index in range(self.tiles.depth)]
 
     def own_items(self, items: Any) -> Array:
         """Returns how many of all work items this CTA computes: every n-th of n = `programs` CTAs."""
@@ -193,11 +202,11 @@ class PackedCta(ABC):
             at = self.place_in_ring(slot)
             following = self.factors(place, own_column(jnp.minimum(index + 1, self.item_slots - 1)))
             self.plgpu.barrier_wait(self.arrived.at[at])
-            total = self.product(at, own_column(index), found, total)
+            total = self.product(place, at, own_column(index), found, total)
             self.release(slot)
             return total, following
 
-        first = self.zeros(), self.factors(place, own_column(0))
+        first = self.begin(place), self.factors(place, own_column(0))
         total, _ = jax.lax.fori_loop(0, self.item_slots, step, first)
         self.join(total, item, functools.partial(self.store, place))
 
@@ -241,21 +250,20 @@ class PackedCta(ABC):
         return zeros if self.interpret else self.plgpu.layout_cast(zeros, self.plgpu.Layout.WGMMA)
 
 
-def group_factors(refs, first, column, group, *, apart=None, interpret):
+def group_factors(refs, first, column, group, **options):
     """Returns for each group of a slice its scales, float32 [64], and zero points, int32 [64]; None: there are none.
 
     Args:
         refs: scales and zero points in global memory [rows, groups]; None: there are none.
-        first, apart: which rows, as in `int4_registers.column`.
+        first: first row.
         column: first column of the slice.
         group: number of columns of a group.
-        interpret: whether the kernel is interpreted.
+        options: those of `int4_registers.column`.
     """
     found = []
     for start in range(0, SLICE, math.gcd(group, SLICE)):
         index = jax.lax.div(column + start, group)
-        load = functools.partial(registers.column, first=first, index=index, apart=apart, interpret=interpret)
-        found.append([None if ref is None else load(ref) for ref in refs])
+        found.append([None if ref is None else registers.column(ref, first, index, **options) for ref in refs])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.expert_blocks import blocks_of
+from pallas_kernels.layers.expert_boxes import box_of, places
 from pallas_kernels.layers.expert_bytes import pack, place_of, registered
 from pallas_kernels.layers.expert_kernel import multiply_chosen
 from pallas_kernels.layers.expert_matmul import Gate
@@ -148,13 +150,22 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
         ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
         ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
         ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(16, 1, 2, 2, 1, 2, has_loader=True)),
+        ("mxfp4", 160, 32, 3, "any", None, Tiles(8, 1, 1, 2, 1, 2, width=48)),
+        # Scales copied with a tile: of a work item of one slot as many tiles' as slots are in flight.
+        ("mxfp4", 160, 32, 9, "rows without experts", LIMITED, Tiles(8, 1, 2, 4, 1, 2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", None, Tiles(8, 1, 3, 3, 1, 3, width=48, copies_scales=True)),
+        ("mxfp4", 640, 32, 3, "rows without experts", None, Tiles(8, 1, 2, 2, 1, 2, depth=2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", Gate(), Tiles(8, 1, 1, 2, 1, 2, depth=2, copies_scales=True)),
+        ("int4", 768, 128, 3, "any", None, Tiles(8, 2, 1, 2, 1, 1, depth=2, copies_scales=True)),
+        ("int4", 1024, 256, 3, "any", LIMITED, Tiles(8, 1, 4, 2, 1, 2, depth=2, width=48, copies_scales=True)),
+        ("int4", 768, 128, 9, "rows without experts", None, Tiles(8, 1, 6, 2, 1, 2)),  # two copies of a slot's weights
     ],
 )
 def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
     kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
-    weight, wide = packed(kind, inner, group)
+    weight, wide = packed(kind, inner, group, 96 if tiles.width == 48 else 128)
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
@@ -181,20 +192,22 @@ def test_place_of_a_column_is_where_it_is_registered(kind: str) -> None:
 
 @mosaic
 @pytest.mark.parametrize(
-    ("kind", "group", "out", "chosen"),
+    ("kind", "group", "out", "width", "chosen"),
     [
-        ("mxfp4", 32, 192, "rows without experts"),
-        pytest.param("int4", 128, 256, "all rows to the same experts", marks=pytest.mark.matrix),
+        ("mxfp4", 32, 192, 48, "rows without experts"),
+        pytest.param("int4", 128, 256, 64, "all rows to the same experts", marks=pytest.mark.matrix),
     ],
 )
-def test_rows_written_for_the_next_product_interpreted_are_its_x(kind: str, group: int, out: int, chosen: str) -> None:
+def test_rows_written_for_the_next_product_interpreted_are_its_x(
+    kind: str, group: int, out: int, width: int, chosen: str
+) -> None:
     """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing is written."""
     (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
     rng = np.random.default_rng(out)
     x, own = jnp.asarray(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
     biases = [jnp.asarray(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
     factors = jnp.asarray(rng.uniform(size=own.shape), F32)
-    tiles = Tiles(8, 1, 1, 2, 1, 2), Tiles(8, 1, 1, 2, 2, 2)
+    tiles = Tiles(8, 1, 1, 2, 1, 2, width=width), Tiles(8, 1, 1, 2, 2, 2)
     arguments = x, ExpertMlp(gate_up, down, *biases), factors, jnp.asarray(own)
     got = interpreted(*arguments, function=multiply_packed, tiles=tiles, gate=LIMITED)
     inner = jnp.asarray(loop(x, wide, own, LIMITED, biases[0]), BF16)
@@ -207,6 +220,7 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(kind: str, grou
 
 SHAPES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, width
 KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
+GROUPS = {"mxfp4": 32, "int4": 128}  # columns of a scale
 
 
 @pytest.mark.once
@@ -215,16 +229,46 @@ KINDS = {"gpt-oss-20b": "mxfp4", "qwen3-30b-a3b": "int4"}
 def test_tiles_of_packed_experts_divide_the_channels_and_hold_the_rows_of_an_expert(
     shape: str, rows: int, height: int
 ) -> None:
-    experts, chosen, hidden, width = SHAPES[shape]
+    (experts, chosen, hidden, width), kind = SHAPES[shape], KINDS[shape]
     for out, inner, gated in ((2 * width, hidden, True), (hidden, width, False)):
-        tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
-        assert tiles and tiles.stages >= 3 and out % (64 * tiles.channels) == 0
+        own = experts, out, inner
+        tiles = choose_tiles((chosen, rows), own, inner // GROUPS[kind], kind, gated=gated, multiprocessors=132)
+        assert tiles and tiles.stages >= 3 and out % (tiles.width * tiles.channels) == 0
         assert tiles.height == (height if shape == "gpt-oss-20b" else min(height, 16, 8 if rows <= 40 else 16))
-    parts = choose_tiles((chosen, rows), (experts, hidden, width), gated=False, multiprocessors=132, parts=(1, 2))
-    assert parts and parts.parts == (2 if rows == 1 and shape == "gpt-oss-20b" else 1), "180 tiles on 132, or 360"
-    many = MOST_LISTED // chosen + 1
-    assert choose_tiles((chosen, many), (experts, hidden, width), gated=False, multiprocessors=132) is None
-    assert choose_tiles((chosen, 1), (experts, 96, width), gated=False, multiprocessors=132) is None, "96 channels"
+        is_even = gated or shape == "gpt-oss-20b"  # 3 slices of each of two splits are not two slots of two
+        assert tiles.depth == (2 if tiles.height == 8 and is_even else 1)
+        assert tiles.copies_scales == (tiles.height == (16 if kind == "mxfp4" else 8)), "two slices of mxfp4: registers"
+        assert (tiles.width == 48) == (rows == 1 and gated == (shape != "gpt-oss-20b")), "192 or 180 tiles of 64 on 132"
+    find = functools.partial(choose_tiles, groups=width // GROUPS[kind], kind=kind, gated=False, multiprocessors=132)
+    parts = find((chosen, rows), (experts, hidden, width), parts=(1, 2))
+    assert parts and parts.parts == 1, "tiles of 48 rows divide the work as well"
+    assert find((chosen, MOST_LISTED // chosen + 1), (experts, hidden, width)) is None
+    assert find((chosen, 1), (experts, 96, width)) is None, "96 channels"
+    many = find((chosen, 1), (experts, 64, 1 << 20), groups=(1 << 20) // GROUPS[kind])
+    assert many and not many.copies_scales, "the scales of a tile are more than a copy has"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("rows", "groups", "size"), [(32, 90, 1), (48, 90, 1), (64, 90, 1), (24, 16, 4), (128, 6, 1)])
+def test_scales_of_a_tile_are_an_array_that_the_tma_unit_copies(rows: int, groups: int, size: int) -> None:
+    """A box of a copy has at most 256 elements in each direction, and rows that are multiples of 16 bytes."""
+    box = box_of(rows, groups, size)
+    assert box and box.lines * box.size == rows * groups and box.lines <= 256 and box.size <= 256
+    assert box.size * size % 16 == 0 and box.rows * groups * size % 128 == 0 and rows <= box.rows < rows + 128
+    assert box_of(8, 1, 1) is None, "control: 8 bytes"
+
+
+@pytest.mark.once
+def test_scales_are_kept_until_the_last_slot_of_their_work_item_is_released() -> None:
+    """Slot s is loaded when slot s - stages is released."""
+
+    def are_kept(stages: int, slots: int, count: int) -> bool:
+        replaced = range(count, count + 12)  # work items whose scales replace those of `count` work items before
+        return all((item - count) * slots + slots - 1 <= item * slots - stages for item in replaced)
+
+    for stages, slots in itertools.product(range(2, 10), range(1, 7)):
+        assert are_kept(stages, slots, places(stages, slots))
+        assert not are_kept(stages, slots, places(stages, slots) - 1), "control: no more places than needed"
 
 
 @mosaic
@@ -236,7 +280,8 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
 ) -> None:
     (experts, chosen, hidden, width), kind, new = SHAPES[shape], KINDS[shape], jax.ShapeDtypeStruct
     out, inner = (2 * width, hidden) if gated else (hidden, width)
-    tiles = choose_tiles((chosen, rows), (experts, out, inner), gated=gated, multiprocessors=132)
+    own = experts, out, inner
+    tiles = choose_tiles((chosen, rows), own, inner // GROUPS[kind], kind, gated=gated, multiprocessors=132)
     groups = new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
 
     @jax.jit
@@ -272,8 +317,7 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launche
     program = compile_for_h200(function, *arrays, fail_on_spills=True)
     kinds = [launch.kind == "kCustomCall" for launch in program.launches]
     assert kinds == [False, True, True] and program.count("gather_blocks") == 1
-    parts = 2 if rows == 1 and shape == "gpt-oss-20b" else 1
-    assert program.memory.output_size_in_bytes == 2 * parts * chosen * rows * hidden
+    assert program.memory.output_size_in_bytes == 2 * chosen * rows * hidden
     assert not program.copies(1 << 20)
 
 
