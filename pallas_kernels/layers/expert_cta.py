@@ -12,10 +12,8 @@ from pallas_kernels.layers import expert_registers as registers
 from pallas_kernels.layers.expert_boxes import item_slots
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, column
-from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors
+from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors
 from pallas_kernels.layers.packed_stores import store_block, store_choices
-
-FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
 
 
 class Place(NamedTuple):

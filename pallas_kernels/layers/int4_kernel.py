@@ -32,11 +32,9 @@ from pallas_kernels.layers import expert_registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles, copied_groups
-from pallas_kernels.layers.packed_cta import PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
 from pallas_kernels.layers.packed_stores import store
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
-
-FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
 
 
 class _Place(NamedTuple):

@@ -23,6 +23,7 @@ from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Tiles
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
+FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
 
 
 class PackedCta(ABC):

@@ -221,8 +221,8 @@ def split_matmul(
     (out, inner), shape = weight.shape, x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
+    many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
     if has_group_scales(weight):
-        many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
         if weight.kind == "int4" and LEAST_OUT <= out <= WIDEST_OUT:
             packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
             parts = packed.parts if packed else parts
@@ -232,8 +232,7 @@ def split_matmul(
     f = factors(x, weight, gate=gate, implementation=implementation)
     flat = f.x.reshape(-1, inner)
     if rows > MOST_ROWS:
-        many = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
-        sums = _reference(flat, f.weight, None, None, None, parts=parts, dtype=many)
+        sums = _reference(flat, f.weight, None, None, None, parts=parts, dtype=many or jnp.float32)
         sums = sums.reshape(parts, *shape, out)
         if f.row_scale is None or f.scale is None:
             return sums

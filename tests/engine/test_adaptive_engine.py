@@ -401,7 +401,7 @@ def test_time_of_a_round_is_the_median_between_ends_while_one_is_dispatched_ahea
         return started["rounds"]
 
     def wait(number: int) -> None:
-        waited.append(started["rounds"] - number)  # rounds that are dispatched behind it
+        waited.append(started["rounds"] - number)  # number of rounds dispatched after it
         assert len(waited) == number, "rounds are waited for in their order"
 
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds[: len(waited)]))
