@@ -24,7 +24,8 @@ The pair of this package was made of the sources of CPython 3.11.2 and of the li
     jspec train --target target --data answers.jsonl --out dflash_head --length 512 --batch 32 --ttt 7 --steps 3000 \\
         --method dflash --layers 2 --feature-layers 3 5 6 --learning-rate 1.5e-3 --warmup 0.04 --eval-every 250
 
-How much of that a head from scratch reaches in a quarter of an hour of CPU time (its texts take longer than that):
+How much of that a head from scratch reaches in a quarter of an hour of CPU time: 2.57 tokens a round where the embedded
+head has 3.34 (chain of 4, temperature 0). With its texts and the comparison this takes 20 minutes on two cores:
 
     python -m jspec.tools.demo.training --scratch scratch
 
