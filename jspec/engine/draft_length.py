@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -27,6 +28,7 @@ WINDOW = 16  # number of newest timings of a size whose lower quartile is used
 PROBE_SHARE = 0.01  # share of the time that may be lost by running sizes that do not look best
 LEAST_LOSS = 0.02  # least share of a probe's time that counts as lost
 LEAST_SAVING = 0.03  # least share of the whole tree's time that a budget must save
+TIME_ONLY = 4.0  # how many times its loss must be saved before a probe that tells nothing but its time
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,13 @@ class Adaptive(Policy):
     under uncertainty, as in UCB1, doi:10.1023/A:1013689704352). Later each size that is not the best runs now and then
     as a probe, because time changes with the context and acceptance with the text. A probe loses the share of its time
     by which its rate is below the best, at least LEAST_LOSS; all probes lose at most PROBE_SHARE of the time, and sizes
-    that lose less are probed more often. The whole tree counts as accepting at least what a budget does; a budget runs
-    only if it saves at least LEAST_SAVING of its time.
+    that lose less are probed more often. Depths below that of the best one are probed less often if its rounds show
+    what they accept. The whole tree counts as accepting at least what a budget does; a budget runs only if it saves at
+    least LEAST_SAVING of its time.
 
     A time that is too short corrects itself, as its size runs; one that is too long would stay. A prefill between two
     rounds or a busy host lengthens some timings. So a size takes the newest of its timings or the lower quartile,
-    whichever is less.
+    whichever is less, and no longer than a larger depth.
 
     Args:
         depths: draft depths to choose from, ascending.
@@ -173,11 +176,16 @@ class Adaptive(Policy):
         return rows + accepted
 
     def _expected_seconds(self, bucket: int) -> dict[RoundSize, float]:
-        """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed."""
+        """Return the expected seconds of a dispatch of each size, those with empty rows until the size was timed.
+
+        A depth takes no longer than a larger one, whose timings may be newer.
+        """
         timings = {size: self._seconds[bucket, size] for size in self._sizes}
         measured = {size: min(own[-1], sorted(own)[(len(own) - 1) // 4]) for size, own in timings.items() if own}
         empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
         untimed = {size for size in empty if self._is_untimed(bucket, size)}
+        timed = [size for size in reversed(self._sizes) if size.nodes is None and size in measured.keys() - untimed]
+        measured |= dict(zip(timed, accumulate((measured[size] for size in timed), min), strict=True))
         factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & measured.keys() - untimed)])
         return measured | {size: min([factor * empty[size], *timings[size]]) for size in untimed}
 
@@ -204,6 +212,10 @@ class Adaptive(Policy):
         whole = seconds.get(RoundSize(size.depth), math.inf)
         return size.nodes is None or seconds.get(size, math.inf) < (1 - LEAST_SAVING) * whole
 
+    def _shows(self, size: RoundSize, other: RoundSize) -> bool:
+        """Return whether rounds of a size show what another one accepts, because it is shallower."""
+        return other.depth < size.depth and self._acceptance[other] is self._acceptance[size]
+
     def _is_untimed(self, bucket: int, size: RoundSize) -> bool:
         return len(self._seconds[bucket, size]) < MIN_SAMPLES and self._tries[bucket, size] < MAX_TRIES
 
@@ -220,7 +232,7 @@ class Adaptive(Policy):
             losses = {size: seconds[size] * max(1 - rates[size] / most, LEAST_LOSS) for size in others}
             ages = {size: self._num_dispatches - self._last_run.get((bucket, size), 0) for size in others}
             probe = max(others, key=lambda size: ages[size] / losses[size])
-            if saved >= losses[probe]:
+            if saved >= losses[probe] * (TIME_ONLY if self._shows(best, probe) else 1):
                 return probe  # what was saved beyond it is dropped, so that no stretch of probes follows
             self._probe_seconds = saved
         return best

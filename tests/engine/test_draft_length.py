@@ -10,7 +10,16 @@ import pytest
 
 from jspec import Tree
 from jspec.engine.acceptance import Acceptance
-from jspec.engine.draft_length import MAX_TRIES, MIN_SAMPLES, PROBE_SHARE, Adaptive, DispatchResult, Fixed, Policy
+from jspec.engine.draft_length import (
+    MAX_TRIES,
+    MIN_SAMPLES,
+    PROBE_SHARE,
+    TIME_ONLY,
+    Adaptive,
+    DispatchResult,
+    Fixed,
+    Policy,
+)
 from jspec.engine.sizes import BUDGET_ROWS, RoundSize, halvings, round_sizes, sizes_of
 from jspec.engine.stopwatch import Stopwatch
 
@@ -299,15 +308,30 @@ def test_adaptive_policy_with_expensive_drafts_chooses_depth_0() -> None:
     assert set(simulated.chosen[: (MIN_SAMPLES + 1) * len(DEPTHS)]) == set(DEPTHS)  # at first all depths are tried
 
 
-def test_adaptive_policy_on_a_long_text_loses_the_share_of_the_time_that_probes_may() -> None:
+@pytest.mark.parametrize(
+    ("bucket", "name", "best", "share"), [(64, "hopeless", 0, PROBE_SHARE), (1, "easy", 4, PROBE_SHARE / TIME_ONLY)]
+)
+def test_adaptive_policy_on_a_long_text_loses_the_share_of_the_time_that_probes_may(
+    bucket: int, name: str, best: int, share: float
+) -> None:
+    """Where the largest depth is the best one, its rounds show what the others accept, so probes are fewer."""
     first = (MIN_SAMPLES + 1) * len(DEPTHS)
-    simulated = SimulatedEngine(Adaptive(DEPTHS)).run(64, steady("hopeless"), first)
+    simulated = SimulatedEngine(Adaptive(DEPTHS)).run(bucket, steady(name), first)
     simulated.seconds_by_depth.clear()
-    simulated.run(64, steady("hopeless"), 8000)
-    spent = simulated.seconds_by_depth
-    lost = sum(spent[depth] * (1 - measured(64, RoundSize(0)) / measured(64, RoundSize(depth))) for depth in DEPTHS)
-    assert 0.5 * PROBE_SHARE < lost / sum(spent.values()) < 1.15 * PROBE_SHARE
+    simulated.run(bucket, steady(name), 8000)
+    spent, speeds = simulated.seconds_by_depth, {d: fixed_speed(bucket, d, TEXTS[name]) for d in DEPTHS}
+    assert max(speeds, key=lambda depth: speeds[depth]) == best
+    lost = sum(spent[depth] * (1 - speeds[depth] / speeds[best]) for depth in DEPTHS)
+    assert 0.5 * share < lost / sum(spent.values()) < 1.15 * share
     assert min(Counter(simulated.chosen[-6000:])[depth] for depth in DEPTHS) > 3
+
+
+def test_adaptive_policy_expects_a_depth_to_take_no_longer_than_a_larger_one() -> None:
+    policy = Adaptive((0, 2, 4), (1,))
+    for size, seconds in ((RoundSize(0), 9.0), (RoundSize(2), 1.0), (RoundSize(4), 3.0), (RoundSize(4, 1), 8.0)):
+        policy.learn(DispatchResult(8, size, [0] * 8, np.zeros((1, 8), int), seconds))
+    rates = [policy.rate(8, size, [0] * 8) for size in round_sizes((0, 2, 4), (1,))]
+    assert rates == [8 / 1.0, 8 / 1.0, 8 / 3.0, 8 / 8.0]
 
 
 def test_adaptive_policy_after_a_slow_stretch_chooses_the_best_depth_again() -> None:
