@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
-from jspec.models.mlp_config import Experts
+from jspec.models.mlp_config import Experts, Router
+from jspec.models.shared_expert import shared_weights
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
@@ -21,6 +23,9 @@ from pallas_kernels.layers.shard import AXIS, Shard
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
 
+# Most choices of all rows with which the shared expert is among those that a row uses, if it is joined to them. More
+# rows have a dense product.
+MOST_CHOICES_WITH_SHARED = 512
 
 def mix_experts(
     x: Inputs,
@@ -51,7 +56,9 @@ def mix_experts(
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = choose_experts(flat, layer, config, None if used is None else used.ravel(), **fixed)
+    shared = among_experts(layer, config, len(flat), deterministic=deterministic)
+    router = replace(config.router, shared=shared)
+    chosen, weights = choose_experts(flat, layer, router, None if used is None else used.ravel(), **fixed)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
@@ -60,35 +67,47 @@ def mix_experts(
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
     found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
-    if config.shared:
-        assert layer.gate_up is not None and layer.down is not None
-        own = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-        found += (with_scales(mlp(x, layer.gate_up, own, activation=config.activation, **fixed)),)
+    if config.shared and not shared:
+        is_joined = layer.gate_up is None
+        own_gate_up, own = shared_weights(config, gate_up, down) if is_joined else (layer.gate_up, layer.down)
+        assert own_gate_up is not None and own is not None
+        own = own.weight if isinstance(own, Shard) else own
+        found += (with_scales(mlp(x, own_gate_up, own, activation=config.activation, **fixed)),)
     if isinstance(layer.experts_down, Shard):
         total = sum_f32(part for parts in found for part in parts)[None]
         return (layer.experts_down.join(total, x.dtype, deterministic=deterministic),)
     return found
 
 
+def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
+    """Return as how many experts, used by every row, a product of rows has the shared expert; 0: it has it apart.
+
+    A deterministic product has it in the same way for any number of rows.
+    """
+    is_joined, count = layer.gate_up is None, config.shared_count
+    is_few = deterministic or rows * (config.router.chosen + count) <= MOST_CHOICES_WITH_SHARED
+    return count if is_joined and is_few else 0
+
+
 def choose_experts(
     flat: Float[Array, "rows hidden"],
     layer: LayerWeights,
-    config: Experts,
+    router: Router,
     used: Bool[Array, "rows"] | None,
     *,
     implementation: Implementation,
     deterministic: bool,
-) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
-    """Return the experts that each row chooses and their weights, as `route` does."""
-    router = layer.router
-    assert router is not None
-    x = flat.astype(router.dtype)
+) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
+    """Return the experts that each row uses and their weights, as `route` does."""
+    weight = layer.router
+    assert weight is not None
+    x = flat.astype(weight.dtype)
     if deterministic:
-        padded = jnp.pad(router, ((0, -len(router) % ROWS), (0, 0)))
+        padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
         (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=implementation)
-        logits = logits[:, : len(router)]
+        logits = logits[:, : len(weight)]
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        logits = jnp.einsum("tk,nk->tn", x, router, **exact)
+        logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
-    return route(logits, config.router, bias=layer.router_bias, correction=layer.router_correction, **fixed)
+    return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, **fixed)
