@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # rows have a dense product.
 MOST_CHOICES_WITH_SHARED = 512
 
+
 def mix_experts(
     x: Inputs,
     layer: LayerWeights,

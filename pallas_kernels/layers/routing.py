@@ -93,7 +93,9 @@ def _reference_rows(logits, used=None, *, correction, choice):
         weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     experts, weights = experts.astype(jnp.int32), weights * choice.factor
     if choice.shared:
-        shared = jnp.broadcast_to(choice.count + jnp.arange(choice.shared, dtype=jnp.int32), (len(logits), choice.shared))
+        shared = jnp.broadcast_to(
+            choice.count + jnp.arange(choice.shared, dtype=jnp.int32), (len(logits), choice.shared)
+        )
         experts = jnp.concatenate([experts, shared], axis=1)
         weights = jnp.concatenate([weights, jnp.ones(shared.shape, weights.dtype)], axis=1)
     weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)

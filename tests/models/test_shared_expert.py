@@ -1,0 +1,173 @@
+"""Compare shared experts that are joined to experts with the formula of both in numpy, and with models that are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.models import experts as mixtures
+from jspec.models.decoder import Model
+from jspec.models.mlp_config import Experts, Router
+from jspec.models.params import model_params
+from jspec.models.quantize import quantize_weights
+from jspec.models.shared_expert import apart, joined
+from jspec.models.tensor_parallel import mesh_of, place
+from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
+from pallas_kernels.layers.quantized import Quantized
+from tests.support import tiny
+
+WIDTH, HIDDEN, COUNT = 64, 128, 4
+FIXED: dict[str, Any] = {"implementation": "reference"}
+
+
+def mixture(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
+    """Return a random decoder of one layer with four experts, of which a token chooses two."""
+    own = tiny.config(40, layers=1, hidden=hidden)
+    layer = replace(own.layers[0], mlp=Experts(WIDTH, Router(COUNT, 2, factor=1.5), shared=shared, **options))
+    return tiny.random_model(replace(own, layers=(layer,)))
+
+
+def mix(model: Model, x: Any, used: Any = None, **options: Any) -> np.ndarray:
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts)
+    several = mixtures.mix_experts(jnp.asarray(x)[None], layer, config, used, **{**FIXED, **options})
+    return np.asarray(sum(part for parts in several for part in parts), np.float64)[0]
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(count, HIDDEN)).astype(np.float32)
+
+
+def wide(weight: Any) -> np.ndarray:
+    """Return a weight that is quantised with one scale a row or not at all in float64."""
+    if isinstance(weight, Quantized):
+        return np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)[..., None]
+    return np.asarray(weight, np.float64)
+
+
+def oracle(model: Model, x: np.ndarray) -> np.ndarray:
+    """Compute the mixture of a model whose shared expert is apart, row by row, in float64."""
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts) and layer.gate_up is not None
+
+    def mlp(x: np.ndarray, both: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gate, up = np.split(both @ x, 2)
+        return down @ (gate / (1 + np.exp(-gate)) * up)
+
+    names = ("router", "experts_gate_up", "experts_down", "gate_up", "down")
+    router, gate_up, down, *shared = (wide(getattr(layer, name)) for name in names)
+    found = []
+    for row in x.astype(np.float64):
+        logits = router @ row
+        chosen = np.argsort(-logits)[: config.router.chosen]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum() * config.router.factor
+        outer, inner = (np.ones_like(weights), weights) if config.weighs_inputs else (weights, np.ones_like(weights))
+        each = zip(chosen, outer, inner, strict=True)
+        found.append(mlp(row, *shared) + sum(a * mlp(b * row, gate_up[e], down[e]) for e, a, b in each))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("weighs_inputs", [False, True])
+@pytest.mark.parametrize("shared", [WIDTH, 3 * WIDTH])
+@pytest.mark.parametrize("count", [3, 70, 150])  # 150 rows have more choices than are joined
+def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
+    count: int, shared: int, weighs_inputs: bool
+) -> None:
+    model, x = mixture(shared, weighs_inputs=weighs_inputs), rows(count)
+    own = model.layers[0].experts_down
+    assert own is not None and own.shape == (COUNT + shared // WIDTH, HIDDEN, WIDTH) and model.layers[0].down is None
+    np.testing.assert_allclose(mix(model, x), oracle(apart(model), x), atol=2e-5)
+
+
+def test_few_rows_have_no_product_of_their_own_for_the_shared_expert_and_many_rows_have_one() -> None:
+    model = mixture()
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts)
+    x = jnp.zeros((1, 150, HIDDEN))
+    few, many, same = (
+        mixtures.mix_experts(x[:, :count], layer, config, deterministic=deterministic, **FIXED)
+        for count, deterministic in ((128, False), (129, False), (129, True))
+    )
+    assert [len(found) for found in (few, many, same)] == [1, 2, 1]
+    assert [len(found[0]) for found in (few, many, same)] == [4, 2, 4]  # experts of a row
+
+
+def test_row_that_is_not_used_has_no_shared_expert() -> None:
+    model, x = mixture(), rows(6)
+    used = jnp.asarray([[True, False, True, True, False, True]])
+    found, whole = mix(model, x, used), mix(model, x)
+    np.testing.assert_array_equal(found[np.asarray(used[0])], whole[np.asarray(used[0])])
+    assert not found[~np.asarray(used[0])].any()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
+def test_quantised_shared_expert_is_joined_if_it_has_the_kind_of_the_experts(kind: str) -> None:
+    """Its values are those that it has apart; mxfp4 rounds experts alone."""
+    model, x = quantize_weights(mixture(), kind), rows(5)
+    whole, wanted = apart(model), quantize_weights(apart(mixture()), kind)
+    assert (model.layers[0].down is None) == (kind != "mxfp4")
+    for name in ("gate_up", "down"):
+        ours, theirs = (getattr(one.layers[0], name) for one in (whole, wanted))
+        assert isinstance(theirs, Quantized) == (kind != "mxfp4")
+        if isinstance(theirs, Quantized):
+            ours, theirs = ours.widened(), theirs.widened()
+        np.testing.assert_array_equal(ours, theirs)
+    if kind in ("int8", "fp8"):
+        np.testing.assert_allclose(mix(model, x), oracle(whole, x), atol=2e-5)
+    np.testing.assert_allclose(mix(model, x), mix(whole, x), atol=2e-5)
+
+
+def test_model_apart_has_the_weights_it_was_made_from() -> None:
+    model = mixture(3 * WIDTH)
+    made = {name: spec.shape for name, spec in model_params(model.config).items()}
+    own = apart(model)
+    assert {name: getattr(own.layers[0], name.rpartition(".")[2]).shape for name in made if "layers" in name} == {
+        name: shape for name, shape in made.items() if "layers" in name
+    }
+    for ours, theirs in zip(jax.tree.leaves(joined(own)), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert apart(own) is own and joined(model) is model
+
+
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [(WIDTH + 8, {}), (2 * WIDTH, {"bias": True}), (2 * WIDTH, {"limit": 7.0})],
+    ids=["another width", "biases", "a limit"],
+)
+def test_shared_expert_that_computes_something_else_stays_apart(shared: int, options: dict[str, Any]) -> None:
+    layer = mixture(shared, **options).layers[0]
+    assert layer.down is not None and layer.experts_down is not None and layer.experts_down.shape[0] == COUNT
+
+
+def test_shared_expert_stays_apart_where_the_kernel_could_not_address_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert MOST_ELEMENTS == 2**31
+    for most, is_joined in ((6 * 2 * WIDTH * HIDDEN, False), (6 * 2 * WIDTH * HIDDEN + 1, True)):
+        monkeypatch.setattr("jspec.models.shared_expert.MOST_ELEMENTS", most)
+        assert (mixture().layers[0].down is None) == is_joined
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_devices_that_divide_a_joined_model_have_its_shared_expert_apart(kind: str | None) -> None:
+    model = mixture() if kind is None else quantize_weights(mixture(), kind)
+    divided, wanted = (place(one, mesh_of(2)) for one in (model, apart(model)))
+    assert divided.layers[0].down is not None
+    for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(wanted), strict=True):
+        assert ours.sharding == theirs.sharding
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_layers_are_joined_in_place_so_that_one_layer_alone_is_there_twice() -> None:
+    """A tree of weights that is made a model again gives the same model."""
+    model = apart(mixture())
+    fields = {name: value for name, value in vars(model.layers[0]).items() if value is not None}
+    tree = {"embed": model.embed, "layers": [fields], "norm": model.norm, "head": model.head}
+    first = Model.from_weights(model.config, tree)
+    assert fields["down"] is None and fields["experts_down"] is first.layers[0].experts_down
+    assert Model.from_weights(model.config, tree).layers[0].experts_down is first.layers[0].experts_down
