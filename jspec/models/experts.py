@@ -69,15 +69,20 @@ def mix_experts(
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
     found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
-        is_joined = layer.gate_up is None
-        own_gate_up, own = shared_weights(config, gate_up, down) if is_joined else (layer.gate_up, layer.down)
-        assert own_gate_up is not None and own is not None
-        own = own.weight if isinstance(own, Shard) else own
-        found += (with_scales(mlp(x, own_gate_up, own, activation=config.activation, **fixed)),)
+        found += (shared_sums(x, layer, config, **fixed),)
     if isinstance(layer.experts_down, Shard):
         total = sum_f32(part for parts in found for part in parts)[None]
         return (layer.experts_down.join(total, x.dtype, deterministic=deterministic),)
     return found
+
+
+def shared_sums(x: Array, layer: LayerWeights, config: Experts, **fixed: Any) -> Array:
+    """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
+    gate_up, down = layer.gate_up, layer.down.weight if isinstance(layer.down, Shard) else layer.down
+    if gate_up is None:
+        gate_up, down = shared_weights(config, layer.experts_gate_up, layer.experts_down)
+    assert gate_up is not None and down is not None
+    return with_scales(mlp(x, gate_up, down, activation=config.activation, **fixed))
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:

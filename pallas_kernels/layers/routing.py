@@ -93,11 +93,10 @@ def _reference_rows(logits, used=None, *, correction, choice):
         weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     experts, weights = experts.astype(jnp.int32), weights * choice.factor
     if choice.shared:
-        shared = jnp.broadcast_to(
-            choice.count + jnp.arange(choice.shared, dtype=jnp.int32), (len(logits), choice.shared)
-        )
-        experts = jnp.concatenate([experts, shared], axis=1)
-        weights = jnp.concatenate([weights, jnp.ones(shared.shape, weights.dtype)], axis=1)
+        behind = (0, 0), (0, choice.shared)
+        index = choice.count - choice.chosen + jnp.arange(choice.used)
+        experts = jnp.where(index < choice.count, jnp.pad(experts, behind), index)
+        weights = jnp.pad(weights, behind, constant_values=1)
     weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)
     return experts if used is None else jnp.where(used[:, None], experts, NONE), weights
 

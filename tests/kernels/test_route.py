@@ -29,9 +29,7 @@ CHOICES = {
     "all": Choice(5, 5, is_normalised=False),
     "DeepSeek-V2-Lite with shared experts": Choice(64, 6, is_normalised=False, shared=2),
     "Llama 4 with a shared expert": Choice(16, 1, scores="sigmoid", is_normalised=False, shared=1),
-    "DeepSeek-V3 with a shared expert": Choice(
-        256, 8, scores="sigmoid", factor=2.5, groups=8, chosen_groups=4, shared=1
-    ),
+    "groups with a shared expert": Choice(256, 8, scores="sigmoid", factor=2.5, groups=8, chosen_groups=4, shared=1),
 }
 
 
