@@ -11,21 +11,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts, Router
-from jspec.models.shared_expert import shared_weights
+from jspec.models.shared_expert import dense_weights, is_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
+from pallas_kernels.layers.plain_product import plain_product
+from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
+from pallas_kernels.layers.split_matmul import split_matmul
 
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
 
-# Most choices of all rows with which the shared expert is among those that a row uses, if it is joined to them. More
-# rows have a dense product.
-MOST_CHOICES_WITH_SHARED = 512
+# Most choices of all rows, shared experts among them, with which these are multiplied as the others are. Dense products
+# of more rows take less time.
+MOST_CHOICES_WITH_SHARED = 64
 
 
 def mix_experts(
@@ -66,7 +69,7 @@ def mix_experts(
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
-    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
+    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **fixed)
     found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
         found += (shared_sums(x, layer, config, **fixed),)
@@ -78,21 +81,22 @@ def mix_experts(
 
 def shared_sums(x: Array, layer: LayerWeights, config: Experts, **fixed: Any) -> Array:
     """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
-    gate_up, down = layer.gate_up, layer.down.weight if isinstance(layer.down, Shard) else layer.down
-    if gate_up is None:
-        gate_up, down = shared_weights(config, layer.experts_gate_up, layer.experts_down)
-    assert gate_up is not None and down is not None
-    return with_scales(mlp(x, gate_up, down, activation=config.activation, **fixed))
+    if is_joined(config, layer):
+        gate_up, rows, first = dense_weights(config, layer)
+        inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
+        return with_scales(split_matmul(inner, rows, first=first, implementation=fixed["implementation"]))
+    assert layer.gate_up is not None and layer.down is not None
+    down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
+    return with_scales(mlp(x, layer.gate_up, down, activation=config.activation, **fixed))
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
-    """Return as how many experts, used by every row, a product of rows has the shared expert; 0: it has it apart.
+    """Return as how many experts, used by every row, a mixture of rows has the shared expert; 0: it has it apart.
 
-    A deterministic product has it in the same way for any number of rows.
+    A deterministic mixture has it in the same way for any number of rows.
     """
-    is_joined, count = layer.gate_up is None, config.shared_count
-    is_few = deterministic or rows * (config.router.chosen + count) <= MOST_CHOICES_WITH_SHARED
-    return count if is_joined and is_few else 0
+    is_few = deterministic or rows * (config.router.chosen + config.shared_count) <= MOST_CHOICES_WITH_SHARED
+    return config.shared_count if is_few and is_joined(config, layer) else 0
 
 
 def choose_experts(

@@ -122,7 +122,7 @@ class Experts:
 
     @property
     def shared_count(self) -> int:
-        """Number of experts that the shared one may be, whose outputs add up to its own; 0: it is none."""
+        """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
         is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias
         return self.shared // self.width if is_alike else 0
 
