@@ -79,7 +79,7 @@ def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: boo
     is_shared, place = expert >= first, expert - first
     if gated:
         own = jnp.where(is_shared, first * rows + place * width, expert * rows) + columns
-        return [own, own + jnp.where(is_shared, shared * width, width)]
+        return [own, jnp.where(is_shared, own + shared * width, own + width)]
     return [jnp.where(is_shared, first * rows + place + shared * columns, expert * rows + columns)]
 
 
