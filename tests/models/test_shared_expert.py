@@ -137,8 +137,8 @@ def test_model_apart_has_the_weights_it_was_made_from() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "options"),
-    [(WIDTH + 8, {}), (3 * WIDTH, {"hidden": 80}), (2 * WIDTH, {"bias": True}), (2 * WIDTH, {"limit": 7.0})],
-    ids=["another width", "rows of another length", "biases", "a limit"],
+    [(WIDTH + 8, {}), (2 * WIDTH, {"bias": True}), (2 * WIDTH, {"limit": 7.0})],
+    ids=["another width", "biases", "a limit"],
 )
 def test_shared_expert_that_computes_something_else_stays_apart(shared: int, options: dict[str, Any]) -> None:
     layer = mixture(shared, **options).layers[0]
@@ -172,7 +172,7 @@ def test_layers_are_joined_in_place_so_that_one_layer_alone_is_there_twice() -> 
     assert Model.from_weights(model.config, tree).layers[0].experts_down is first.layers[0].experts_down
 
 
-@pytest.mark.parametrize("count", [8, 40, pytest.param(160, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [8, 40, 160])
 def test_joined_experts_of_deepseek_compiled_for_h200_copy_no_weight(count: int) -> None:
     """The shared expert of few rows has no launches; more rows have as many as if it were apart."""
     config = bench.TARGETS["deepseek-v2-lite"]
