@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -76,7 +77,7 @@ def oracle(model: Model, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("weighs_inputs", [False, True])
 @pytest.mark.parametrize("shared", [WIDTH, 2 * WIDTH, 4 * WIDTH])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("count", [3, 70])  # 70 rows have a dense product unless they are deterministic
+@pytest.mark.parametrize("count", [3, 70, 220])  # 70 rows have a dense product unless they are deterministic
 def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
     count: int, deterministic: bool, shared: int, weighs_inputs: bool
 ) -> None:
@@ -99,17 +100,17 @@ def test_kernels_of_joined_experts_compute_what_their_references_do(count: int) 
     assert np.linalg.norm(expected - wanted) < 0.02 * np.linalg.norm(wanted)
 
 
-def test_few_rows_have_no_product_of_their_own_for_the_shared_expert_and_many_rows_have_one() -> None:
-    model = mixture()
+@pytest.mark.parametrize(
+    ("count", "is_among"), [(1, True), (16, True), (17, False), (159, False), (160, True), (1024, True), (1025, False)]
+)
+def test_shared_expert_is_among_the_experts_of_some_numbers_of_rows(count: int, is_among: bool) -> None:
+    """A row has four choices. Deterministic rows have the same products for any number of them."""
+    model, x = mixture(), jax.ShapeDtypeStruct((1, count, HIDDEN), "float32")
     layer, config = model.layers[0], model.config.layers[0].mlp
-    assert isinstance(config, Experts)
-    x = jnp.zeros((1, 150, HIDDEN))
-    few, many, same = (
-        mixtures.mix_experts(x[:, :count], layer, config, deterministic=deterministic, **FIXED)
-        for count, deterministic in ((16, False), (17, False), (17, True))
-    )
-    assert [len(found) for found in (few, many, same)] == [1, 2, 1]
-    assert [len(found[0]) for found in (few, many, same)] == [4, 2, 4]  # experts of a row
+    for deterministic in (False, True):
+        run = partial(mixtures.mix_experts, layer=layer, config=config, deterministic=deterministic, **FIXED)
+        experts, *others = jax.eval_shape(run, x)
+        assert (len(experts), len(others)) == ((4, 0) if is_among or deterministic else (2, 1))
 
 
 def test_row_that_is_not_used_has_no_shared_expert() -> None:
@@ -172,9 +173,12 @@ def test_layers_are_joined_in_place_so_that_one_layer_alone_is_there_twice() -> 
     assert Model.from_weights(model.config, tree).layers[0].experts_down is first.layers[0].experts_down
 
 
-@pytest.mark.parametrize("count", [8, 40, 160])
-def test_joined_experts_of_deepseek_compiled_for_h200_copy_no_weight(count: int) -> None:
-    """The shared expert of few rows has no launches; more rows have as many as if it were apart."""
+@pytest.mark.parametrize(("count", "fewer"), [(8, 3), (40, 0), (72, 0), (160, 2), (600, -1)])
+def test_joined_experts_of_deepseek_compiled_for_h200_copy_no_weight(count: int, fewer: int) -> None:
+    """600 rows may have one launch more, of a few integers: XLA may add up the counts of 66 experts in two steps.
+
+    Its products spill without a device that chooses their tiles.
+    """
     config = bench.TARGETS["deepseek-v2-lite"]
     config = replace(config, layers=config.layers[1:2])
     layer = abstract_weights(model_params(config), "bfloat16")["layers"][0]
@@ -187,6 +191,6 @@ def test_joined_experts_of_deepseek_compiled_for_h200_copy_no_weight(count: int)
         several = mixtures.mix_experts(x, Layer(**weights), mlp, implementation="auto")
         return sum(part.astype(jnp.float32) for parts in several for part in parts)
 
-    alone, own = (compile_for_h200(mixed, weights, x, fail_on_spills=True) for weights in (layer, whole))
+    alone, own = (compile_for_h200(mixed, weights, x, fail_on_spills=count < 600) for weights in (layer, whole))
     assert not own.copies(1 << 20) and own.temp_bytes < alone.temp_bytes + (1 << 20)
-    assert len(own.launches) == len(alone.launches) - 3 * (count == 8)
+    assert len(own.launches) <= len(alone.launches) - fewer
