@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts, Router
-from jspec.models.shared_expert import is_joined
+from jspec.models.shared_expert import dense_weights, is_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
@@ -21,7 +21,7 @@ from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
-from pallas_kernels.layers.split_matmul import pieces_matmul
+from pallas_kernels.layers.split_matmul import split_matmul
 
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
@@ -84,11 +84,9 @@ def mix_experts(
 def shared_sums(x: Array, layer: LayerWeights, config: Experts, **fixed: Any) -> Array:
     """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
     if is_joined(config, layer):
-        (experts_gate_up, experts_down), first = (layer.experts_gate_up, layer.experts_down), config.router.count
-        assert isinstance(experts_gate_up, jax.Array) and isinstance(experts_down, jax.Array)
-        gate_up = experts_gate_up[first:].reshape(-1, x.shape[-1])
+        gate_up, rows, first = dense_weights(config, layer)
         inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
-        return pieces_matmul(inner, experts_down, first=first, implementation=fixed["implementation"])
+        return with_scales(split_matmul(inner, rows, first=first, implementation=fixed["implementation"]))
     assert layer.gate_up is not None and layer.down is not None
     down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
     return with_scales(mlp(x, layer.gate_up, down, activation=config.activation, **fixed))

@@ -1,8 +1,8 @@
 """Puts the shared expert of a mixture behind its experts, in the same arrays, so that one launch multiplies by both.
 
-A shared expert whose width is a multiple of an expert's is as many experts, whose outputs add up to its own. Its gate
-and up keep their order, and its down projection is in pieces of columns, so that dense products read both as parts of
-the arrays without a copy. Devices that divide a model, and quantised weights, have it apart.
+A shared expert whose width is a multiple of an expert's is as many experts, whose outputs add up to its own. Its
+weights keep their order, so that a dense product reads them as a part of the arrays. Devices that divide a model, and
+quantised weights, have it apart.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Experts
 from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.quantized import Quantized
+
+PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one
 
 Record = TypeVar("Record")
 
@@ -33,27 +35,22 @@ def join_layers(configs: Sequence[LayerConfig], layers: Sequence[dict[str, Any]]
     """
     for config, layer in zip(configs, layers, strict=True):
         if isinstance(config.mlp, Experts) and _can_join(config.mlp, layer):
-            for name, join in (("gate_up", _join_gate_up), ("down", _join_down)):
-                both = layer[f"experts_{name}"], layer.pop(name)
-                layer[f"experts_{name}"] = jax.block_until_ready(_evaluated(join, *both))
+            for experts, shared in PAIRS.items():
+                layer[experts] = jax.block_until_ready(_evaluated(_join, layer[experts], layer.pop(shared)))
 
 
 def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
-    weights = [layer.get(name) for name in ("gate_up", "down", "experts_gate_up", "experts_down")]
+    weights = [layer.get(name) for name in (*PAIRS, *PAIRS.values())]
     if not config.shared_count or any(weight is None or isinstance(weight, Quantized) for weight in weights):
         return False
     count, *size = layer["experts_gate_up"].shape
     is_small = (count + config.shared_count) * size[0] * size[1] < MOST_ELEMENTS
-    return is_small and len({weight.dtype for weight in weights if weight is not None}) == 1
+    hidden, is_alike = size[1], len({weight.dtype for weight in weights if weight is not None}) == 1
+    return is_small and is_alike and count * hidden % config.shared_count == 0
 
 
-def _join_gate_up(experts: Array, shared: Array) -> Array:
+def _join(experts: Array, shared: Array) -> Array:
     return jnp.concatenate([experts, shared.reshape(-1, *experts.shape[1:])])
-
-
-def _join_down(experts: Array, shared: Array) -> Array:
-    hidden, width = experts.shape[1:]
-    return jnp.concatenate([experts, shared.reshape(hidden, -1, width).swapaxes(0, 1)])
 
 
 def is_joined(config: Experts, layer: Any) -> bool:
@@ -79,8 +76,7 @@ def _apart(config: Any, layer: Any) -> Any:
     count, (_, hidden, _) = config.router.count, down.shape
 
     def divide(gate_up: Array, down: Array) -> dict[str, Array]:
-        pieces = down[count:].swapaxes(0, 1).reshape(hidden, -1)
-        shared = {"gate_up": gate_up[count:].reshape(-1, hidden), "down": pieces}
+        shared = {"gate_up": gate_up[count:].reshape(-1, hidden), "down": down[count:].reshape(hidden, -1)}
         return {"experts_gate_up": gate_up[:count], "experts_down": down[:count], **shared}
 
     return layer.replace(**_evaluated(divide, gate_up, down))
@@ -90,3 +86,14 @@ def _evaluated(function: Any, *arrays: Any) -> Any:
     """Compute a function of weights, or only the shapes of its values if the weights are shapes."""
     is_abstract = isinstance(arrays[0], jax.ShapeDtypeStruct)
     return jax.eval_shape(function, *arrays) if is_abstract else jax.jit(function)(*arrays)
+
+
+def dense_weights(config: Experts, layer: Any) -> tuple[Float[Array, "both hidden"], Float[Array, "rows shared"], int]:
+    """Return gate and up of a joined shared expert, an array whose last rows are its down projection, and their first.
+
+    The second array is that of all experts in another shape: a kernel would need a copy of a part of an array.
+    """
+    _, hidden, _ = layer.experts_down.shape
+    # The barrier keeps XLA from taking the part in the first shape. Products of more than 64 rows copy it (NOTES.md).
+    rows = jax.lax.optimization_barrier(layer.experts_down.reshape(-1, config.shared))
+    return layer.experts_gate_up[config.router.count :].reshape(-1, hidden), rows, len(rows) - hidden

@@ -59,9 +59,10 @@ class Gate(NamedTuple):
 
 
 def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: bool, shared: int) -> list[Array]:
-    """Returns in which rows of all experts' weights an expert has some columns of its product, of gate and up if gated.
+    """Returns in which rows of all experts' weights an expert has some of its columns, of gate and of up if gated.
 
-    Gates and ups of the last experts are one dense weight: all gates, then all ups.
+    The rows of the last experts are those of one dense weight: all gates, then all ups; or in a product with down,
+    rows of which each expert has its part of k, one after another.
 
     Args:
         expert: index of the expert.
@@ -71,24 +72,25 @@ def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: boo
         shared: number of the last experts.
     """
     (experts, rows), width = sizes, sizes[1] // 2
-    own = expert * rows + columns
-    if not gated:
-        return [own]
     if shared < 2:
-        return [own, own + width]
-    first, place = experts - shared, jnp.maximum(expert - experts + shared, 0)
-    gate = own - place * width  # a gate of the last experts follows that of the one before
-    return [gate, jnp.where(expert >= first, gate + shared * width, gate + width)]
+        own = expert * rows + columns
+        return [own, own + width] if gated else [own]
+    first = experts - shared
+    is_shared, place = expert >= first, expert - first
+    if gated:
+        own = jnp.where(is_shared, first * rows + place * width, expert * rows) + columns
+        return [own, jnp.where(is_shared, own + shared * width, own + width)]
+    return [jnp.where(is_shared, first * rows + place + shared * columns, expert * rows + columns)]
 
 
 def _reference(x, weight, bias, factors, chosen, *, gate, dtype, shared):
     experts, flat = weight.shape[0], x.reshape(-1, x.shape[-1])
 
     def values_of(own):
-        if shared < 2 or not gate:
+        if shared < 2:
             return _values_of(weight, own, x.dtype)
-        (_, out, inner) = weight.shape
-        rows = rows_of(own, jnp.arange(out // 2), (experts, out), gated=True, shared=shared)
+        (_, out, inner), width = weight.shape, weight.shape[1] // (2 if gate else 1)
+        rows = rows_of(own, jnp.arange(width), (experts, out), gated=gate is not None, shared=shared)
         return weight.reshape(-1, inner)[jnp.concatenate(rows)].astype(x.dtype), None
 
     def block(one):
@@ -338,7 +340,7 @@ def expert_matmul(
         dtype: dtype of the result; None: that of x.
         deterministic: make the bits of a row's result independent of the other rows. The bits of the reference always
             are.
-        shared: number of the last experts, whose gates and ups are stored as one dense weight (`rows_of`), unquantised.
+        shared: number of the last experts whose weights are stored as one dense weight (`rows_of`), not quantised.
         implementation: as in `paged_attention`.
 
     Raises:

@@ -82,13 +82,15 @@ def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inn
 @pytest.mark.parametrize(
     ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
 )
-def test_last_experts_may_be_one_dense_weight_of_gate_and_up(
-    rows: int, shared: int, implementation: Any, deterministic: bool
-) -> None:
-    """All of their gates are before all of their ups; numpy cuts these into experts."""
+def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, implementation: Any, deterministic: bool) -> None:
+    """The dense weight [2 shared width, inner], or [width, shared inner], is cut into experts by numpy."""
+    x, weight, _, _ = problem(rows, experts=6, out=192)
     first, chosen = 6 - shared, choices("any", 6, 2, rows)
     chosen[1] = 5  # every row has the last one
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "shared": shared}
+    dense = np.asarray(weight)[first:].reshape(192, shared, 64).swapaxes(0, 1)
+    down = np.concatenate([np.asarray(weight)[:first], dense])
+    np.testing.assert_allclose(expert_matmul(x, weight, jnp.asarray(chosen), **fixed), loop(x, down, chosen), atol=1e-5)
     x, weight, _, _ = problem(rows, experts=6, out=128)
     gates, ups = np.split(np.asarray(weight)[first:].reshape(-1, 64), 2)
     dense = np.concatenate([gates.reshape(shared, 64, 64), ups.reshape(shared, 64, 64)], axis=1)

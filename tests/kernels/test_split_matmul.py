@@ -15,7 +15,7 @@ from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, matmul, quantize, reduce_partials
-from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of, pieces_matmul
+from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
 from tests.reference.activations import ACTIVATIONS
 from tests.support.h200 import compile_for_h200
 
@@ -53,23 +53,18 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(
-    ("rows", "pieces", "parts"),
-    [(1, 2, 4), (60, 4, 4), (5, 1, 4), (5, 3, 3), (72, 2, 2), (72, 1, 2)],
-    ids=["one row", "60 rows", "one piece", "three pieces by XLA", "many rows", "many rows of one piece"],
-)
-def test_product_of_a_weight_in_pieces_is_that_of_the_pieces_side_by_side(
-    rows: int, pieces: int, parts: int, implementation: str
+@pytest.mark.parametrize(("rows", "out"), [(5, 1024), (72, 1024), (5, 512)], ids=["few", "many", "one partial sum"])
+def test_split_product_of_the_last_rows_of_a_weight_is_that_of_a_weight_with_only_these(
+    rows: int, out: int, implementation: str
 ) -> None:
-    x, weight = problem(rows, 1024, 2304 if pieces == 3 else 2048, "bfloat16")
-    side = np.asarray(weight, np.float32).reshape(1024, pieces, -1)
-    others = np.ones((2, *side.shape[::2]))
-    stack = jnp.asarray(np.concatenate([others, side.transpose(1, 0, 2)]), "bfloat16")
-    got = pieces_matmul(x, stack, first=2, implementation=implementation)
-    assert got.shape == (parts, 1, rows, 1024)
-    assert got.dtype == ("bfloat16" if rows > MOST_ROWS else "float32")
-    assert error(got, x, weight) < (0.05 if rows > MOST_ROWS else 1e-5)
-    assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
+    x, weight = problem(rows, 192 + out, 2048, "bfloat16")
+    got = split_matmul(x, weight, first=192, implementation=implementation)
+    alone = split_matmul(x, weight[192:], implementation=implementation)
+    assert got.shape == alone.shape and got.dtype == alone.dtype
+    np.testing.assert_array_equal(got, alone)
+    exact = error(got, x, weight[192:])
+    assert exact < (0.05 if rows > MOST_ROWS or len(got) == 1 else 1e-5)
+    assert error(got, x, weight[:-192]) > 0.1, "control: the first rows"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
