@@ -68,7 +68,8 @@ class LayerWeights:
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
     k_up: Float[Array, "plain latent"] | None = optional()  # keys from the latent vector [heads * plain, latent]
     v_up: Float[Array, "values latent"] | None = optional()  # values from the latent vector [heads * value_dim, latent]
-    # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one.
+    # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one. It may be
+    # among the experts instead, behind those of the router (`jspec.models.shared_expert`).
     router: Float[Array, "experts hidden"] | None = optional()
     router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
     router_correction: Float[Array, "experts"] | None = optional()  # correction of the scores, for the choice only

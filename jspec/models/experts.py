@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,17 +10,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.models.layers import mlp
-from jspec.models.mlp_config import Experts
+from jspec.models.mlp_config import Experts, Router
+from jspec.models.shared_expert import dense_weights, is_joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
+from pallas_kernels.layers.plain_product import plain_product
+from pallas_kernels.layers.quantize_rows import gated
 from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
+from pallas_kernels.layers.split_matmul import split_matmul
 
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
+
+# Choices of all rows, shared experts among them, with which these are multiplied as the others are. In between, each
+# program compares all choices to find its own; with more choices XLA's products are faster. deepseek-v2-lite on an
+# H100, us of a mixture, among the experts | by dense products: 1 row 65 | 74, 40 rows 460 | 423, 160 rows 455 | 482,
+# 512 rows 491 | 499, 4096 rows 1977 | 1802.
+FEW_CHOICES, MANY_CHOICES = 64, range(640, 4096 + 1)
 
 
 def mix_experts(
@@ -51,44 +62,65 @@ def mix_experts(
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = choose_experts(flat, layer, config, None if used is None else used.ravel(), **fixed)
+    shared = among_experts(layer, config, len(flat), deterministic=deterministic)
+    router = replace(config.router, shared=shared)
+    chosen, weights = choose_experts(flat, layer, router, None if used is None else used.ravel(), **fixed)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
-    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, **fixed)
+    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **fixed)
     found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
-    if config.shared:
-        assert layer.gate_up is not None and layer.down is not None
-        own = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-        found += (with_scales(mlp(x, layer.gate_up, own, activation=config.activation, **fixed)),)
+    if config.shared and not shared:
+        found += (shared_sums(x, layer, config, **fixed),)
     if isinstance(layer.experts_down, Shard):
         total = sum_f32(part for parts in found for part in parts)[None]
         return (layer.experts_down.join(total, x.dtype, deterministic=deterministic),)
     return found
 
 
+def shared_sums(x: Array, layer: LayerWeights, config: Experts, **fixed: Any) -> Array:
+    """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
+    if is_joined(config, layer):
+        gate_up, rows, first = dense_weights(config, layer)
+        inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
+        return with_scales(split_matmul(inner, rows, first=first, implementation=fixed["implementation"]))
+    assert layer.gate_up is not None and layer.down is not None
+    down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
+    return with_scales(mlp(x, layer.gate_up, down, activation=config.activation, **fixed))
+
+
+def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
+    """Return as how many experts, used by every row, a mixture of rows has the shared expert; 0: it has it apart.
+
+    A deterministic mixture has it in the same way for any number of rows.
+    """
+    choices = rows * (config.router.chosen + config.shared_count)
+    is_among = deterministic or choices <= FEW_CHOICES or choices in MANY_CHOICES
+    return config.shared_count if is_among and is_joined(config, layer) else 0
+
+
 def choose_experts(
     flat: Float[Array, "rows hidden"],
     layer: LayerWeights,
-    config: Experts,
+    router: Router,
     used: Bool[Array, "rows"] | None,
     *,
     implementation: Implementation,
     deterministic: bool,
-) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
-    """Return the experts that each row chooses and their weights, as `route` does."""
-    router = layer.router
-    assert router is not None
-    x = flat.astype(router.dtype)
+) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
+    """Return the experts that each row uses and their weights, as `route` does."""
+    weight = layer.router
+    assert weight is not None
+    x = flat.astype(weight.dtype)
     if deterministic:
-        padded = jnp.pad(router, ((0, -len(router) % ROWS), (0, 0)))
+        padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
         (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=implementation)
-        logits = logits[:, : len(router)]
+        logits = logits[:, : len(weight)]
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        logits = jnp.einsum("tk,nk->tn", x, router, **exact)
+        logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
-    return route(logits, config.router, bias=layer.router_bias, correction=layer.router_correction, **fixed)
+    return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, **fixed)

@@ -120,6 +120,12 @@ class Experts:
     alpha: float = 1.0
     weighs_inputs: bool = False
 
+    @property
+    def shared_count(self) -> int:
+        """Number of experts that the shared one may be, whose outputs add up to its own; 0: it cannot be any."""
+        is_alike = self.shared % self.width == 0 and self.limit is None and not self.bias
+        return self.shared // self.width if is_alike else 0
+
     def row_size(self, hidden: int) -> int:
         """Return how many values the products compute for a row: those of `Dense`, and each expert's output,
         and its input if that has a weight.
@@ -127,7 +133,8 @@ class Experts:
         Args:
             hidden: number of channels of the residual stream.
         """
-        return 3 * self.shared + self.router.chosen * (self.width + hidden * (1 + self.weighs_inputs))
+        apart, of_expert = 3 * self.shared, self.width + hidden * (1 + self.weighs_inputs)
+        return max(apart, self.shared_count * of_expert) + self.router.chosen * of_expert
 
     def check(self) -> None:
         """Check the sizes and options.

@@ -30,6 +30,7 @@ from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig, check_divided
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
+from jspec.models.shared_expert import apart
 from pallas_kernels.layers.int4 import reblocked
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.shard import AXIS, Shard
@@ -232,7 +233,7 @@ def _place(node: Any, mesh: Mesh) -> Any:
         raise ValueError(
             f"mesh: expected weights that are on one device or over {mesh}, got some over {node.mesh}; load them again"
         )
-    is_ordered = node.mesh == mesh
+    is_ordered, node = node.mesh == mesh, apart(node)
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
         if isinstance(leaf, Quantized):

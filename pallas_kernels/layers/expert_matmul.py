@@ -58,14 +58,46 @@ class Gate(NamedTuple):
         return gate * jax.lax.logistic(self.alpha * gate) * (up + 1)
 
 
-def _reference(x, weight, bias, factors, chosen, *, gate, dtype):
+def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: bool, shared: int) -> list[Array]:
+    """Returns in which rows of all experts' weights an expert has some of its columns, of gate and of up if gated.
+
+    The rows of the last experts are those of one dense weight: all gates, then all ups; or in a product with down,
+    rows of which each expert has its part of k, one after another.
+
+    Args:
+        expert: index of the expert.
+        columns: columns of the result.
+        sizes: numbers of experts, and of rows of an expert.
+        gated: whether gate and up are joined.
+        shared: number of the last experts.
+    """
+    (experts, rows), width = sizes, sizes[1] // 2
+    if shared < 2:
+        own = expert * rows + columns
+        return [own, own + width] if gated else [own]
+    first = experts - shared
+    is_shared, place = expert >= first, expert - first
+    if gated:
+        own = jnp.where(is_shared, first * rows + place * width, expert * rows) + columns
+        return [own, jnp.where(is_shared, own + shared * width, own + width)]
+    return [jnp.where(is_shared, first * rows + place + shared * columns, expert * rows + columns)]
+
+
+def _reference(x, weight, bias, factors, chosen, *, gate, dtype, shared):
     experts, flat = weight.shape[0], x.reshape(-1, x.shape[-1])
+
+    def values_of(own):
+        if shared < 2:
+            return _values_of(weight, own, x.dtype)
+        (_, out, inner), width = weight.shape, weight.shape[1] // (2 if gate else 1)
+        rows = rows_of(own, jnp.arange(width), (experts, out), gated=gate is not None, shared=shared)
+        return weight.reshape(-1, inner)[jnp.concatenate(rows)].astype(x.dtype), None
 
     def block(one):
         expert, choices = one
         own = jnp.minimum(expert, experts - 1)
         rows = flat[jnp.maximum(choices, 0) % flat.shape[0]]
-        values, scale = _values_of(weight, own, x.dtype)
+        values, scale = values_of(own)
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         sums = jnp.einsum("tk,nk->tn", rows.astype(values.dtype), values, **exact)
         sums = sums if scale is None else sums * scale
@@ -101,7 +133,7 @@ def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Arr
 def _kernel(
     # inputs
     x_ref,  # [rows, K]; for packed values `ordered`
-    weight_ref,  # [experts, N, K], or with a gate [experts, 2 N, K]; packed values: K / 2 bytes
+    weight_ref,  # [experts * N, K], or with a gate [experts * 2 N, K]; packed values: [experts, N, K / 2 bytes]
     *refs,  # chosen [choices], or expert [blocks] and choices [blocks, size]; of scale [experts, N] or [experts, N,
     # groups], zeros of the same shape, bias [experts, N] and factors [choices] those that are named; output: out_ref
     # [choices, N]
@@ -111,6 +143,7 @@ def _kernel(
     is_listed,  # whether the blocks are inputs
     is_by_choice,  # whether a program that finds its blocks has the expert of a choice
     tile,  # columns of an output tile
+    experts,  # number of experts
     **options,  # static parameters of `_multiply`
 ):
     """Multiplies the rows of a block, or of all blocks of an expert, by some columns of the expert's weight."""
@@ -119,12 +152,12 @@ def _kernel(
     columns = pl.program_id(0) * tile + jnp.arange(tile)
 
     def multiply(expert, choices):
-        _multiply(named, columns, expert, choices, **options)
+        _multiply(named, columns, expert, choices, experts=experts, **options)
 
     if is_listed:
         multiply(lists[0][pl.program_id(1)], pltriton.load(lists[1].at[pl.program_id(1), jnp.arange(size)]))
         return
-    expert, index, place = own_choices(lists[0], weight_ref.shape[0], is_by_choice)
+    expert, index, place = own_choices(lists[0], experts, is_by_choice)
 
     def block(number, carry):
         wanted = number * size + jnp.arange(size)
@@ -134,7 +167,7 @@ def _kernel(
     jax.lax.fori_loop(0, (jnp.max(place) + size) // size, block, 0)
 
 
-def _multiply(refs, columns, expert, choices, *, sums, gate):
+def _multiply(refs, columns, expert, choices, *, experts, sums, gate):
     """Multiplies the rows of a block by some columns of its expert's weight, in one Pallas program.
 
     Args:
@@ -142,10 +175,11 @@ def _multiply(refs, columns, expert, choices, *, sums, gate):
         columns: columns of the result that the program computes, [tile].
         expert: expert of the block; the number of experts: its choices are of none, and their results are 0.
         choices: choices of the block, [size]; -1: none.
-        sums: function of `expert_sums`.
+        experts: number of experts.
+        sums: function of arrays by name, expert, columns of the weight's halves and rows of x.
         gate: as in `expert_matmul`.
     """
-    experts, rows, (_, width) = refs["weight"].shape[0], refs["x"].shape[0], refs["out"].shape
+    rows, (_, width) = refs["x"].shape[0], refs["out"].shape
     last = jnp.max(choices)
     has_choices, named = last >= 0, jnp.where(choices < 0, last, choices)  # padding computes the last choice again
     out = refs["out"].at[named[None, :], columns[:, None]]
@@ -169,7 +203,7 @@ def _multiply(refs, columns, expert, choices, *, sums, gate):
         pltriton.store(out, jnp.zeros((len(columns), len(choices)), refs["out"].dtype))
 
 
-def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, interpret):
+def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, shared, interpret):
     (experts, out, _), flat = weight.shape, x.reshape(-1, x.shape[-1])
     if step := _packed_step(weight):
         flat = ordered(flat, step)
@@ -186,7 +220,8 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, int
         "is_listed": found.is_listed,
         "is_by_choice": found.is_by_choice,
         "tile": tile,
-        "sums": _sums(weight, x.dtype, interpret),
+        "experts": experts,
+        "sums": _sums(weight, x.dtype, interpret, shared),
         "gate": gate,
     }
     products = pl.pallas_call(
@@ -208,23 +243,32 @@ def _hopper(*arguments, interpret, **options):
 
 
 def _stored(weight):
-    """Returns the values of a weight, with the bytes of all blocks of a row side by side, and its scales by name."""
+    """Returns the values of a weight and its scales by name.
+
+    The rows of all experts are one after another; the bytes of a packed weight stay [experts, N, K / 2].
+    """
     if not isinstance(weight, Quantized):
-        return weight, {}
+        return weight.reshape(-1, weight.shape[2]), {}
     if weight.group is None:
-        return weight.values, {"scale": weight.scale}
+        return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
     return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
 
 
-def _sums(weight, dtype, interpret):
-    """Returns the function of `expert_sums` for a weight and activations of a dtype."""
+def _sums(weight, dtype, interpret, shared):
+    """Returns the function (refs, expert, halves, rows of x) -> sums for a weight and activations of a dtype."""
     if step := _packed_step(weight):
         return functools.partial(packed_sums, inner=step, group=weight.group, interpret=interpret)
     stored = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    return functools.partial(unpacked_sums, inner=_step(stored, dtype, weight.shape[-1]), precision=precision)
+    own = {"inner": _step(stored, dtype, weight.shape[-1]), "precision": precision}
+
+    def sums(refs, expert, halves, row):
+        rows = rows_of(expert, halves[0], weight.shape[:2], gated=len(halves) > 1, shared=shared)
+        return unpacked_sums(refs, rows, row, **own)
+
+    return sums
 
 
 def _packed_step(weight: Array | Quantized) -> int | None:
@@ -269,7 +313,7 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "dtype", "deterministic", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "dtype", "deterministic", "shared", "implementation"))
 def expert_matmul(
     x: Float[Array, "rows inner"] | Float[Array, "chosen rows inner"],
     weight: Float[Array, "experts out inner"] | Quantized,
@@ -280,6 +324,7 @@ def expert_matmul(
     factors: Float[Array, "chosen rows"] | None = None,
     dtype: jnp.dtype | None = None,
     deterministic: bool = False,
+    shared: int = 0,
     implementation: Implementation = "auto",
 ) -> Float[Array, "chosen rows width"]:
     """Returns each row times the weight of each of its experts [chosen, rows, width]; sums are computed in float32.
@@ -295,14 +340,16 @@ def expert_matmul(
         dtype: dtype of the result; None: that of x.
         deterministic: make the bits of a row's result independent of the other rows. The bits of the reference always
             are.
+        shared: number of the last experts whose weights are stored as one dense weight (`rows_of`), not quantised.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the weights.
     """
     options = {"gate": gate, "dtype": dtype or x.dtype}
-    kernel = functools.partial(_pallas, deterministic=deterministic, **options)
-    reference = functools.partial(_reference, **options)
+    assert shared < 2 or not isinstance(weight, Quantized)
+    kernel = functools.partial(_pallas, shared=shared, deterministic=deterministic, **options)
+    reference = functools.partial(_reference, shared=shared, **options)
     unsupported = unsupported_experts(weight, x.dtype, gated=gate is not None)
     if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=gate is not None)):
         kernel = functools.partial(_hopper, tiles=tiles, **options)

@@ -74,7 +74,7 @@ def _reference(x, weights, factors, chosen, *, gate, parts):
     return jnp.pad(found, ((0, (parts - 1) * len(found)), (0, 0), (0, 0)))
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "deterministic", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "deterministic", "shared", "implementation"))
 def expert_mlp(
     x: Float[Array, "rows hidden"] | Float[Array, "chosen rows hidden"],
     weights: ExpertMlp,
@@ -83,6 +83,7 @@ def expert_mlp(
     gate: Gate,
     factors: Float[Array, "chosen rows"] | None = None,
     deterministic: bool = False,
+    shared: int = 0,
     implementation: Implementation = "auto",
 ) -> Float[Array, "parts rows hidden"]:
     """Returns partial sums of each row's result: one for each of its experts, or one for each part of each product.
@@ -91,15 +92,15 @@ def expert_mlp(
     each expert. Else both products are those of `expert_matmul`.
 
     Args:
-        x, chosen, gate, factors, deterministic, implementation: as in `expert_matmul`.
+        x, chosen, gate, factors, deterministic, shared, implementation: as in `expert_matmul`.
         weights: weights of all experts.
     """
     gate_up, down, *_ = weights
     find = functools.partial(packed_tiles, dtype=jnp.dtype(x.dtype), chosen=chosen.shape)
     first, second = find(gate_up, gated=True), find(down, gated=False, parts=PARTS)
     if deterministic or first is None or second is None:
-        fixed: dict[str, Any] = {"gate": gate, "deterministic": deterministic, "implementation": implementation}
-        return _products(x, weights, factors, chosen, **fixed)
+        fixed: dict[str, Any] = {"deterministic": deterministic, "shared": shared, "implementation": implementation}
+        return _products(x, weights, factors, chosen, gate=gate, **fixed)
     kernel = functools.partial(_hopper, gate=gate, tiles=(first, second))
     reference = functools.partial(_reference, gate=gate, parts=second.parts)
     return choose_compiled(implementation, kernel, reference, x, weights, factors, chosen)

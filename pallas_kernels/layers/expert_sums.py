@@ -7,13 +7,12 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.layers import int4, mxfp4
 
 
-def unpacked_sums(refs, expert, halves, row, *, inner, precision):
+def unpacked_sums(refs, halves, row, *, inner, precision):
     """Returns the sums [columns, rows] for each of `halves`.
 
     Args:
-        refs: arrays of the kernel by name: x [rows, K], weight [experts, N, K].
-        expert: index of the expert.
-        halves: indices of rows of its weight, one or two arrays of equal length.
+        refs: arrays of the kernel by name: x [rows, K], weight [rows of all experts, K].
+        halves: indices of rows of the weight, one or two arrays of equal length.
         row: indices of rows of x.
         inner: values of k per loop iteration.
         precision: precision of the products.
@@ -22,7 +21,7 @@ def unpacked_sums(refs, expert, halves, row, *, inner, precision):
     def step(index, totals):
         k = (index * inner + jnp.arange(inner))[None, :]
         x = pltriton.load(refs["x"].at[row[:, None], k])
-        weights = [pltriton.load(refs["weight"].at[expert, half[:, None], k]).astype(x.dtype) for half in halves]
+        weights = [pltriton.load(refs["weight"].at[half[:, None], k]).astype(x.dtype) for half in halves]
         products = [pltriton.dot(weight, x, trans_b=True, precision=precision) for weight in weights]
         return tuple(total + product for total, product in zip(totals, products, strict=True))
 
@@ -38,7 +37,9 @@ def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
     Args:
         refs: arrays of the kernel by name: x [rows, whole steps], `ordered`; weight [experts, N, K / 2]; group_scale
             [experts, N, groups], and of int4 zeros [experts, N, groups], if the weight has zero points.
-        expert, halves, row, inner: as in `unpacked_sums`.
+        expert: index of the expert.
+        halves: indices of rows of its weight, as in `unpacked_sums`.
+        row, inner: as in `unpacked_sums`.
         group: number of columns of a group.
         interpret: whether the kernel is interpreted.
     """

@@ -44,6 +44,8 @@ class Choice:
         groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437).
         chosen_groups: number of groups that a row chooses.
         summed: number of a group's largest scores whose sum is the score of the group, 1 or 2.
+        shared: number of experts that every row uses beside the chosen ones, with weight 1; their indices are `count`,
+            `count` + 1 and so on.
     """
 
     count: int
@@ -54,6 +56,12 @@ class Choice:
     groups: int = 1
     chosen_groups: int = 1
     summed: int = 2
+    shared: int = 0
+
+    @property
+    def used(self) -> int:
+        """Number of experts that a row uses."""
+        return self.chosen + self.shared
 
 
 def _reference(logits, bias, correction, used, *, choice, deterministic):
@@ -65,7 +73,7 @@ def _reference(logits, bias, correction, used, *, choice, deterministic):
 
 
 def _reference_rows(logits, used=None, *, correction, choice):
-    """Returns the experts and their weights, [rows, chosen] each."""
+    """Returns the experts and their weights, [rows, used] each."""
     scores = _scores(logits, choice)
     keys = _keys(logits, correction, choice)
     keys = jnp.where(jnp.isnan(keys), -jnp.inf, keys)
@@ -83,7 +91,13 @@ def _reference_rows(logits, used=None, *, correction, choice):
     if choice.is_normalised:
         total = sum_f32([weights[:, place] for place in range(choice.chosen)])
         weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
-    weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights * choice.factor)
+    experts, weights = experts.astype(jnp.int32), weights * choice.factor
+    if choice.shared:
+        behind = (0, 0), (0, choice.shared)
+        index = choice.count - choice.chosen + jnp.arange(choice.used)
+        experts = jnp.where(index < choice.count, jnp.pad(experts, behind), index)
+        weights = jnp.pad(weights, behind, constant_values=1)
+    weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)
     return experts if used is None else jnp.where(used[:, None], experts, NONE), weights
 
 
@@ -139,8 +153,8 @@ def _kernel(
     correction_ref,  # [count] float32; None: no correction
     used_ref,  # [rows] bool; None: all rows are used
     # outputs
-    experts_ref,  # [chosen, rows] int32
-    weights_ref,  # [chosen, rows] float32
+    experts_ref,  # [used, rows] int32
+    weights_ref,  # [used, rows] float32
     # static parameters
     *,
     choice,
@@ -164,14 +178,14 @@ def _kernel(
         keys = jnp.where(_of_best_groups_in_kernel(keys, expert, choice), keys, -jnp.inf)
     # Choose. A warp finds the maximum of integers in one instruction.
     left = jnp.where(is_expert, _ordered_integers(keys), LEAST)
-    place = jnp.arange(pl.next_power_of_2(choice.chosen))
-    experts = jnp.zeros(place.shape, jnp.int32)
+    place = jnp.arange(pl.next_power_of_2(choice.used))
+    experts = choice.count - choice.chosen + place  # those that every row uses, behind the chosen ones
     for own in range(choice.chosen):
         best = jnp.min(jnp.where(left == jnp.max(left), expert, choice.count))
         experts = jnp.where(place == own, best, experts)
         left = jnp.where(expert == best, LEAST, left)
     # Weight.
-    is_place = place < choice.chosen
+    is_place, is_used = place < choice.chosen, place < choice.used
     weights = _scores(load(experts, is_place), choice)
     if choice.scores == "softmax":
         top = jnp.max(weights if choice.is_normalised else logits)
@@ -182,9 +196,9 @@ def _kernel(
         weights = weights / (jnp.sum(weights) + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     if used_ref is not None:
         experts = jnp.where(used_ref[row], experts, NONE)
-    pltriton.store(experts_ref.at[place, row], experts, mask=is_place)
-    weights = jnp.where(is_nan, jnp.nan, weights * choice.factor)
-    pltriton.store(weights_ref.at[place, row], weights, mask=is_place)
+    pltriton.store(experts_ref.at[place, row], experts, mask=is_used)
+    weights = jnp.where(is_nan, jnp.nan, jnp.where(is_place, weights * choice.factor, 1))
+    pltriton.store(weights_ref.at[place, row], weights, mask=is_used)
 
 
 def _ordered_integers(values: Array) -> Array:
@@ -211,7 +225,7 @@ def _of_best_groups_in_kernel(keys, expert, choice):
 
 def _pallas(logits, bias, correction, used, *, choice, deterministic, interpret):
     del deterministic  # a program computes one row, in the same way for any number of rows
-    shape = choice.chosen, logits.shape[0]
+    shape = choice.used, logits.shape[0]
     return pl.pallas_call(
         functools.partial(_kernel, choice=choice),
         grid=(logits.shape[0],),
@@ -232,8 +246,8 @@ def route(
     used: Bool[Array, "rows"] | None = None,
     deterministic: bool = False,
     implementation: Implementation = "auto",
-) -> tuple[Int[Array, "chosen rows"], Float[Array, "chosen rows"]]:
-    """Returns the experts that each row chooses, best first, and their weights in float32.
+) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
+    """Returns the experts that each row chooses, best first, then those that all rows use, and weights in float32.
 
     Args:
         logits: the router's logits in float32.

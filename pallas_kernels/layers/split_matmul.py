@@ -99,8 +99,8 @@ def _out_tile(rows: int, out: int) -> int:
     return 128 if rows <= FEW_ROWS and out % 128 == 0 else 64
 
 
-def _reference(x, weight, row_scale, scale, after, *, parts, dtype):
-    weight = weight.astype(x.dtype)
+def _reference(x, weight, row_scale, scale, after, *, parts, dtype, first=0):
+    weight = weight[first:].astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
     first = dtype if row_scale is None and scale is None else jnp.float32
@@ -111,7 +111,7 @@ def _reference(x, weight, row_scale, scale, after, *, parts, dtype):
 def _kernel(
     # inputs
     x_ref,  # [T, K]
-    weight_ref,  # [N, K], one or two bytes per value
+    weight_ref,  # [first + N, K], one or two bytes per value
     *refs,  # float32 scales: none, of the columns [N], or of the rows [T] and the columns; then `after`, which is not
     # read, if it was passed; output: parts_ref [parts, T, N]
     # static parameters
@@ -120,6 +120,7 @@ def _kernel(
     steps,  # loop iterations per part of k
     tile,  # columns of an output tile
     inner,  # values of k per loop iteration
+    first,  # first row of the weight that is multiplied
 ):
     """Computes one output tile, summed over one part of k, in one Pallas program.
 
@@ -135,7 +136,7 @@ def _kernel(
     def step(index, total):
         column = (part * steps + index) * inner + jnp.arange(inner)[None, :]
         x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row)  # padding rows are arbitrary and not stored
-        weight = pltriton.load(weight_ref.at[out[:, None], column]).astype(x.dtype)
+        weight = pltriton.load(weight_ref.at[first + out[:, None], column]).astype(x.dtype)
         return total + pltriton.dot(weight, x, trans_b=True)
 
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile, row.shape[0]), jnp.float32))
@@ -147,14 +148,13 @@ def _kernel(
     pltriton.store(parts_ref.at[part, row[None, :], out[:, None]], total, mask=(row < rows)[None, :])
 
 
-def _pallas(x, weight, row_scale, scale, after, *, parts, dtype, interpret):
-    (rows, inner), out = x.shape, weight.shape[0]
+def _pallas(x, weight, row_scale, scale, after, *, parts, dtype, first, interpret):
+    (rows, inner), out = x.shape, weight.shape[0] - first
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight.dtype.itemsize
     scales = [array for array in (row_scale, scale) if array is not None]
+    sizes = {"rows": rows, "steps": inner // columns // parts, "tile": tile, "inner": columns, "first": first}
     return pl.pallas_call(
-        functools.partial(
-            _kernel, scales=len(scales), rows=rows, steps=inner // columns // parts, tile=tile, inner=columns
-        ),
+        functools.partial(_kernel, scales=len(scales), **sizes),
         grid=(out // tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
         # With weights of one byte per value, a loop iteration loads twice as many columns of x. Six stages would exceed
@@ -181,7 +181,7 @@ def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
     return choose_tiles(rows, inner, out, FP8, multiprocessors, parts=2)
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("gate", "dtype", "first", "implementation"))
 def split_matmul(
     x: Inputs,
     weight: Weight,
@@ -189,6 +189,7 @@ def split_matmul(
     gate: Activation | None = None,
     after: Float[Array, "..."] | None = None,
     dtype: jnp.dtype | None = None,
+    first: int = 0,
     implementation: Implementation = "auto",
 ) -> PartialSums:
     """Returns x @ weight.T as partial sums [parts, *rows, out], which the caller adds up in float32.
@@ -209,6 +210,7 @@ def split_matmul(
         after: an array that the kernel waits for but does not read, to order launches that could run side by side. XLA
             and the Hopper kernel ignore it.
         dtype: dtype of several partial sums of at most 64 rows; None: float32. The Hopper kernel ignores it.
+        first: first of the weight's rows that are multiplied; up to 64 rows copy none. Quantised weights have all.
         implementation: as in `paged_attention`. XLA computes a product with one partial sum or with more than 64 rows,
             unless the weight has group scales (`grouped_matmul`). The Hopper kernel computes some products of
             "fp8_dynamic" on a Hopper GPU (`hopper_tiles`). There a product of "int4" has as many partial sums as
@@ -218,7 +220,7 @@ def split_matmul(
         own_dtype = x.dtype if weight.by == "columns" and x.dtype == jnp.bfloat16 else dtype
         own = split_matmul(x, weight.weight, gate=gate, after=after, dtype=own_dtype, implementation=implementation)
         return join(own, weight, x.dtype)
-    (out, inner), shape = weight.shape, x.shape[:-1]
+    (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
@@ -227,6 +229,9 @@ def split_matmul(
             packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
+    if first and (parts == 1 or rows > MOST_ROWS):
+        assert not isinstance(weight, Quantized)
+        weight, first = weight[first:], 0  # XLA may copy these
     if parts == 1:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
@@ -242,7 +247,7 @@ def split_matmul(
     arguments = flat, f.weight, row_scale, f.scale, awaited
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
-    own = {"parts": parts, "dtype": dtype or jnp.float32}
+    own = {"parts": parts, "dtype": dtype or jnp.float32, "first": first}
     reference = functools.partial(_reference, **own)
     if tiles:
         kernel = functools.partial(_hopper, tiles=tiles)

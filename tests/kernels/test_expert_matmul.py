@@ -77,6 +77,29 @@ def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inn
     return x, weight, bias, jnp.asarray(rng.uniform(size=(chosen, rows)), jnp.float32)
 
 
+@pytest.mark.parametrize("shared", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
+)
+def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, implementation: Any, deterministic: bool) -> None:
+    """The dense weight [2 shared width, inner], or [width, shared inner], is cut into experts by numpy."""
+    x, weight, _, _ = problem(rows, experts=6, out=192)
+    first, chosen = 6 - shared, choices("any", 6, 2, rows)
+    chosen[1] = 5  # every row has the last one
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "shared": shared}
+    dense = np.asarray(weight)[first:].reshape(192, shared, 64).swapaxes(0, 1)
+    down = np.concatenate([np.asarray(weight)[:first], dense])
+    np.testing.assert_allclose(expert_matmul(x, weight, jnp.asarray(chosen), **fixed), loop(x, down, chosen), atol=1e-5)
+    x, weight, _, _ = problem(rows, experts=6, out=128)
+    gates, ups = np.split(np.asarray(weight)[first:].reshape(-1, 64), 2)
+    dense = np.concatenate([gates.reshape(shared, 64, 64), ups.reshape(shared, 64, 64)], axis=1)
+    both = loop(x, np.concatenate([np.asarray(weight)[:first], dense]), chosen)
+    gate, up = np.split(both, 2, axis=-1)
+    got = expert_matmul(x, weight, jnp.asarray(chosen), gate=Gate(), **fixed)
+    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ CHOICES = {
     "groups of one": Choice(6, 3, groups=6, chosen_groups=5, summed=1),
     "one of one": Choice(1, 1),
     "all": Choice(5, 5, is_normalised=False),
+    "DeepSeek-V2-Lite with shared experts": Choice(64, 6, is_normalised=False, shared=2),
+    "Llama 4 with a shared expert": Choice(16, 1, scores="sigmoid", is_normalised=False, shared=1),
+    "groups with a shared expert": Choice(256, 8, scores="sigmoid", factor=2.5, groups=8, chosen_groups=4, shared=1),
 }
 
 
@@ -117,6 +120,22 @@ def test_route_kernel_chooses_no_experts_for_unused_rows() -> None:
     np.testing.assert_array_equal(experts, np.where(used, every, -1))
     np.testing.assert_array_equal(weights, expected)
     assert every.min() >= 0, "control"
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "reference"])
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "sigmoid", "one of one"])
+def test_experts_that_every_row_uses_come_last_with_weight_one(name: str, implementation: str) -> None:
+    """A row that is not used has none of them, and without a number among its logits no weight of a row is one."""
+    logits, used = problem(CHOICES[name], rows=4)[0], np.asarray([True, False, True, True])
+    logits[2, 0] = np.nan
+    options: dict[str, Any] = {"implementation": implementation, "used": jnp.asarray(used)}
+    experts, weights = run(logits, CHOICES[name], **options)
+    shared = run(logits, replace(CHOICES[name], shared=3), **options)
+    last = np.where(used, CHOICES[name].count + np.arange(3)[:, None], -1)
+    np.testing.assert_array_equal(shared[0], np.concatenate([experts, last]))
+    np.testing.assert_array_equal(
+        shared[1], np.concatenate([weights, np.where(np.arange(4) == 2, np.nan, np.ones((3, 4)))])
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-V3"])

@@ -53,6 +53,21 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("rows", "out"), [(5, 1024), (72, 1024), (5, 512)], ids=["few", "many", "one partial sum"])
+def test_split_product_of_the_last_rows_of_a_weight_is_that_of_a_weight_with_only_these(
+    rows: int, out: int, implementation: str
+) -> None:
+    x, weight = problem(rows, 192 + out, 2048, "bfloat16")
+    got = split_matmul(x, weight, first=192, implementation=implementation)
+    alone = split_matmul(x, weight[192:], implementation=implementation)
+    assert got.shape == alone.shape and got.dtype == alone.dtype
+    np.testing.assert_array_equal(got, alone)
+    exact = error(got, x, weight[192:])
+    assert exact < (0.05 if rows > MOST_ROWS or len(got) == 1 else 1e-5)
+    assert error(got, x, weight[:-192]) > 0.1, "control: the first rows"
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("kind", [None, "fp8_dynamic"])
 def test_split_product_in_bfloat16_rounds_each_partial_sum_once(kind: Any, implementation: str) -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")

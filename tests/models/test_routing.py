@@ -26,6 +26,8 @@ ROUTERS = {
     "groups of one": Router(4, 2, groups=4, chosen_groups=3, summed=1),
     "one of one": Router(1, 1),
     "all": Router(5, 5, is_normalised=False),
+    "shared": Router(8, 3, scores="sigmoid", factor=2.5, shared=2),
+    "shared, softmax": Router(6, 1, is_normalised=False, shared=1),
 }
 
 
@@ -43,8 +45,9 @@ def loop(logits: np.ndarray, router: Router, correction: np.ndarray | None) -> t
         allowed = np.isin(np.arange(router.groups), best).repeat(groups.shape[1])
         chosen = np.argsort(-np.where(allowed, keys, -np.inf), kind="stable")[: router.chosen]
         own = scores[chosen]
-        experts.append(chosen)
-        weights.append(router.factor * (own / own.sum() if router.is_normalised else own))
+        own = router.factor * (own / own.sum() if router.is_normalised else own)
+        experts.append([*chosen, *range(router.count, router.count + router.shared)])
+        weights.append([*own, *[1.0] * router.shared])
     return np.stack(experts, axis=1), np.stack(weights, axis=1)
 
 
@@ -72,6 +75,7 @@ def test_route_chooses_and_weights_the_experts_of_a_loop_over_rows(name: str) ->
 WRONG: dict[str, list[dict[str, Any]]] = {
     "softmax, normalised": [{"is_normalised": False}, {"scores": "sigmoid"}],
     "sigmoid, normalised, corrected": [{"factor": 1.0}, {"is_normalised": False}],
+    "shared": [{"shared": 2, "count": 8, "factor": 1.0}],
     "groups": [{"groups": 1, "chosen_groups": 1}, {"chosen_groups": 3}],
 }
 

@@ -1,0 +1,197 @@
+"""Compare shared experts that are joined to experts with the formula of both in numpy, and with models that are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.models import experts as mixtures
+from jspec.models.decoder import Layer, Model
+from jspec.models.mlp_config import Experts, Router
+from jspec.models.params import abstract_weights, model_params
+from jspec.models.quantize import quantize_weights
+from jspec.models.shared_expert import apart, join_layers
+from jspec.models.tensor_parallel import mesh_of, place
+from jspec.tools.bench import random_models as bench
+from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
+from tests.support import tiny
+from tests.support.h200 import compile_for_h200
+
+WIDTH, HIDDEN, COUNT = 64, 128, 4
+FIXED: dict[str, Any] = {"implementation": "reference"}
+
+
+def mixture(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
+    """Return a random decoder of one layer with four experts, of which a token chooses two."""
+    own = tiny.config(40, layers=1, hidden=hidden)
+    layer = replace(own.layers[0], mlp=Experts(WIDTH, Router(COUNT, 2, factor=1.5), shared=shared, **options))
+    return tiny.random_model(replace(own, layers=(layer,)))
+
+
+def drawn(*shared: int, **options: Any) -> Model:
+    """Return the model of `mixture` with the weights as they are drawn, which are never joined."""
+    with mock.patch("jspec.models.decoder.join_layers"):
+        return mixture(*shared, **options)
+
+
+def mix(model: Model, x: Any, used: Any = None, **options: Any) -> np.ndarray:
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts)
+    several = mixtures.mix_experts(jnp.asarray(x)[None], layer, config, used, **{**FIXED, **options})
+    return np.asarray(sum(part for parts in several for part in parts), np.float64)[0]
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(count, HIDDEN)).astype(np.float32)
+
+
+def oracle(model: Model, x: np.ndarray) -> np.ndarray:
+    """Compute the mixture of a model whose shared expert is apart, row by row, in float64."""
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    assert isinstance(config, Experts) and layer.gate_up is not None
+
+    def mlp(x: np.ndarray, both: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gate, up = np.split(both @ x, 2)
+        return down @ (gate / (1 + np.exp(-gate)) * up)
+
+    names = ("router", "experts_gate_up", "experts_down", "gate_up", "down")
+    router, gate_up, down, *shared = (np.asarray(getattr(layer, name), np.float64) for name in names)
+    found = []
+    for row in x.astype(np.float64):
+        logits = router @ row
+        chosen = np.argsort(-logits)[: config.router.chosen]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum() * config.router.factor
+        outer, inner = (np.ones_like(weights), weights) if config.weighs_inputs else (weights, np.ones_like(weights))
+        each = zip(chosen, outer, inner, strict=True)
+        found.append(mlp(row, *shared) + sum(a * mlp(b * row, gate_up[e], down[e]) for e, a, b in each))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("weighs_inputs", [False, True])
+@pytest.mark.parametrize("shared", [WIDTH, 2 * WIDTH, 4 * WIDTH])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("count", [3, 70, 220])  # 70 rows have a dense product unless they are deterministic
+def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
+    count: int, deterministic: bool, shared: int, weighs_inputs: bool
+) -> None:
+    model, x = mixture(shared, weighs_inputs=weighs_inputs), rows(count)
+    own = model.layers[0].experts_down
+    assert own is not None and own.shape == (COUNT + shared // WIDTH, HIDDEN, WIDTH) and model.layers[0].down is None
+    expected = oracle(drawn(shared, weighs_inputs=weighs_inputs), x)
+    np.testing.assert_allclose(mix(model, x, deterministic=deterministic), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_kernels_of_joined_experts_compute_what_their_references_do(count: int) -> None:
+    """One row is that of experts, and 16 are those of a dense product whose kernel reads the last rows of an array."""
+    model, x = mixture(32 * WIDTH, hidden=1024), np.random.default_rng(1).normal(size=(count, 1024)).astype(np.float32)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    own, expected = (mix(narrow, jnp.bfloat16(x), implementation=kind) for kind in ("pallas", "reference"))
+    np.testing.assert_allclose(own, expected, atol=0.05)
+    assert np.abs(expected).max() > 0.5
+    wanted = oracle(drawn(32 * WIDTH, hidden=1024), x)
+    assert np.linalg.norm(expected - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("count", "is_among"), [(1, True), (16, True), (17, False), (159, False), (160, True), (1024, True), (1025, False)]
+)
+def test_shared_expert_is_among_the_experts_of_some_numbers_of_rows(count: int, is_among: bool) -> None:
+    """A row has four choices. Deterministic rows have the same products for any number of them."""
+    model, x = mixture(), jax.ShapeDtypeStruct((1, count, HIDDEN), "float32")
+    layer, config = model.layers[0], model.config.layers[0].mlp
+    for deterministic in (False, True):
+        run = partial(mixtures.mix_experts, layer=layer, config=config, deterministic=deterministic, **FIXED)
+        experts, *others = jax.eval_shape(run, x)
+        assert (len(experts), len(others)) == ((4, 0) if is_among or deterministic else (2, 1))
+
+
+def test_row_that_is_not_used_has_no_shared_expert() -> None:
+    model, x = mixture(), rows(6)
+    used = jnp.asarray([[True, False, True, True, False, True]])
+    found, whole = mix(model, x, used), mix(model, x)
+    np.testing.assert_array_equal(found[np.asarray(used[0])], whole[np.asarray(used[0])])
+    assert not found[~np.asarray(used[0])].any()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
+def test_quantised_model_has_its_shared_expert_apart(kind: str) -> None:
+    for ours, theirs in zip(
+        *(jax.tree.leaves(quantize_weights(one, kind)) for one in (mixture(), drawn())), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_model_apart_has_the_weights_it_was_made_from() -> None:
+    own, wanted = apart(mixture(3 * WIDTH)), drawn(3 * WIDTH)
+    for ours, theirs in zip(*map(jax.tree.leaves, (own, wanted)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert apart(own) is own
+
+
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [(WIDTH + 8, {}), (3 * WIDTH, {"hidden": 80}), (2 * WIDTH, {"bias": True}), (2 * WIDTH, {"limit": 7.0})],
+    ids=["another width", "rows of another length", "biases", "a limit"],
+)
+def test_shared_expert_that_computes_something_else_stays_apart(shared: int, options: dict[str, Any]) -> None:
+    layer = mixture(shared, **options).layers[0]
+    assert layer.down is not None and layer.experts_down is not None and layer.experts_down.shape[0] == COUNT
+
+
+def test_shared_expert_stays_apart_where_the_kernel_could_not_address_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert MOST_ELEMENTS == 2**31
+    for most, is_joined in ((6 * 2 * WIDTH * HIDDEN, False), (6 * 2 * WIDTH * HIDDEN + 1, True)):
+        monkeypatch.setattr("jspec.models.shared_expert.MOST_ELEMENTS", most)
+        assert (mixture().layers[0].down is None) == is_joined
+
+
+def test_devices_that_divide_a_joined_model_have_its_shared_expert_apart() -> None:
+    divided, wanted = (place(one, mesh_of(2)) for one in (mixture(), drawn()))
+    assert divided.layers[0].down is not None
+    for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(wanted), strict=True):
+        assert ours.sharding == theirs.sharding
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_layers_are_joined_in_place_so_that_one_layer_alone_is_there_twice() -> None:
+    """A tree of weights that is made a model again gives the same model."""
+    model = drawn()
+    fields = {name: value for name, value in vars(model.layers[0]).items() if value is not None}
+    tree = {"embed": model.embed, "layers": [fields], "norm": model.norm, "head": model.head}
+    first = Model.from_weights(model.config, tree)
+    assert "down" not in fields and fields["experts_down"] is first.layers[0].experts_down
+    assert Model.from_weights(model.config, tree).layers[0].experts_down is first.layers[0].experts_down
+
+
+@pytest.mark.parametrize(("count", "fewer"), [(8, 3), (40, 0), (72, -1), (160, 2), (600, -2)])
+def test_joined_experts_of_deepseek_compiled_for_h200_copy_at_most_the_down_projection(count: int, fewer: int) -> None:
+    """Dense products of more than 64 rows copy it, 11 MiB. 600 rows may have one launch more, of a few integers.
+
+    Products of 600 rows spill without a device that chooses their tiles.
+    """
+    config = bench.TARGETS["deepseek-v2-lite"]
+    config = replace(config, layers=config.layers[1:2])
+    layer = abstract_weights(model_params(config), "bfloat16")["layers"][0]
+    whole, mlp = dict(layer), config.layers[0].mlp
+    join_layers(config.layers, [whole])
+    assert isinstance(mlp, Experts) and "down" not in whole
+    x = jax.ShapeDtypeStruct((1, count, config.hidden_size), "bfloat16")
+
+    def mixed(weights: Any, x: Any) -> Any:
+        several = mixtures.mix_experts(x, Layer(**weights), mlp, implementation="auto")
+        return sum(part.astype(jnp.float32) for parts in several for part in parts)
+
+    alone, own = (compile_for_h200(mixed, weights, x, fail_on_spills=count < 600) for weights in (layer, whole))
+    assert not own.copies(1 << 20)
+    assert own.temp_bytes < alone.temp_bytes + ((12 if count in (72, 600) else 1) << 20)
+    assert len(own.launches) <= len(alone.launches) - fewer
