@@ -34,7 +34,6 @@ from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPCo
 from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
 from jspec.models.layers import limited
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
-from jspec.models.shared_expert import join_layers
 from jspec.models.tensor_parallel import place, put
 from pallas_kernels.layers.quantized import (
     Inputs,
@@ -112,12 +111,7 @@ class EagleHead:
 
     @classmethod
     def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> EagleHead:
-        """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns for a mesh.
-
-        Without a mesh, shared experts of the tree are joined to its experts (`jspec.models.shared_expert`), in place.
-        """
-        if mesh is None:
-            join_layers(config.layers, weights["layers"])
+        """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns for a mesh."""
         own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
         return cls(embed=weights.get("embed"), layers=layers, config=config, mesh=mesh, **own)

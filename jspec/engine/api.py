@@ -23,6 +23,7 @@ from jspec.engine.tokenizer import Tokenizer, check_size, load_tokenizer
 from jspec.engine.watch import Watch
 from jspec.models import load
 from jspec.models.decoder import Model
+from jspec.models.shared_expert import join_layers
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
 from jspec.step.on_mesh import mesh_for
@@ -137,6 +138,8 @@ class Engine(EngineLoop, TextGenerator):
             mesh=mesh,
             check=lambda found, folder: made.update(model_options(found, folder, tokenizer, eos_ids, options)),
         )
+        if mesh is None:
+            join_layers(checkpoint.config.layers, checkpoint.weights["layers"])
         model = Model.from_weights(checkpoint.config, checkpoint.weights, mesh)
         return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
 

@@ -23,7 +23,6 @@ from jspec.models.config import ModelConfig
 from jspec.models.layers import head_product, limited, product
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params, model_params
-from jspec.models.shared_expert import join_layers
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
@@ -60,12 +59,7 @@ class Model:
 
     @classmethod
     def from_weights(cls, config: ModelConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> Model:
-        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns for a mesh.
-
-        Without a mesh, shared experts of the tree are joined to its experts (`jspec.models.shared_expert`), in place.
-        """
-        if mesh is None:
-            join_layers(config.layers, weights["layers"])
+        """Make a model from its config and the tree of weights that `jspec.models.load.load` returns for a mesh."""
         layers = [Layer(**layer) for layer in weights["layers"]]
         return cls(
             embed=weights["embed"],

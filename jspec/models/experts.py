@@ -26,11 +26,9 @@ from pallas_kernels.layers.split_matmul import split_matmul
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights
 
-# Choices of all rows, shared experts among them, with which these are multiplied as the others are. In between, each
-# program compares all choices to find its own; with more choices XLA's products are faster. deepseek-v2-lite on an
-# H100, us of a mixture, among the experts | by dense products: 1 row 65 | 74, 40 rows 460 | 423, 160 rows 455 | 482,
-# 512 rows 491 | 499, 4096 rows 1977 | 1802.
-FEW_CHOICES, MANY_CHOICES = 64, range(640, 4096 + 1)
+# Most choices of all rows, shared experts among them, with which these are multiplied as the others are. With more
+# rows dense products take less time, or nearly so (NOTES.md).
+FEW_CHOICES = 64
 
 
 def mix_experts(
@@ -98,7 +96,7 @@ def among_experts(layer: LayerWeights, config: Experts, rows: int, *, determinis
     A deterministic mixture has it in the same way for any number of rows.
     """
     choices = rows * (config.router.chosen + config.shared_count)
-    is_among = deterministic or choices <= FEW_CHOICES or choices in MANY_CHOICES
+    is_among = deterministic or choices <= FEW_CHOICES
     return config.shared_count if is_among and is_joined(config, layer) else 0
 
 

@@ -133,8 +133,7 @@ class Experts:
         Args:
             hidden: number of channels of the residual stream.
         """
-        apart, of_expert = 3 * self.shared, self.width + hidden * (1 + self.weighs_inputs)
-        return max(apart, self.shared_count * of_expert) + self.router.chosen * of_expert
+        return 3 * self.shared + self.router.chosen * (self.width + hidden * (1 + self.weighs_inputs))
 
     def check(self) -> None:
         """Check the sizes and options.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
-from jspec.models.shared_expert import apart
+from jspec.models.shared_expert import check_apart
 from pallas_kernels.layers.expert_matmul import unsupported_experts
 from pallas_kernels.layers.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
 from pallas_kernels.layers.mxfp4 import GROUP
@@ -67,7 +67,8 @@ def quantize_weights(model: Tree, kind: str) -> Tree:
                 f"quantize: expected unquantised weights for 'none', got {stored}; load the folder with it"
             )
         return model
-    quantized = quantize_parameters(apart(model), kind)
+    check_apart(model)
+    quantized = quantize_parameters(model, kind)
     if quantized_as(quantized) is None:
         raise ValueError(f"quantize: expected weights named {', '.join(_names(kind))}, got none; leave it out")
     return quantized

@@ -1,14 +1,15 @@
 """Puts the shared expert of a mixture behind its experts, in the same arrays, so that one launch multiplies by both.
 
 A shared expert whose width is a multiple of an expert's is as many experts, whose outputs add up to its own. Its
-weights keep their order, so that a dense product reads them as a part of the arrays. Devices that divide a model, and
-quantised weights, have it apart.
+weights keep their order, so that dense products can read them as parts of the arrays. `Engine.from_pretrained` joins
+what it reads for one device. Models that were loaded before, that devices divide, or that are quantised, and draft
+heads, have the shared expert apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,8 @@ from jspec.models.mlp_config import Experts
 from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.quantized import Quantized
 
+MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 million was timed
 PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one
-
-Record = TypeVar("Record")
 
 
 def join_layers(configs: Sequence[LayerConfig], layers: Sequence[dict[str, Any]]) -> None:
@@ -43,10 +43,11 @@ def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
     weights = [layer.get(name) for name in (*PAIRS, *PAIRS.values())]
     if not config.shared_count or any(weight is None or isinstance(weight, Quantized) for weight in weights):
         return False
-    count, *size = layer["experts_gate_up"].shape
-    is_small = (count + config.shared_count) * size[0] * size[1] < MOST_ELEMENTS
-    hidden, is_alike = size[1], len({weight.dtype for weight in weights if weight is not None}) == 1
-    return is_small and is_alike and count * hidden % config.shared_count == 0
+    count, twice, hidden = layer["experts_gate_up"].shape
+    is_small = 3 * config.shared * hidden <= MOST_SHARED
+    is_addressable = (count + config.shared_count) * twice * hidden < MOST_ELEMENTS
+    is_alike = len({weight.dtype for weight in weights if weight is not None}) == 1
+    return is_small and is_addressable and is_alike and count * hidden % config.shared_count == 0
 
 
 def _join(experts: Array, shared: Array) -> Array:
@@ -58,28 +59,15 @@ def is_joined(config: Experts, layer: Any) -> bool:
     return bool(config.shared_count) and layer.gate_up is None
 
 
-def apart(record: Record) -> Record:
-    """Return a model or a head whose shared experts are apart from its experts."""
-    own: Any = record
-    if not hasattr(own, "layers"):
-        return record
-    both = list(zip(own.layers, own.config.layers, strict=True))
-    if not any(isinstance(config.mlp, Experts) and is_joined(config.mlp, layer) for layer, config in both):
-        return record
-    return own.replace(layers=[_apart(config.mlp, layer) for layer, config in both])
-
-
-def _apart(config: Any, layer: Any) -> Any:
-    if not isinstance(config, Experts) or not is_joined(config, layer):
-        return layer
-    gate_up, down = layer.experts_gate_up, layer.experts_down
-    count, (_, hidden, _) = config.router.count, down.shape
-
-    def divide(gate_up: Array, down: Array) -> dict[str, Array]:
-        shared = {"gate_up": gate_up[count:].reshape(-1, hidden), "down": down[count:].reshape(hidden, -1)}
-        return {"experts_gate_up": gate_up[:count], "experts_down": down[:count], **shared}
-
-    return layer.replace(**_evaluated(divide, gate_up, down))
+def check_apart(record: Any) -> None:
+    """Raise ValueError if a model has shared experts that are joined to its experts."""
+    both = zip(record.layers, record.config.layers, strict=True) if hasattr(record, "layers") else ()
+    for layer, config in both:
+        if isinstance(config.mlp, Experts) and is_joined(config.mlp, layer):
+            raise ValueError(
+                "model: expected shared experts apart from the experts, got a model that an engine joined them in; "
+                "load it with Model.from_pretrained"
+            )
 
 
 def _evaluated(function: Any, *arrays: Any) -> Any:

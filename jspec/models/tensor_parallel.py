@@ -30,7 +30,7 @@ from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig, check_divided
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
-from jspec.models.shared_expert import apart
+from jspec.models.shared_expert import check_apart
 from pallas_kernels.layers.int4 import reblocked
 from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.shard import AXIS, Shard
@@ -228,12 +228,13 @@ def _is_weights(node: Any) -> bool:
 def _place(node: Any, mesh: Mesh) -> Any:
     if not isinstance(node, Weights):
         return put(node, ParamSpec(node.shape, ("",) * node.ndim), mesh)
+    check_apart(node)
     local_config(node.config, mesh.size)  # raises an error that names what cannot be divided
     if node.mesh not in (None, mesh):
         raise ValueError(
             f"mesh: expected weights that are on one device or over {mesh}, got some over {node.mesh}; load them again"
         )
-    is_ordered, node = node.mesh == mesh, apart(node)
+    is_ordered = node.mesh == mesh
 
     def put_leaf(leaf: Any, param: ParamSpec) -> Any:
         if isinstance(leaf, Quantized):

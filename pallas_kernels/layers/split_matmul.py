@@ -103,8 +103,8 @@ def _reference(x, weight, row_scale, scale, after, *, parts, dtype, first=0):
     weight = weight[first:].astype(x.dtype)
     pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
     dims = (((2,), (2,)), ((1,), (1,)))
-    first = dtype if row_scale is None and scale is None else jnp.float32
-    sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=first)
+    unscaled = dtype if row_scale is None and scale is None else jnp.float32
+    sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=unscaled)
     return Factors(x, weight, row_scale, scale).scaled(sums).astype(dtype)
 
 
@@ -220,6 +220,7 @@ def split_matmul(
         own_dtype = x.dtype if weight.by == "columns" and x.dtype == jnp.bfloat16 else dtype
         own = split_matmul(x, weight.weight, gate=gate, after=after, dtype=own_dtype, implementation=implementation)
         return join(own, weight, x.dtype)
+    assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
@@ -229,8 +230,7 @@ def split_matmul(
             packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
-    if first and (parts == 1 or rows > MOST_ROWS):
-        assert not isinstance(weight, Quantized)
+    if first and (parts == 1 or rows > MOST_ROWS) and not isinstance(weight, Quantized):
         weight, first = weight[first:], 0  # XLA may copy these
     if parts == 1:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jspec.models.decoder import Layer, Model
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import abstract_weights, model_params
 from jspec.models.quantize import quantize_weights
-from jspec.models.shared_expert import apart, join_layers
+from jspec.models.shared_expert import join_layers
 from jspec.models.tensor_parallel import mesh_of, place
 from jspec.tools.bench import random_models as bench
 from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
@@ -28,17 +27,23 @@ WIDTH, HIDDEN, COUNT = 64, 128, 4
 FIXED: dict[str, Any] = {"implementation": "reference"}
 
 
-def mixture(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
-    """Return a random decoder of one layer with four experts, of which a token chooses two."""
+def drawn(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
+    """Return a random decoder of one layer with four experts, of which a token chooses two, and a shared expert."""
     own = tiny.config(40, layers=1, hidden=hidden)
     layer = replace(own.layers[0], mlp=Experts(WIDTH, Router(COUNT, 2, factor=1.5), shared=shared, **options))
     return tiny.random_model(replace(own, layers=(layer,)))
 
 
-def drawn(*shared: int, **options: Any) -> Model:
-    """Return the model of `mixture` with the weights as they are drawn, which are never joined."""
-    with mock.patch("jspec.models.decoder.join_layers"):
-        return mixture(*shared, **options)
+def fields(model: Model) -> list[dict[str, Any]]:
+    return [{name: value for name, value in vars(layer).items() if value is not None} for layer in model.layers]
+
+
+def mixture(*shared: int, **options: Any) -> Model:
+    """Return the model of `drawn` with its shared expert joined to its experts, where it can be."""
+    model = drawn(*shared, **options)
+    layers = fields(model)
+    join_layers(model.config.layers, layers)
+    return model.replace(layers=[Layer(**layer) for layer in layers])
 
 
 def mix(model: Model, x: Any, used: Any = None, **options: Any) -> np.ndarray:
@@ -100,10 +105,8 @@ def test_kernels_of_joined_experts_compute_what_their_references_do(count: int) 
     assert np.linalg.norm(expected - wanted) < 0.02 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize(
-    ("count", "is_among"), [(1, True), (16, True), (17, False), (159, False), (160, True), (1024, True), (1025, False)]
-)
-def test_shared_expert_is_among_the_experts_of_some_numbers_of_rows(count: int, is_among: bool) -> None:
+@pytest.mark.parametrize(("count", "is_among"), [(1, True), (16, True), (17, False), (1025, False)])
+def test_shared_expert_is_among_the_experts_of_few_rows(count: int, is_among: bool) -> None:
     """A row has four choices. Deterministic rows have the same products for any number of them."""
     model, x = mixture(), jax.ShapeDtypeStruct((1, count, HIDDEN), "float32")
     layer, config = model.layers[0], model.config.layers[0].mlp
@@ -121,19 +124,19 @@ def test_row_that_is_not_used_has_no_shared_expert() -> None:
     assert not found[~np.asarray(used[0])].any()
 
 
+@pytest.mark.parametrize("change", [partial(quantize_weights, kind="int8"), partial(place, mesh=mesh_of(2))])
+def test_joined_model_that_is_to_be_quantised_or_divided_is_named(change: Any) -> None:
+    change(drawn())
+    with pytest.raises(ValueError, match=r"expected shared experts apart .* load it with Model\.from_pretrained"):
+        change(mixture())
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
-def test_quantised_model_has_its_shared_expert_apart(kind: str) -> None:
-    for ours, theirs in zip(
-        *(jax.tree.leaves(quantize_weights(one, kind)) for one in (mixture(), drawn())), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_model_apart_has_the_weights_it_was_made_from() -> None:
-    own, wanted = apart(mixture(3 * WIDTH)), drawn(3 * WIDTH)
-    for ours, theirs in zip(*map(jax.tree.leaves, (own, wanted)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert apart(own) is own
+def test_quantised_shared_expert_stays_apart(kind: str) -> None:
+    model = quantize_weights(drawn(), kind)
+    layers = fields(model)
+    join_layers(model.config.layers, layers)
+    assert layers == fields(model) and "down" in layers[0]
 
 
 @pytest.mark.parametrize(
@@ -155,25 +158,20 @@ def test_shared_expert_stays_apart_where_the_kernel_could_not_address_all_expert
         assert (mixture().layers[0].down is None) == is_joined
 
 
-def test_devices_that_divide_a_joined_model_have_its_shared_expert_apart() -> None:
-    divided, wanted = (place(one, mesh_of(2)) for one in (mixture(), drawn()))
-    assert divided.layers[0].down is not None
-    for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(wanted), strict=True):
-        assert ours.sharding == theirs.sharding
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_layers_are_joined_in_place_so_that_one_layer_alone_is_there_twice() -> None:
-    """A tree of weights that is made a model again gives the same model."""
+def test_shared_expert_of_other_dtypes_or_of_many_values_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn()
-    fields = {name: value for name, value in vars(model.layers[0]).items() if value is not None}
-    tree = {"embed": model.embed, "layers": [fields], "norm": model.norm, "head": model.head}
-    first = Model.from_weights(model.config, tree)
-    assert "down" not in fields and fields["experts_down"] is first.layers[0].experts_down
-    assert Model.from_weights(model.config, tree).layers[0].experts_down is first.layers[0].experts_down
+    (layer,) = fields(model)
+    other = {**layer, "down": layer["down"].astype(jnp.bfloat16)}
+    join_layers(model.config.layers, [other])
+    monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN - 1)
+    join_layers(model.config.layers, [layer])
+    assert "down" in other and "down" in layer
+    monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN)
+    join_layers(model.config.layers, [layer])
+    assert "down" not in layer
 
 
-@pytest.mark.parametrize(("count", "fewer"), [(8, 3), (40, 0), (72, -1), (160, 2), (600, -2)])
+@pytest.mark.parametrize(("count", "fewer"), [(8, 3), (40, 0), (72, -1), (600, -2)])
 def test_joined_experts_of_deepseek_compiled_for_h200_copy_at_most_the_down_projection(count: int, fewer: int) -> None:
     """Dense products of more than 64 rows copy it, 11 MiB. 600 rows may have one launch more, of a few integers.
 
@@ -192,6 +190,6 @@ def test_joined_experts_of_deepseek_compiled_for_h200_copy_at_most_the_down_proj
         return sum(part.astype(jnp.float32) for parts in several for part in parts)
 
     alone, own = (compile_for_h200(mixed, weights, x, fail_on_spills=count < 600) for weights in (layer, whole))
-    assert not own.copies(1 << 20)
-    assert own.temp_bytes < alone.temp_bytes + ((12 if count in (72, 600) else 1) << 20)
+    more = own.temp_bytes - alone.temp_bytes
+    assert (more < 1 << 20) if count <= 64 else (more < 12 << 20)
     assert len(own.launches) <= len(alone.launches) - fewer

@@ -19,6 +19,7 @@ from jspec.models.families import read_config
 from jspec.models.layer_config import MLA, Rope
 from jspec.models.mlp_config import Dense
 from jspec.models.params import model_params, random_weights
+from jspec.models.shared_expert import join_layers
 from jspec.models.tensor_parallel import put_named
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
@@ -215,11 +216,15 @@ def random_target(
         dtype: dtype of the weights.
         quantize: kind of quantisation; None: none.
         seed: seed of the weights.
-        mesh: devices that share the weights; one device never holds more than one whole weight. None: one device.
+        mesh: devices that share the weights; one device never holds more than one whole weight. None: one device, with
+            shared experts joined to others as `Engine.from_pretrained` does.
     """
     params = model_params(TARGETS[name])
     put = {} if mesh is None else {"put": partial(put_named, params=params, mesh=mesh)}
-    return Model.from_weights(TARGETS[name], random_weights(params, dtype, seed, quantize, **put), mesh)
+    weights = random_weights(params, dtype, seed, quantize, **put)
+    if mesh is None:
+        join_layers(TARGETS[name].layers, weights["layers"])
+    return Model.from_weights(TARGETS[name], weights, mesh)
 
 
 def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:
