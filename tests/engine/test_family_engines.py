@@ -138,3 +138,18 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
             most.append(max(used[2:-1]))
             pool.check()
     assert found[0] == found[1] and most[0] < pool.needed(len(prompt)) < most[1]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3"])
+def test_engine_that_joins_shared_experts_to_experts_emits_the_greedy_tokens_of_transformers(
+    family: str, golden: Path
+) -> None:
+    """Rounds have few rows, whose shared experts are among the experts, and the prompt has a dense product."""
+    folder = golden / "families" / family
+    data = recording(folder / "expect.npz")
+    prompts, wanted = ([data[f"{kind}{i}"].tolist() for i in range(3)] for kind in ("prompt", "greedy"))
+    with Engine.from_pretrained(folder, slots=3, max_len=160, buckets=(3,), dtype="float32", eos_ids=()) as engine:
+        layers = engine.core.runner.params.target.layers
+        assert any(one.down is None and one.experts_down is not None for one in layers)
+        done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+    assert [one.token_ids for one in done] == wanted
