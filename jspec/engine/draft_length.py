@@ -184,9 +184,10 @@ class Adaptive(Policy):
         measured = {size: min(own[-1], sorted(own)[(len(own) - 1) // 4]) for size, own in timings.items() if own}
         empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
         untimed = {size for size in empty if self._is_untimed(bucket, size)}
-        timed = [size for size in reversed(self._sizes) if size.nodes is None and size in measured.keys() - untimed]
-        measured |= dict(zip(timed, accumulate((measured[size] for size in timed), min), strict=True))
-        factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & measured.keys() - untimed)])
+        timed = measured.keys() - untimed
+        depths = [size for size in reversed(self._sizes) if size.nodes is None and size in timed]
+        measured |= dict(zip(depths, accumulate((measured[size] for size in depths), min), strict=True))
+        factor = min([1.0, *(measured[size] / empty[size] for size in empty.keys() & timed)])
         return measured | {size: min([factor * empty[size], *timings[size]]) for size in untimed}
 
     def _must_try(self, bucket: int, size: RoundSize) -> bool:

@@ -36,10 +36,11 @@ def join_layers(configs: Sequence[LayerConfig], layers: Sequence[dict[str, Any]]
     for config, layer in zip(configs, layers, strict=True):
         if isinstance(config.mlp, Experts) and _can_join(config.mlp, layer):
             for experts, shared in PAIRS.items():
-                layer[experts] = jax.block_until_ready(_evaluated(_join, layer[experts], layer.pop(shared)))
+                layer[experts] = _joined(layer[experts], layer.pop(shared))
 
 
 def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
+    """Return whether a layer has a shared expert that can be some experts more, in arrays that a kernel supports."""
     weights = [layer.get(name) for name in (*PAIRS, *PAIRS.values())]
     if not config.shared_count or any(weight is None or isinstance(weight, Quantized) for weight in weights):
         return False
@@ -50,6 +51,14 @@ def _can_join(config: Experts, layer: Mapping[str, Any]) -> bool:
     return is_small and is_addressable and is_alike and count * hidden % config.shared_count == 0
 
 
+def _joined(experts: Any, shared: Any) -> Any:
+    """Return the weights of both in one array, or its shape if the weights are shapes."""
+    if isinstance(experts, jax.ShapeDtypeStruct):
+        return jax.eval_shape(_join, experts, shared)
+    return jax.block_until_ready(_join(experts, shared))
+
+
+@jax.jit
 def _join(experts: Array, shared: Array) -> Array:
     return jnp.concatenate([experts, shared.reshape(-1, *experts.shape[1:])])
 
@@ -68,12 +77,6 @@ def check_apart(record: Any) -> None:
                 "model: expected shared experts apart from the experts, got a model that an engine joined them in; "
                 "load it with Model.from_pretrained"
             )
-
-
-def _evaluated(function: Any, *arrays: Any) -> Any:
-    """Compute a function of weights, or only the shapes of its values if the weights are shapes."""
-    is_abstract = isinstance(arrays[0], jax.ShapeDtypeStruct)
-    return jax.eval_shape(function, *arrays) if is_abstract else jax.jit(function)(*arrays)
 
 
 def dense_weights(config: Experts, layer: Any) -> tuple[Float[Array, "both hidden"], Float[Array, "rows shared"], int]:

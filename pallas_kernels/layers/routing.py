@@ -179,7 +179,7 @@ def _kernel(
     # Choose. A warp finds the maximum of integers in one instruction.
     left = jnp.where(is_expert, _ordered_integers(keys), LEAST)
     place = jnp.arange(pl.next_power_of_2(choice.used))
-    experts = choice.count - choice.chosen + place  # those that every row uses, behind the chosen ones
+    experts = choice.count - choice.chosen + place  # from place `chosen` on, the indices of the shared experts
     for own in range(choice.chosen):
         best = jnp.min(jnp.where(left == jnp.max(left), expert, choice.count))
         experts = jnp.where(place == own, best, experts)

@@ -124,7 +124,11 @@ def test_row_that_is_not_used_has_no_shared_expert() -> None:
     assert not found[~np.asarray(used[0])].any()
 
 
-@pytest.mark.parametrize("change", [partial(quantize_weights, kind="int8"), partial(place, mesh=mesh_of(2))])
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: quantize_weights(model, "int8"), lambda model: place(model, mesh_of(2))],
+    ids=["int8", "two"],
+)
 def test_joined_model_that_is_to_be_quantised_or_divided_is_named(change: Any) -> None:
     change(drawn())
     with pytest.raises(ValueError, match=r"expected shared experts apart .* load it with Model\.from_pretrained"):
