@@ -19,12 +19,12 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
-from jspec.draft.expand_tree import Candidates, Level, Vocabulary, expand_tree, select_nodes
+from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.sampling import divided
-from pallas_kernels.sampling.top_log_probs import top
+from pallas_kernels.sampling.best_tree import best_tree
 
 # Corrections of the logits after the nodes of one level: (depth, target ids [batch, nodes], state) -> (corrections
 # [batch, nodes, draft_vocab], new state). A state of arrays has the shape [batch, nodes, ...].
@@ -106,24 +106,19 @@ def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: P
 
 
 def _expand_dynamic(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
-    """Draft the paths of highest probability among those whose every token is one of the k likeliest of its depth.
-
-    A level has as many candidates as the tree has nodes, so the nodes are the best of all such paths. A node's score is
-    at most its parent's, and of equal scores the earlier candidate is chosen, so that a node's parent is a node too.
-    """
-    rows, depth = logits.shape[1:3]
-    options: dict[str, Any] = {"implementation": view.implementation}
-    found = sampler.most_likely(logits, tree.k, **options)
-    log_probs, ids = (field.reshape(rows, depth, tree.k) for field in found)
-    scores, first, levels = jnp.zeros((rows, 1)), -1, []  # of the level above, and its first candidate's index
-    for index in range(depth):
-        with jax.named_scope(f"draft{index + 1}"):
-            children = (scores[:, :, None] + log_probs[:, index, None]).reshape(rows, -1)
-            count = min(children.shape[1], tree.nodes - 1)
-            scores, best, parents = top(children, count, group=tree.k, **options)
-            own = jnp.take_along_axis(ids[:, index], best % tree.k, axis=1)
-            levels.append(Candidates(own, scores, first + parents, jnp.full_like(best, -1)))
-            first = sum(level.ids.shape[1] for level in levels[:-1])
-    candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
+    """Draft the paths of highest probability among those whose every token is one of the k likeliest of its depth."""
+    shape = (*logits.shape[1:3], tree.k)
+    found = sampler.most_likely(logits, tree.k, implementation=view.implementation)
+    log_probs, ids = (field.reshape(shape) for field in found)
     with jax.named_scope("select"):
-        return select_nodes(tree, view, vocabulary, candidates).draft
+        tokens, parents, scores = best_tree(
+            view.root, vocabulary.lift(ids), log_probs, tree.nodes, implementation=view.implementation
+        )
+    return Draft(
+        tokens=tokens,
+        parents=parents,
+        scores=scores,
+        valid=jnp.ones(tokens.shape, bool),
+        probs=None,
+        vocab_map=vocabulary.to_target,
+    )

@@ -23,7 +23,8 @@ from jspec.draft.base import static_draft
 from jspec.sampling import sampler
 from pallas_kernels.attention.ancestor_bits import WORD, num_words, own_bits
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
-from pallas_kernels.sampling.top_log_probs import top, top_in_order
+from pallas_kernels.sampling.best_tree import choose_nodes
+from pallas_kernels.sampling.top_log_probs import top
 
 
 @struct.dataclass
@@ -173,7 +174,7 @@ def _expand_dynamic(
             count += level.ids.shape[1]
     candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
     with jax.named_scope("select"):
-        return select_nodes(tree, view, vocabulary, candidates), state
+        return _select_nodes(tree, view, vocabulary, candidates), state
 
 
 def _children(scores: Array, fed: Array, logits: PartialSums, k: int, implementation: str) -> Candidates:
@@ -194,9 +195,10 @@ def _children(scores: Array, fed: Array, logits: PartialSums, k: int, implementa
     )
 
 
-def select_nodes(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: Candidates) -> ExpandedTree:
+def _select_nodes(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: Candidates) -> ExpandedTree:
     """Make the tree of the root and the candidates of highest score, in the order in which they were drafted."""
-    chosen = top_in_order(candidates.scores, tree.nodes - 1, implementation=view.implementation)
+    count = tree.nodes - 1
+    chosen, parents = choose_nodes(candidates.scores, candidates.parents, count, implementation=view.implementation)
 
     def take(field: Array) -> Array:
         return jnp.take_along_axis(field, chosen, axis=1)
@@ -205,11 +207,9 @@ def select_nodes(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates:
         return jnp.concatenate([root[:, None], nodes], axis=1)
 
     zero = jnp.zeros_like(view.root)
-    is_parent = take(candidates.parents)[:, :, None] == chosen[:, None]
-    node = jnp.sum(jnp.where(is_parent, jnp.arange(1, tree.nodes), 0), axis=-1, dtype=jnp.int32)  # no match: the root
     draft = Draft(
         tokens=with_root(view.root, vocabulary.lift(take(candidates.ids))),
-        parents=with_root(zero - 1, node),
+        parents=with_root(zero - 1, parents),
         scores=with_root(zero.astype(jnp.float32), take(candidates.scores)),
         valid=jnp.ones((zero.shape[0], tree.nodes), bool),
         probs=None,
