@@ -28,11 +28,10 @@ from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.layer_config import GQA
 from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
 from jspec.models.rope import tables
-from pallas_kernels.attention.kv_pages import append
-from pallas_kernels.attention.rope_append import KEYS, rotate
+from pallas_kernels.attention.context_append import append_layers, split_layers
+from pallas_kernels.attention.rope_append import KEYS, HeadTransform
 from pallas_kernels.layers.quantized import Quantized, Weight, matmul
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard
@@ -186,12 +185,10 @@ def write_context(
         features: the target's hidden states at the tokens, concatenated.
     """
     with jax.named_scope("context"):
-        k_pools, v_pools, rows = [], [], (batch.page_table, batch.first_row, batch.valid)
-        for (k, v), *pools in zip(context_keys(head, batch.positions, features), cache.k, cache.v, strict=True):
-            k_pool, v_pool = append(*pools, k, v, *rows, implementation=batch.implementation)
-            k_pools.append(k_pool)
-            v_pools.append(v_pool)
-    return KVCache(k=k_pools, v=v_pools)
+        projected, transforms = _project(head, features), _transforms(head, batch.positions)
+        rows = (batch.page_table, batch.first_row, batch.valid)
+        k, v = append_layers(cache.k, cache.v, projected, transforms, *rows, implementation=batch.implementation)
+    return KVCache(k=k, v=v)
 
 
 def context_keys(
@@ -204,27 +201,22 @@ def context_keys(
         positions: position of each token.
         features: the target's hidden states at the tokens, concatenated.
     """
-    own, eps, model = head.context, head.model.config.norm_eps, head.model
-    fused = rms_norm(matmul(features.astype(own.hidden_norm.dtype), own.fc), own.hidden_norm, eps)
-    projected, first, found = matmul(fused, own.kv), 0, []
-    for layer, config in zip(model.layers, model.config.layers, strict=True):
-        columns = projected[..., first : first + 2 * config.gqa.kv_size]
-        first += 2 * config.gqa.kv_size
-        found.append(_keys_and_values(layer, config.gqa, columns, positions, eps))
+    kv_heads = head.model.config.layers[0].gqa.kv_heads
+    return split_layers(_project(head, features), _transforms(head, positions), kv_heads)
+
+
+def _project(head: BoundDFlash, features: Float[Array, "batch tokens features"]) -> Float[Array, "batch tokens kv"]:
+    """Return the projections of committed tokens to the keys and values of all layers."""
+    own = head.context
+    fused = matmul(features.astype(own.hidden_norm.dtype), own.fc)
+    return matmul(rms_norm(fused, own.hidden_norm, head.model.config.norm_eps), own.kv)
+
+
+def _transforms(head: BoundDFlash, positions: Int[Array, "batch tokens"]) -> list[HeadTransform]:
+    """Return how the projection of each layer becomes keys and values."""
+    eps, found = head.model.config.norm_eps, []
+    for layer, config in zip(head.model.layers, head.model.config.layers, strict=True):
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[config.gqa.q_size :]
+        cos_sin = tables(config.gqa.rope, config.gqa.head_dim, positions)[KEYS]
+        found.append(HeadTransform(cos_sin, bias=bias, k_norm=layer.k_norm, eps=eps))
     return found
-
-
-def _keys_and_values(
-    layer: Layer,
-    config: GQA,
-    projected: Float[Array, "batch tokens kv"],
-    positions: Int[Array, "batch tokens"],
-    eps: float,
-) -> tuple[Float[Array, "batch tokens kv_heads head_dim"], Float[Array, "batch tokens kv_heads head_dim"]]:
-    """Return the rotated keys and the values of a layer from their projections."""
-    if layer.qkv_bias is not None:
-        projected = (projected.astype(jnp.float32) + layer.qkv_bias[config.q_size :]).astype(projected.dtype)
-    k, v = jnp.split(projected.reshape(*positions.shape, 2 * config.kv_heads, config.head_dim), 2, axis=2)
-    if layer.k_norm is not None:
-        k = rms_norm(k, layer.k_norm, eps)
-    return rotate(k, tables(config.rope, config.head_dim, positions)[KEYS]), v

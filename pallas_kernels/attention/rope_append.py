@@ -82,7 +82,7 @@ def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, 
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
 
 
-def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype):
+def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype, first=0):
     """Returns a function `load(columns, mask)` for use in a kernel, which loads columns of one row of the projection.
 
     `load` adds up the partial sums, applies the scales, adds the bias and rounds to `dtype`. Its argument `mask` is a
@@ -94,10 +94,12 @@ def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype):
         bias_ref: bias of the columns [(H + 2 KH) * D]; None: no bias.
         sequence, token: indices of the row (scalars or arrays).
         dtype: the model's dtype.
+        first: column of the projection that is column 0 of `load` and of the bias.
     """
 
     def load(columns, mask):
-        total = sum_f32([pltriton.load(qkv_ref.at[part, sequence, token, columns], **mask) for part in range(count)])
+        at = (sequence, token, first + columns)
+        total = sum_f32([pltriton.load(qkv_ref.at[(part, *at)], **mask) for part in range(count)])
         if scale_refs:
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
@@ -256,7 +258,7 @@ def _pallas(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, hea
     )(*inputs, k_pool, v_pool)
 
 
-def _unsupported(k_pool: Array) -> str | None:
+def unsupported(k_pool: Array) -> str | None:
     """Returns a text that says which limit of the kernel a call exceeds; None if the call is supported."""
     if k_pool.shape[3] not in HEAD_DIMS:
         return f"head_dim must be a multiple of 16 up to 512, got {k_pool.shape[3]}"
@@ -322,4 +324,4 @@ def rotate_append(
     kernel = functools.partial(_pallas, heads=heads, dtype=dtype)
     reference = functools.partial(_reference, heads=heads, dtype=dtype, deterministic=deterministic)
     arguments = (k_pool, v_pool, qkv, transform, page_table, first_row, valid)
-    return dispatch(implementation, _unsupported(k_pool), kernel, reference, *arguments)
+    return dispatch(implementation, unsupported(k_pool), kernel, reference, *arguments)
