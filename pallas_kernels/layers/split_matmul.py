@@ -9,6 +9,7 @@ that reads the result (`residual_norm`, `rope_append`) adds up the partial sums,
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,27 @@ TILES = 132  # output tiles that keep the GPU busy, one per multiprocessor
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 LEAST_OUT, LEAST_INNER = 1024, 2048  # a smaller weight is read before a second kernel has started
 WIDEST_OUT = 16384  # a wider output has enough tiles even if the sum over k is not divided
-INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads
-NARROW_OUT = 4096  # up to this output width, four parts of k are faster; above, two parts are faster
+INNER_BYTES = 128  # bytes of a weight's row that a loop iteration loads, unless its sizes are `LONG`
+NARROW_OUT = 4096  # up to this output width, four parts of k are faster with other sizes; above, two parts are
+LEAST_PROGRAMS = 112  # from this number of programs on, no more parts of k are needed to keep the GPU busy
 MOST_PARTS = 12  # fewer parts of k than these, where a kernel's steps do not divide into as many as are fastest
 SPLIT_AGAIN = 2048  # length of a part of k from which XLA may split it again
 MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there are half as many tiles
 XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
+
+
+class Sizes(NamedTuple):
+    """The sizes of the kernel's programs."""
+
+    parts: int  # parts of k
+    tile: int  # columns of an output tile
+    columns: int  # values of k per loop iteration
+    stages: int  # loop iterations whose loads are in flight
+
+
+LONG = Sizes(
+    parts=2, tile=64, columns=128, stages=3
+)  # of weights of two bytes; four stages if all programs run at once
 
 
 def parts_of(
@@ -69,13 +85,10 @@ def parts_of(
     tiles = math.ceil(rows / OUT_TILE) * math.ceil(out / OUT_TILE)
     if rows > MOST_ROWS and (tiles >= TILES or not (weight_bytes == 2 or quantize_output)):
         return 1
-    tile, step = _out_tile(rows, out), INNER_BYTES // weight_bytes
-    if out < LEAST_OUT or inner < LEAST_INNER or out % tile or inner % step:
-        return 1
     if rows <= MOST_ROWS:
-        wanted, steps = 4 if out <= NARROW_OUT else 2, inner // step
-        return next((parts for parts in range(wanted, MOST_PARTS) if steps % parts == 0), 1)
-    if inner % (4 * step):
+        return sizes.parts if (sizes := choose_sizes(rows, out, inner, weight_bytes)) else 1
+    step = INNER_BYTES // weight_bytes
+    if out < LEAST_OUT or inner < LEAST_INNER or out % _out_tile(rows, out) or inner % (4 * step):
         return 1
     parts = 2
     while _is_split_again(rows, out, inner, parts) and inner % (2 * parts * step) == 0:
@@ -92,6 +105,25 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     height, width = XLA_TILE
     tiles = math.ceil(rows / height) * math.ceil(out / width) * parts
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
+
+
+def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> Sizes | None:
+    """Returns the sizes of the kernel's programs for up to 64 rows; None if the sum over k is not divided."""
+    if out < LEAST_OUT or inner < LEAST_INNER:
+        return None
+    if weight_bytes == 2 and out % LONG.tile == 0:
+        for parts in (2, 4):
+            programs = out // LONG.tile * parts
+            if programs >= LEAST_PROGRAMS and inner % (LONG.columns * parts) == 0:
+                return LONG._replace(parts=parts, stages=4 if programs <= TILES else 3)
+    tile, columns = _out_tile(rows, out), INNER_BYTES // weight_bytes
+    if out % tile or inner % columns:
+        return None
+    steps = inner // columns
+    parts = next((parts for parts in range(4 if out <= NARROW_OUT else 2, MOST_PARTS) if steps % parts == 0), None)
+    # With weights of one byte, an iteration loads twice as many columns of x: six stages exceed the 99 KiB of shared
+    # memory of compute capability 8.9.
+    return parts and Sizes(parts, tile, columns, 6 if weight_bytes > 1 else 5)
 
 
 def _out_tile(rows: int, out: int) -> int:
@@ -150,16 +182,14 @@ def _kernel(
 
 def _pallas(x, weight, row_scale, scale, after, *, parts, dtype, first, interpret):
     (rows, inner), out = x.shape, weight.shape[0] - first
-    tile, columns = _out_tile(rows, out), INNER_BYTES // weight.dtype.itemsize
+    chosen = choose_sizes(rows, out, inner, weight.dtype.itemsize)
     scales = [array for array in (row_scale, scale) if array is not None]
-    sizes = {"rows": rows, "steps": inner // columns // parts, "tile": tile, "inner": columns, "first": first}
+    sizes = {"rows": rows, "steps": inner // chosen.columns // parts, "tile": chosen.tile, "inner": chosen.columns}
     return pl.pallas_call(
-        functools.partial(_kernel, scales=len(scales), **sizes),
-        grid=(out // tile, parts),
+        functools.partial(_kernel, scales=len(scales), first=first, **sizes),
+        grid=(out // chosen.tile, parts),
         out_shape=jax.ShapeDtypeStruct((parts, rows, out), dtype),
-        # With weights of one byte per value, a loop iteration loads twice as many columns of x. Six stages would exceed
-        # the 99 KiB of shared memory of compute capability 8.9.
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=6 if weight.dtype.itemsize > 1 else 5),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=chosen.stages),
         interpret=interpret,
         name="split_matmul",
     )(x, weight, *scales, *([] if after is None else [after]))
