@@ -19,7 +19,7 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
-from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
+from jspec.draft.expand_tree import Level, Logits, Vocabulary, expand_tree
 from jspec.sampling import sampler
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
@@ -59,14 +59,16 @@ def expand_corrected(
     columns = logits if isinstance(logits, OwnColumns) else None
     sums = reduce_partials(logits if columns is None else columns.own, jnp.float32)
 
-    def after(depth: int, tokens: Array, state: Any) -> tuple[PartialSums, Any]:
+    def after(depth: int, tokens: Array, state: Any) -> tuple[Logits, Any]:
         corrections, state = correct(depth, tokens, state)
+        if columns is None and tree.paths is None:
+            return sampler.Corrected(corrections, sums, depth), state
         if columns is None:
             return (sums[:, depth, None] + corrections)[None], state
         own = (sums[:, depth, None] + divided.own_part(columns, corrections))[None]
         return replace(columns, own=own), state
 
-    def feed(state: Any, level: Level) -> tuple[PartialSums, Any]:
+    def feed(state: Any, level: Level) -> tuple[Logits, Any]:
         parents = level.parents[:, :, None]
         return after(
             level.depth, level.tokens, jax.tree.map(lambda own: jnp.take_along_axis(own, parents, axis=1), state)

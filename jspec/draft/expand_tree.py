@@ -70,9 +70,10 @@ class ExpandedTree:
     rows: Int[Array, "batch nodes"]  # cache row of each node, counted from the root's row; -1: not fed
 
 
-# The drafter's forward pass over one level: (state, level) -> (logits, new state). The logits after the fed nodes have
-# the shape [1, batch, fed, draft_vocab]; `reduce_partials` applies the scales of a quantised output head.
-Feed = Callable[[Any, Level], tuple[PartialSums, Any]]
+# Logits after the fed nodes [1, batch, fed, draft_vocab]; `reduce_partials` applies the scales of a quantised output
+# head. Those of dynamic trees may have corrections.
+Logits = PartialSums | sampler.Corrected
+Feed = Callable[[Any, Level], tuple[Logits, Any]]  # the drafter's forward pass over one level: (state, level)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Vocabulary:
 
 
 def expand_tree(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Logits, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
     """Draft a tree of any kind, level by level.
 
@@ -108,7 +109,7 @@ def expand_tree(
 
 
 def _expand_static(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Logits, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
     """Draft a chain or a static tree; the child of rank r gets the r-th token that was chosen after its parent."""
     rows = view.root.shape[0]
@@ -116,6 +117,7 @@ def _expand_static(
     choose = sampler.child_chooser(view, tree.depth, vocabulary.to_target, vocabulary.target_size)
     bits = _root_bits(tree, rows)
     for depth, level in enumerate(tree.levels[1:], 1):
+        assert not isinstance(logits, sampler.Corrected), "the logits of static trees are whole"
         with jax.named_scope(f"draft{depth}"):
             ids, parent_probs = choose(logits, depth, max(level.ranks) + 1)
             chosen = (slice(None), np.array(level.fed_parents), np.array(level.ranks))
@@ -145,7 +147,7 @@ class Candidates:
 
 
 def _expand_dynamic(
-    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums, state: Any, feed: Feed
+    tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: Logits, state: Any, feed: Feed
 ) -> tuple[ExpandedTree, Any]:
     """Draft a dynamic tree (EAGLE-2, arXiv:2406.16858, section 4).
 
@@ -177,7 +179,7 @@ def _expand_dynamic(
         return _select_nodes(tree, view, vocabulary, candidates), state
 
 
-def _children(scores: Array, fed: Array, logits: PartialSums, k: int, implementation: str) -> Candidates:
+def _children(scores: Array, fed: Array, logits: Logits, k: int, implementation: Any) -> Candidates:
     """Return the k most likely children of every fed node (node with children), as candidates.
 
     Args:
@@ -197,8 +199,8 @@ def _children(scores: Array, fed: Array, logits: PartialSums, k: int, implementa
 
 def _select_nodes(tree: Tree, view: SlotView, vocabulary: Vocabulary, candidates: Candidates) -> ExpandedTree:
     """Make the tree of the root and the candidates of highest score, in the order in which they were drafted."""
-    count = tree.nodes - 1
-    chosen, parents = choose_nodes(candidates.scores, candidates.parents, count, implementation=view.implementation)
+    how: Any = view.implementation
+    chosen, parents = choose_nodes(candidates.scores, candidates.parents, tree.nodes - 1, implementation=how)
 
     def take(field: Array) -> Array:
         return jnp.take_along_axis(field, chosen, axis=1)

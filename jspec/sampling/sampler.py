@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core.accept_rule import DraftSampling
@@ -258,16 +259,32 @@ def _largest(scores: PartialSums, count: int, view: SlotView) -> Int[Array, "bat
     return ids.reshape(*scores.shape[1:-1], count)
 
 
+@struct.dataclass
+class Corrected:
+    """Logits after nodes of equal depth: those of the row at this depth, with a correction for each node."""
+
+    corrections: Float[Array, "batch nodes vocab"]
+    logits: Float[Array, "batch depths vocab"]
+    depth: int = struct.field(pytree_node=False)
+
+
 def most_likely(
-    logits: PartialSums, k: int, *, base: Float[Array, "rows"] | None = None, implementation: Any
+    logits: PartialSums | Corrected, k: int, *, base: Float[Array, "rows"] | None = None, implementation: Any
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """Return the k largest natural log-probabilities of each row of logits [1, *rows, vocab], and their token ids.
 
     Args:
+        logits: logits, or logits with corrections, of which each node is a row.
         k, base, implementation: as in `pallas_kernels.sampling.top_log_probs.top_log_probs`.
     """
     if isinstance(logits, OwnColumns):
         return divided.top_log_probs_of_devices(logits, k, base=base, implementation=implementation)
+    if isinstance(logits, Corrected):
+        (batch, depths, size), nodes = logits.logits.shape, logits.corrections.shape[1]
+        places = np.repeat(np.arange(batch, dtype=np.int32) * depths + logits.depth, nodes)
+        shared = logits.logits.reshape(-1, size), jnp.asarray(places)
+        rows = logits.corrections.reshape(-1, size)
+        return top_log_probs(rows, k, base=base, shared=shared, implementation=implementation)
     rows = reduce_partials(logits, jnp.float32).reshape(-1, logits.shape[-1])
     return top_log_probs(rows, k, base=base, implementation=implementation)
 

@@ -35,10 +35,12 @@ def _largest(values, k):
     return jnp.take_along_axis(values, places, axis=1), places
 
 
-def _reference(logits, *base, k):
+def _reference(logits, base, *shared, k):
+    if shared:
+        logits = logits + shared[0][shared[1]]
     best, ids = _largest(logits, k)
     log_probs = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
-    return (base[0][:, None] + log_probs if base else log_probs), ids
+    return (log_probs if base is None else base[:, None] + log_probs), ids
 
 
 def _take_largest(values, ids, k, store):
@@ -75,19 +77,21 @@ def _log_sum_exp(values):
 def _block_kernel(
     # inputs
     logits_ref,  # [rows, vocab] float32
-    # outputs
-    best_ref,  # [rows, blocks, k] float32, largest logits
-    ids_ref,  # [rows, blocks, k] int32
-    sums_ref,  # [rows, blocks] float32, log-sum-exp
+    *refs,  # if there are any: shared_ref [count, vocab] float32, place_ref [rows] int32;
+    # outputs: best_ref [rows, blocks, k] float32, largest logits; ids_ref [rows, blocks, k] int32;
+    # sums_ref [rows, blocks] float32, log-sum-exp
     # static parameters
-    *,
     vocab,
     k,
 ):
     """Finds the k largest logits and the log-sum-exp of one block of one row, in one Pallas program."""
+    *shared_refs, best_ref, ids_ref, sums_ref = refs
     block, row = pl.program_id(0), pl.program_id(1)
     column = block * BLOCK + jnp.arange(BLOCK)
     values = pltriton.load(logits_ref.at[row, column], mask=column < vocab, other=-jnp.inf)
+    if shared_refs:
+        shared_ref, place_ref = shared_refs
+        values += pltriton.load(shared_ref.at[place_ref[row], column], mask=column < vocab, other=0)
     sums_ref[row, block] = _log_sum_exp(values)
 
     def store(rank, top, chosen):
@@ -127,7 +131,7 @@ def _merge_kernel(
     _take_largest(values, ids, k, store)
 
 
-def best_of_blocks(logits, *, k, interpret):
+def best_of_blocks(logits, *shared, k, interpret):
     """Returns the outputs of `_block_kernel`."""
     rows, vocab = logits.shape
     blocks = pl.cdiv(vocab, BLOCK)
@@ -142,7 +146,7 @@ def best_of_blocks(logits, *, k, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="top_log_probs",
-    )(logits)
+    )(logits, *shared)
 
 
 def best_of_blocks_reference(logits, *, k):
@@ -176,8 +180,9 @@ def merge_blocks_reference(best, ids, sums, *base, k):
     return (base[0][:, None] + log_probs if base else log_probs), chosen
 
 
-def _pallas(logits, *base, k, interpret):
-    return merge_blocks(*best_of_blocks(logits, k=k, interpret=interpret), *base, k=k, interpret=interpret)
+def _pallas(logits, base, *shared, k, interpret):
+    best = best_of_blocks(logits, *shared, k=k, interpret=interpret)
+    return merge_blocks(*best, *([] if base is None else [base]), k=k, interpret=interpret)
 
 
 def too_many_candidates(vocab: int, k: int, devices: int = 1) -> str | None:
@@ -200,6 +205,7 @@ def top_log_probs(
     k: int,
     *,
     base: Float[Array, " rows"] | None = None,
+    shared: tuple[Float[Array, "count vocab"], Int32[Array, " rows"]] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "rows k"], Int32[Array, "rows k"]]:
     """Returns the k largest natural log-probabilities of each row, largest first, and their token ids.
@@ -208,15 +214,15 @@ def top_log_probs(
         logits: float32 [rows, vocab]; tokens of -inf come last.
         k: at most the size of the vocabulary.
         base: number that is added to all log-probabilities of a row, after they are clipped to at most 0 [rows].
+        shared: float32 logits that are added to those of rows, and the index of those of each row; None: none are.
         implementation: as in `paged_attention`.
 
     Raises:
         NotImplementedError: implementation is "pallas", and the kernels do not support the dtype or so many
             candidates.
     """
-    arrays = (logits,) if base is None else (logits, base)
     kernel, reference = functools.partial(_pallas, k=k), functools.partial(_reference, k=k)
-    return dispatch(implementation, _unsupported(logits, k), kernel, reference, *arrays)
+    return dispatch(implementation, _unsupported(logits, k), kernel, reference, logits, base, *(shared or ()))
 
 
 def _top_reference(values, *, k, group):

@@ -47,6 +47,17 @@ def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> N
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize("vocab", [50, 2500])
+def test_top_log_probs_with_shared_logits_are_those_of_the_sums(vocab: int, implementation: str) -> None:
+    logits, shared, places = problem(vocab, ties=False), problem(vocab + 1, ties=False)[:, 1:], np.array([2, 0, 2])
+    arrays = jnp.asarray(shared), jnp.asarray(places, jnp.int32)
+    log_probs, ids = top_log_probs(jnp.asarray(logits), 4, shared=arrays, implementation=implementation)
+    wanted, wanted_ids = expected(logits + shared[places], 4)
+    np.testing.assert_array_equal(ids, wanted_ids)
+    np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_top_values_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
