@@ -2,8 +2,9 @@
 
     out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-`hopper_kernel` has the kernel. It divides the 14336 columns of an 8B model into 128 tiles of 112 columns, 256 tiles of
-56 columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has that of packed weights.
+`hopper_kernel` has the kernel of more than 64 rows. It divides the 14336 columns of an 8B model into 128 tiles of 112
+columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has that of packed
+weights. The kernel of a few rows is like that of `split_matmul`, but a program has a tile of gate and one of up.
 """
 
 import functools
@@ -12,16 +13,69 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel, int4_kernel
 from pallas_kernels.layers.grouped_matmul import packed_tiles
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
-from pallas_kernels.layers.quantize_rows import Activation, gated
+from pallas_kernels.layers.quantize_rows import Activation, activate, gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
+FEW_ROWS = range(8, 65)  # numbers of rows that the kernel of a few rows supports
+TILE, COLUMNS, STAGES = 64, 128, 4  # its tile, values of k per loop iteration, and iterations whose loads are in flight
 LEAST_ROWS = 32  # with fewer rows of two bytes per value XLA is as fast; with float8 XLA always needs six more launches
+
+
+def _few_rows_kernel(
+    # inputs
+    x_ref,  # [T, K]
+    weight_ref,  # [2 I, K]
+    # outputs
+    out_ref,  # [T, I]
+    # static parameters
+    *,
+    activation,
+):
+    """Computes one tile of columns of all rows, in one Pallas program."""
+    (rows, inner), width = x_ref.shape, out_ref.shape[1]
+    row = jnp.arange(max(pl.next_power_of_2(rows), 16))
+    is_row, out = row < rows, pl.program_id(0) * TILE + jnp.arange(TILE)
+
+    def step(index, totals):
+        column = index * COLUMNS + jnp.arange(COLUMNS)[None, :]
+        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # others are arbitrary and not stored
+        weights = [pltriton.load(weight_ref.at[first + out[:, None], column]) for first in (0, width)]
+        return [total + pltriton.dot(own, x, trans_b=True) for total, own in zip(totals, weights, strict=True)]
+
+    zeros = jnp.zeros((TILE, row.shape[0]), jnp.float32)
+    gate, up = jax.lax.fori_loop(0, inner // COLUMNS, step, [zeros, zeros])
+    result = (activate(gate, activation) * up).astype(out_ref.dtype)
+    pltriton.store(out_ref.at[row[None, :], out[:, None]], result, mask=is_row[None, :])
+
+
+def _multiply_few(x, weight, *, activation, interpret):
+    """Runs the kernel of a few rows, x [rows, inner]."""
+    width = weight.shape[0] // 2
+    return pl.pallas_call(
+        functools.partial(_few_rows_kernel, activation=activation),
+        grid=(width // TILE,),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), x.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=STAGES),
+        interpret=interpret,
+        name="gated_matmul",
+    )(x, weight)
+
+
+def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> bool:
+    """Returns whether the kernel of a few rows multiplies: on a Hopper GPU, whose shared memory holds four stages."""
+    multiprocessors, (both, inner), rows = hopper_kernel.multiprocessors(), weight.shape, math.prod(x.shape[:-1])
+    is_supported = not isinstance(weight, Quantized) and weight.dtype == x.dtype and x.dtype.itemsize == 2
+    if multiprocessors is None or not is_supported or activation != "silu" or rows not in FEW_ROWS:
+        return False
+    return both % (2 * TILE) == 0 and inner % COLUMNS == 0 and both // (2 * TILE) > multiprocessors
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> Tiles | None:
@@ -61,7 +115,7 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
         return 0
     x = jax.ShapeDtypeStruct((sequences, rows + more, weight.shape[1]), dtype)
-    return more if tiles_for(x, weight, activation) else 0
+    return more if tiles_for(x, weight, activation) and not has_few_rows(x, weight, activation) else 0
 
 
 def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
@@ -94,8 +148,9 @@ def gated_matmul(
         activation: the gate's activation function.
         implementation: as in `paged_attention`. The kernel runs on a Hopper GPU with jax 0.11 or later (`tiles_for`),
             for up to 8 rows or a multiple of 8 up to 320, and every activation but "gelu". The weight must be of kind
-            "fp8_dynamic", or have two bytes per value while x has at least 32 rows. A weight of kind "int4" is
-            multiplied by its own kernel (`packed_tiles`). Otherwise XLA computes the product.
+            "fp8_dynamic", or have two bytes per value while x has at least 32 rows. The kernel of a few rows multiplies
+            8 to 64 rows by a wide weight of two bytes per value (`has_few_rows`). A weight of kind "int4" is multiplied
+            by its own kernel (`packed_tiles`). Otherwise XLA computes the product.
     """
 
     def reference(x, weight):
@@ -103,6 +158,13 @@ def gated_matmul(
 
     if packed := _kernel_of_packed(x, weight, activation):
         return hopper_kernel.choose_compiled(implementation, packed, reference, x, weight)
+    if has_few_rows(x, weight, activation):
+
+        def of_few(x, weight, interpret):
+            out = _multiply_few(x.reshape(-1, x.shape[-1]), weight, activation=activation, interpret=interpret)
+            return out.reshape(*x.shape[:-1], -1)
+
+        return dispatch(implementation, None, of_few, reference, x, weight)
     tiles = tiles_for(x, weight, activation)
     if tiles is None:
         return reference(x, weight)

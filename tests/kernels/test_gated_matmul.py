@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import gated_matmul, quantize_rows
 from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
+from pallas_kernels.layers.gated_matmul import _multiply_few, kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
 from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation
@@ -245,16 +245,17 @@ def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(man
 @pytest.mark.parametrize(
     ("rows", "out", "inner", "dtype", "activation"),
     [
-        *((rows, 14336, 4096, BF16, "silu") for rows in (40, 64, 72, 160, 192, 320)),
+        *((rows, 14336, 4096, BF16, "silu") for rows in (72, 160, 192, 320)),
+        (64, 6144, 4096, BF16, "silu"),
         (320, 6144, 2048, F16, "silu"),
         (128, 8192, 2048, BF16, "silu"),
-        (64, 28672, 8192, BF16, "silu"),
+        (72, 28672, 8192, BF16, "silu"),
         *((rows, 14336, 4096, FP8, "silu") for rows in (2, 64, 160, 256, 320)),
         *((rows, 14336, 3584, BF16, "gelu_tanh") for rows in (64, 160, 192)),  # Gemma 2 9B
         (320, 14336, 3584, FP8, "gelu_tanh"),
         *(
             pytest.param(rows, 14336, 4096, dtype, activation, marks=pytest.mark.matrix)
-            for dtype, many in ((BF16, (32, 136, 256)), (FP8, (8, 40, 128)))
+            for dtype, many in ((BF16, (96, 136, 256)), (FP8, (8, 40, 128)))
             for rows in many
             for activation in ("silu", "gelu_tanh")
         ),
@@ -320,6 +321,8 @@ def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
     assert kernel_padding(1, 60, weight, F32) == 0
     assert kernel_padding(1, 60, weight, BF16, "gelu_tanh") == 4
     assert kernel_padding(1, 60, weight, BF16, "gelu") == 0, "XLA needs no padding"
+    wide = jax.ShapeDtypeStruct((2 * 14336, 1024), BF16)
+    assert [kernel_padding(1, rows, wide, BF16) for rows in (60, 68)] == [0, 4], "60 rows are few"
 
 
 @mosaic
@@ -360,8 +363,48 @@ def test_gated_matmul_on_other_gpus_does_not_run_the_hopper_kernel(gpu: str, run
     assert ([launch.kind for launch in launches] == ["kCustomCall"]) == runs_kernel
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("rows", [8, 11, 48, 64])
+def test_kernel_of_a_few_rows_interpreted_matches_float64(rows: int, dtype: Any) -> None:
+    x, weight = problem(rows, 192, 384, dtype)
+    got = _multiply_few(x, weight, activation="silu", interpret=True)
+    assert error(got, x, weight) < 4e-3
+    assert error(got, x.at[rows - 1].set(0), weight) > 0.1
+
+
+@mosaic
+@pytest.mark.parametrize(("rows", "out", "inner"), [(8, 14336, 4096), (48, 14336, 4096), (64, 28672, 8192)])
+def test_kernel_of_a_few_rows_compiled_for_h200_is_one_launch_without_spills(rows: int, out: int, inner: int) -> None:
+    x, weight = jax.ShapeDtypeStruct((1, rows, inner), BF16), jax.ShapeDtypeStruct((2 * out, inner), BF16)
+    program = compile_for_h200(lambda *arrays: gated_matmul(*arrays), x, weight, fail_on_spills=True)
+    assert [launch.name for launch in program.launches] == ["gated_matmul"]
+
+
+@mosaic
+@pytest.mark.parametrize("gpu", ["A100", "L40", "H100", "B200"])
+def test_kernel_of_a_few_rows_runs_on_hopper_alone_for_wide_weights_of_two_bytes(gpu: str) -> None:
+    """Its four stages need 192 KiB of shared memory."""
+
+    def count(rows: int, out: int = 14336, dtype: Any = BF16, **options: Any) -> int:
+        x, weight = jax.ShapeDtypeStruct((1, rows, 1024), dtype), jax.ShapeDtypeStruct((2 * out, 1024), dtype)
+        return compile_for(GPUS[gpu], lambda *arrays: gated_matmul(*arrays, **options), x, weight).count("gated_matmul")
+
+    is_hopper = gpu == "H100"
+    assert [count(rows) for rows in (8, 64)] == [is_hopper, is_hopper]
+    if is_hopper:
+        others: list[dict[str, Any]] = [
+            {"rows": 7},
+            {"rows": 65},
+            {"rows": 48, "out": 6144},
+            {"rows": 48, "dtype": F32},
+            {"rows": 48, "activation": "gelu_tanh"},
+            {"rows": 48, "implementation": "reference"},
+        ]
+        assert not any(count(**case) for case in others)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [32, 40, 64, 72, 128, 160, 192, 200, 256, 264, 320])
+@pytest.mark.parametrize("rows", [8, 11, 32, 40, 64, 72, 128, 160, 192, 200, 256, 264, 320])
 def test_gated_matmul_on_gpu_matches_float64(rows: int) -> None:
     for out, inner, dtype in ((14336, 4096, BF16), (6144, 1024, F16)):
         x, weight = problem(rows, out, inner, dtype)
