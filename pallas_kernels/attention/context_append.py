@@ -135,12 +135,15 @@ def append_layers(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the head_dim or the dtype.
     """
-    width, written = projected.shape[-1] // len(transforms), ([], [])
+    _, kv_heads, _, dim = k_pools[0].shape
+    width, written = 2 * kv_heads * dim, (list[Pool](), list[Pool]())
+    if projected.shape[-1] != width * len(transforms):
+        raise ValueError(f"projected must be {width * len(transforms)} wide, got {projected.shape[-1]}")
     for k_pool, v_pool, transform in zip(k_pools, v_pools, transforms, strict=True):
         check_pools(k_pool, v_pool)
         if (k_pool.shape, k_pool.dtype) != (k_pools[0].shape, k_pools[0].dtype):
             raise ValueError(f"the pools of all layers must be alike, got {k_pool.shape} beside {k_pools[0].shape}")
-        check_heads(jax.ShapeDtypeStruct((1, *valid.shape, width), projected.dtype), k_pool, 0, transform)
+        check_heads(projected[None, ..., :width], k_pool, 0, transform)
     for first in range(0, len(transforms), LAYERS):
         some = slice(first, first + LAYERS)
         columns = projected[..., first * width : (first + LAYERS) * width]

@@ -119,11 +119,11 @@ def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> Sizes | 
     tile, columns = _out_tile(rows, out), INNER_BYTES // weight_bytes
     if out % tile or inner % columns:
         return None
-    steps = inner // columns
-    parts = next((parts for parts in range(4 if out <= NARROW_OUT else 2, MOST_PARTS) if steps % parts == 0), None)
     # With weights of one byte, an iteration loads twice as many columns of x: six stages exceed the 99 KiB of shared
     # memory of compute capability 8.9.
-    return parts and Sizes(parts, tile, columns, 6 if weight_bytes > 1 else 5)
+    steps, stages = inner // columns, 6 if weight_bytes > 1 else 5
+    wanted = range(4 if out <= NARROW_OUT else 2, MOST_PARTS)
+    return next((Sizes(parts, tile, columns, stages) for parts in wanted if steps % parts == 0), None)
 
 
 def _out_tile(rows: int, out: int) -> int:
@@ -183,6 +183,7 @@ def _kernel(
 def _pallas(x, weight, row_scale, scale, after, *, parts, dtype, first, interpret):
     (rows, inner), out = x.shape, weight.shape[0] - first
     chosen = choose_sizes(rows, out, inner, weight.dtype.itemsize)
+    assert chosen is not None and chosen.parts == parts
     scales = [array for array in (row_scale, scale) if array is not None]
     sizes = {"rows": rows, "steps": inner // chosen.columns // parts, "tile": chosen.tile, "inner": chosen.columns}
     return pl.pallas_call(

@@ -77,7 +77,7 @@ def test_split_layers_equal_the_rows_that_are_written() -> None:
 
 def test_pools_that_differ_and_a_projection_of_another_width_are_refused() -> None:
     layers = layers_of((2, 16, 4), "float32", 2)
-    with pytest.raises(ValueError, match="qkv must be 64 wide, got 32"):
+    with pytest.raises(ValueError, match="projected must be 128 wide, got 64"):
         append_all([layers[0], {**layers[1], "qkv": layers[1]["qkv"][..., :0]}], "reference")
     with pytest.raises(ValueError, match="pools of all layers must be alike"):
         append_all([layers[0], {**layers[1], **{name: layers[1][name][:5] for name in ("k_pool", "v_pool")}}], "auto")
