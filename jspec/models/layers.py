@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
-from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
+from pallas_kernels.layers.gated_matmul import gated_matmul, has_few_rows, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import (
     Inputs,
@@ -52,7 +52,8 @@ def mlp(
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return deterministic_matmul(gate_and_up, down, gate=activation, implementation=implementation)
     # The kernel that quantises computes the activation too.
-    if has_dynamic_activations(down) and tiles_for(x, gate_up, activation) is None:
+    has_kernel = has_few_rows(x, gate_up, activation) or tiles_for(x, gate_up, activation) is not None
+    if has_dynamic_activations(down) and not has_kernel:
         gate_and_up = matmul(x, gate_up, implementation=implementation)
         return split_matmul(gate_and_up, down, gate=activation, implementation=implementation)
     inner = gated_matmul(x, gate_up, activation=activation, implementation=implementation)

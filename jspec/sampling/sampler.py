@@ -261,11 +261,11 @@ def _largest(scores: PartialSums, count: int, view: SlotView) -> Int[Array, "bat
 
 @struct.dataclass
 class Corrected:
-    """Logits after nodes of equal depth: those of the row at this depth, with a correction for each node."""
+    """Logits of the children of nodes of equal depth: a row's own at this depth, plus corrections of each node."""
 
     corrections: Float[Array, "batch nodes vocab"]
-    logits: Float[Array, "batch depths vocab"]
-    depth: int = struct.field(pytree_node=False)
+    logits: Float[Array, "batch depths vocab"]  # of a row at each depth
+    depth: int = struct.field(pytree_node=False)  # index of the children's depth among them
 
 
 def most_likely(

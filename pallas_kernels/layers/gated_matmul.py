@@ -2,9 +2,10 @@
 
     out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-`hopper_kernel` has the kernel of more than 64 rows. It divides the 14336 columns of an 8B model into 128 tiles of 112
-columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors. `int4_kernel` has that of packed
-weights. The kernel of a few rows is like that of `split_matmul`, but a program has a tile of gate and one of up.
+`hopper_kernel` has the kernel of many rows, of narrow weights and of float8. It divides the 14336 columns of an 8B model
+into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
+`int4_kernel` has that of packed weights. The kernel of a few rows is like that of `split_matmul`, but a program has a
+tile of gate and one of up.
 """
 
 import functools
@@ -24,9 +25,9 @@ from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation, activate, gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
-FEW_ROWS = range(8, 65)  # numbers of rows that the kernel of a few rows supports
+KERNEL_ROWS = range(8, 65)  # numbers of rows that the kernel of a few rows multiplies
 TILE, COLUMNS, STAGES = 64, 128, 4  # its tile, values of k per loop iteration, and iterations whose loads are in flight
-LEAST_ROWS = 32  # with fewer rows of two bytes per value XLA is as fast; with float8 XLA always needs six more launches
+LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel`; with float8 it has six more launches
 
 
 def _few_rows_kernel(
@@ -35,11 +36,8 @@ def _few_rows_kernel(
     weight_ref,  # [2 I, K]
     # outputs
     out_ref,  # [T, I]
-    # static parameters
-    *,
-    activation,
 ):
-    """Computes one tile of columns of all rows, in one Pallas program."""
+    """Computes one tile of columns of all rows with silu, in one Pallas program."""
     (rows, inner), width = x_ref.shape, out_ref.shape[1]
     row = jnp.arange(max(pl.next_power_of_2(rows), 16))
     is_row, out = row < rows, pl.program_id(0) * TILE + jnp.arange(TILE)
@@ -52,15 +50,15 @@ def _few_rows_kernel(
 
     zeros = jnp.zeros((TILE, row.shape[0]), jnp.float32)
     gate, up = jax.lax.fori_loop(0, inner // COLUMNS, step, [zeros, zeros])
-    result = (activate(gate, activation) * up).astype(out_ref.dtype)
+    result = (activate(gate, "silu") * up).astype(out_ref.dtype)
     pltriton.store(out_ref.at[row[None, :], out[:, None]], result, mask=is_row[None, :])
 
 
-def _multiply_few(x, weight, *, activation, interpret):
+def _multiply_few(x, weight, *, interpret):
     """Runs the kernel of a few rows, x [rows, inner]."""
     width = weight.shape[0] // 2
     return pl.pallas_call(
-        functools.partial(_few_rows_kernel, activation=activation),
+        functools.partial(_few_rows_kernel),  # a new function object for every call (jax issue 40847)
         grid=(width // TILE,),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), x.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=STAGES),
@@ -70,16 +68,16 @@ def _multiply_few(x, weight, *, activation, interpret):
 
 
 def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> bool:
-    """Returns whether the kernel of a few rows multiplies: on a Hopper GPU, whose shared memory holds four stages."""
+    """Returns whether the kernel of a few rows multiplies, which was only timed on a Hopper GPU with silu."""
     multiprocessors, (both, inner), rows = hopper_kernel.multiprocessors(), weight.shape, math.prod(x.shape[:-1])
     is_supported = not isinstance(weight, Quantized) and weight.dtype == x.dtype and x.dtype.itemsize == 2
-    if multiprocessors is None or not is_supported or activation != "silu" or rows not in FEW_ROWS:
+    if multiprocessors is None or not is_supported or activation != "silu" or rows not in KERNEL_ROWS:
         return False
     return both % (2 * TILE) == 0 and inner % COLUMNS == 0 and both // (2 * TILE) > multiprocessors
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> Tiles | None:
-    """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None if XLA computes the product.
+    """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: it does not support them.
 
     XLA rounds gate and up before it multiplies activation(gate) by up. "gelu" is computed by XLA, because Mosaic has no
     erf, and a series of it needs more registers than the kernel has.
@@ -108,8 +106,8 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
         activation: the gate's activation function.
 
     Returns:
-        The number of padding rows per sequence. It is 0 if the kernel would not run even with padding, or if all
-        sequences together would need 8 or more padding rows.
+        The number of padding rows per sequence. It is 0 if the kernel would not run even with padding, if the kernel of
+        a few rows runs, or if all sequences together would need 8 or more padding rows.
     """
     more = -rows % (8 // math.gcd(sequences, 8))
     if sequences * rows < LEAST_ROWS or sequences * more >= 8:
@@ -161,7 +159,7 @@ def gated_matmul(
     if has_few_rows(x, weight, activation):
 
         def of_few(x, weight, interpret):
-            out = _multiply_few(x.reshape(-1, x.shape[-1]), weight, activation=activation, interpret=interpret)
+            out = _multiply_few(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
             return out.reshape(*x.shape[:-1], -1)
 
         return dispatch(implementation, None, of_few, reference, x, weight)

@@ -62,9 +62,9 @@ class Sizes(NamedTuple):
     stages: int  # loop iterations whose loads are in flight
 
 
-LONG = Sizes(
-    parts=2, tile=64, columns=128, stages=3
-)  # of weights of two bytes; four stages if all programs run at once
+# With weights of two bytes; four stages if a multiprocessor has one program. At 64 rows every stage but one takes 32
+# KiB of shared memory, of which compute capability 8.9 has 99.
+LONG = Sizes(parts=2, tile=64, columns=128, stages=3)
 
 
 def parts_of(
@@ -253,7 +253,7 @@ def split_matmul(
         return join(own, weight, x.dtype)
     assert not first or not isinstance(weight, Quantized)
     (out, inner), shape = (weight.shape[0] - first, weight.shape[1]), x.shape[:-1]
-    rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else 2
+    rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
     if has_group_scales(weight):

@@ -171,6 +171,7 @@ def best_tree(
     """
     kernel = functools.partial(run_kernel, nodes=nodes)
     reference = functools.partial(_reference, nodes=nodes, implementation=implementation)
-    if nodes > MOST_NODES or hopper_kernel.multiprocessors() is None:
+    _, depth, k = log_probs.shape
+    if nodes > MOST_NODES or depth * nodes * k > OUT or hopper_kernel.multiprocessors() is None:
         return tuple(reference(root, tokens, log_probs))
     return tuple(hopper_kernel.choose_compiled(implementation, kernel, reference, root, tokens, log_probs))

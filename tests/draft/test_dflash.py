@@ -79,7 +79,7 @@ def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = RO
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:
-    model, tensors = target(), tensors_of()
+    model, tensors = target(), options.pop("tensors", tensors_of())
     embed, output = np.asarray(model.embed), np.asarray(model.output_head, np.float64)
     features = options.pop("features", states())
     config = {**CONFIG, **options.pop("changes", {})}
@@ -94,6 +94,23 @@ def test_block_of_a_dflash_head_has_the_logits_of_the_formulas(tmp_path: Path, d
     np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
     for control in (expected(depth, causal=True), expected(depth, features=states()[::-1])):
         assert np.abs(found - control).max() > 50 * TOLERANCE * np.abs(right).max()
+
+
+def test_dflash_head_with_biases_adds_them_to_queries_keys_and_values(tmp_path: Path) -> None:
+    """The negative control has the biases of keys and values in each other's place."""
+    rng, tensors = np.random.default_rng(3), tensors_of()
+    for layer in range(2):
+        for name, size in (("q", 32), ("k", 16), ("v", 16), ("o", 16)):
+            tensors[f"layers.{layer}.self_attn.{name}_proj.bias"] = rng.normal(size=size).astype(np.float32)
+    folder = folders.write(tmp_path, {**CONFIG, "attention_bias": True}, tensors)
+    found = computed(DFlash.from_pretrained(folder, tree=Tree.chain(5)), target(), states())
+    right = expected(5, tensors=tensors)
+    np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())
+    swapped = {
+        n.replace("k_proj.b", "V.b").replace("v_proj.b", "k_proj.b").replace("V.b", "v_proj.b"): t
+        for n, t in tensors.items()
+    }
+    assert np.abs(found - expected(5, tensors=swapped)).max() > 50 * TOLERANCE * np.abs(right).max()
 
 
 def test_quantised_dflash_head_writes_the_context_of_its_quantised_weights(tmp_path: Path) -> None:

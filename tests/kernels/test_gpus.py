@@ -178,10 +178,10 @@ def append_or_move(dtype: Any, *, move: bool) -> Case:
     return partial(move_rows, implementation="pallas"), ([k] * 2, [v] * 2, table, *where, valid)
 
 
-def product(rows: int, kind: str | None = None) -> Case:
-    weight: Any = shape(6144, HIDDEN, dtype=BF16 if kind is None else jnp.int8 if kind == "int8" else FP8)
+def product(rows: int, kind: str | None = None, out: int = 6144) -> Case:
+    weight: Any = shape(out, HIDDEN, dtype=BF16 if kind is None else jnp.int8 if kind == "int8" else FP8)
     if kind is not None:
-        weight = Quantized(weight, shape(6144, dtype=F32), dynamic=kind == "fp8_dynamic")
+        weight = Quantized(weight, shape(out, dtype=F32), dynamic=kind == "fp8_dynamic")
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
@@ -277,6 +277,7 @@ CASES: dict[str, Case] = {
     "append": append_or_move(BF16, move=False),
     "move": append_or_move(BF16, move=True),
     **{f"product {rows}": product(rows) for rows in (5, 61)},
+    **{f"product {rows}, four stages": product(rows, out=4096) for rows in (5, 61)},
     **{f"product {rows} int8": product(rows, "int8") for rows in (5, 61)},
     **{f"product {rows} packed": packed_product(rows) for rows in (5, 61, 160)},
     "product 5 packed, float16": packed_product(5, jnp.float16),

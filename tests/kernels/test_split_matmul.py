@@ -179,6 +179,14 @@ def test_number_of_parts_for_large_weights_and_few_rows_is_above_one(
     assert parts_of(rows, out, inner, dtype) == parts
 
 
+def test_split_product_of_bfloat16_rows_by_a_float32_weight_matches_float64() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = jnp.asarray(rng.normal(size=(3, 2048)), BF16), jnp.asarray(rng.normal(size=(1024, 2048)), jnp.float32)
+    got = split_matmul(x, weight, implementation="pallas").astype(jnp.float32).sum(0)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(got, wanted, atol=0.01 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize(
     ("rows", "out", "inner"),
     [(65, 4096, 4096), (72, 4096, 14336), (88, 6144, 4096), (96, 6144, 4096), (128, 4096, 14336), (136, 4096, 4096)],

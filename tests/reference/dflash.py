@@ -73,7 +73,8 @@ def attention(
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     eps, both = config["rms_norm_eps"], np.concatenate([context, block])
     # Queries of the context are not used; they give the block's queries their positions.
-    q, k, v = ((both @ w[f"self_attn.{n}_proj.weight"].T).reshape(len(both), -1, dim).transpose(1, 0, 2) for n in "qkv")
+    projected = (both @ w[f"self_attn.{n}_proj.weight"].T + w.get(f"self_attn.{n}_proj.bias", 0.0) for n in "qkv")
+    q, k, v = (part.reshape(len(both), -1, dim).transpose(1, 0, 2) for part in projected)
     q, k = (norm(part, w[f"self_attn.{n}_norm.weight"], eps) for part, n in ((q, "q"), (k, "k")))
     q, k = rotated(q, config)[:, len(context) :], rotated(k, config)
     seen = np.triu(np.ones((len(block), len(both)), bool), len(context) - window + 1)
@@ -85,4 +86,6 @@ def attention(
         scores = np.where(seen, q[head] @ k[shared].T / math.sqrt(dim), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out[head] = weights / weights.sum(-1, keepdims=True) @ v[shared]
-    return out.transpose(1, 0, 2).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T
+    return out.transpose(1, 0, 2).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T + w.get(
+        "self_attn.o_proj.bias", 0.0
+    )
