@@ -2,8 +2,8 @@
 
     out[t, i] = activation(x[t] . w[i]) * (x[t] . w[I + i])        w = [gate, up], [2 I, K]    (arXiv:2002.05202)
 
-`hopper_kernel` has the kernel of many rows, of narrow weights and of float8. It divides the 14336 columns of an 8B model
-into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
+`hopper_kernel` has the kernel of many rows, of narrow weights and of float8. It divides the 14336 columns of an 8B
+model into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
 `int4_kernel` has that of packed weights. The kernel of a few rows is like that of `split_matmul`, but a program has a
 tile of gate and one of up.
 """
