@@ -145,10 +145,10 @@ def test_round_on_two_gpus_exchanges_no_logits_by_kernels_alone(tree: str | None
 
 
 @needs_kernels
-def test_exchanges_keep_two_buffers_for_four_parts_of_each_sum_in_bfloat16_and_for_the_best_tokens() -> None:
+def test_exchanges_keep_two_buffers_for_two_parts_of_each_sum_in_bfloat16_and_for_the_best_tokens() -> None:
     program, _ = compile_round(None, 2)
     words = 2 * math.ceil(128256 / 2 / SLICE)
-    assert exchange_bytes(program.compiled.as_text() or "", 2) == 2 * (2 * 2 * LAYERS * 4 * 4096 + 4 * words)
+    assert exchange_bytes(program.compiled.as_text() or "", 2) == 2 * (2 * 2 * LAYERS * 2 * 4096 + 4 * words)
 
 
 @pytest.mark.long
