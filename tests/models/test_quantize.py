@@ -159,7 +159,7 @@ def test_split_product_with_a_quantised_weight_is_one_kernel_without_spills(kind
     program = compile_for_h200(
         lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
     )
-    assert program.count("split_matmul") == 1
+    assert program.count("kCustomCall" if kind == "int4" else "split_matmul") == 1  # int4 has a kernel of its own
     assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
 
 
