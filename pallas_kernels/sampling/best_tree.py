@@ -5,26 +5,25 @@ its last token, and as the path whose last token is the next likelier one at tha
 paths in the order of their probabilities: it holds the paths that may be next, and takes the best of them. Then the
 path with the next token of the same depth takes its place, and the path with one token more joins them.
 
-A path that may be next is an integer, (depth * nodes + parent) * k + rank of its token. Of equally probable paths the
-kernel takes the one with the smallest integer. The reference finds the best paths of each depth with one kernel each.
+A path that may be next is an integer, (depth * nodes + parent) * k + rank of its token; no path is `OUT`. Of equally
+probable paths the kernel takes the one with the smallest integer. The reference finds the best paths of each depth with
+one kernel each.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.sampling.top_log_probs import top, top_in_order
+from pallas_kernels.sampling.top_log_probs import OUT, top, top_in_order
 
 LANES = 128  # threads of a warpgroup
 MOST_NODES = 1024  # most nodes of a tree; each thread holds the paths of nodes / 128
-OUT = np.int32(2**31 - 1)  # integer of no path
 
 
 def _best_tree(root_ref, tokens_ref, log_probs_ref, *refs, nodes, depth, k):
@@ -43,6 +42,10 @@ def _best_tree(root_ref, tokens_ref, log_probs_ref, *refs, nodes, depth, k):
 
     slot = per_slot(lax.broadcasted_iota(jnp.int32, (slots,), 0))
 
+    def split(path):
+        """Returns the rank of a path's token, its parent, and its depth, from 0 on."""
+        return path % k, path // k % nodes, path // (k * nodes)
+
     def log_prob(depth, rank):
         value = log_probs_ref[row, depth, rank]
         return jnp.where(value == value, value, -jnp.inf)  # a NaN would never be the largest score
@@ -52,7 +55,7 @@ def _best_tree(root_ref, tokens_ref, log_probs_ref, *refs, nodes, depth, k):
         scores, paths, depths = found
         score = jnp.max(scores)
         path = jnp.min(jnp.where(scores == score, paths, OUT))
-        rank, parent, own_depth = path % k, path // k % nodes, path // (k * nodes)
+        rank, parent, own_depth = split(path)
         scores_ref[index], paths_ref[index] = score, path
         before = jnp.where(parent == 0, 0.0, scores_ref[jnp.maximum(parent - 1, 0)])
         is_last, is_leaf = rank + 1 == k, own_depth + 1 == depth
@@ -74,7 +77,7 @@ def _best_tree(root_ref, tokens_ref, log_probs_ref, *refs, nodes, depth, k):
     def store(index, _):
         """Stores the path number `index` in its place: after those of smaller depth, and after those taken before."""
         path = paths_ref[index]
-        rank, parent, own_depth = path % k, path // k % nodes, path // (k * nodes)
+        rank, parent, own_depth = split(path)
         is_before = (depths < own_depth) | ((depths == own_depth) & (slot < index))
         place = 1 + jnp.sum(is_before.astype(jnp.int32))
         places_ref[index] = place

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling import best_tree as module
-from pallas_kernels.sampling.best_tree import best_tree, run_kernel
+from pallas_kernels.sampling.best_tree import MOST_NODES, best_tree, run_kernel
 from tests.support.h200 import compile_for_h200
+from tests.support.mosaic import interpreted as run_interpreted
 
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
 # Nodes, depth, k. A thread has two paths of 129 nodes.
@@ -77,14 +77,8 @@ def test_kernel_interpreted_finds_the_most_probable_of_all_paths(nodes: int, dep
 
 
 def interpreted(*arrays: Any) -> Any:
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore[attr-defined]
     *given, nodes = arrays
-    got = jax.block_until_ready(run_kernel(*given, nodes=nodes, interpret=params))
-    assert not gpu_callbacks.get_races().races_found
-    return got
+    return run_interpreted(run_kernel, *given, nodes=nodes)
 
 
 @mosaic
@@ -102,7 +96,7 @@ def test_h200_tree_of_a_block_is_one_launch_without_spills(nodes: int, rows: int
     shapes = [jax.ShapeDtypeStruct(size, kind) for size, kind in (((rows,), "int32"), ((rows, 7, 10), "int32"))]
     arrays = (*shapes, jax.ShapeDtypeStruct((rows, 7, 10), "float32"))
     assert len(compile_for_h200(partial(best_tree, nodes=nodes), *arrays, fail_on_spills=True).launches) == 1
-    too_many = compile_for_h200(partial(best_tree, nodes=module.MOST_NODES + 1), *arrays)
+    too_many = compile_for_h200(partial(best_tree, nodes=MOST_NODES + 1), *arrays)
     assert len(too_many.launches) > 1, "a larger tree takes a launch a depth"
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.layers.int4_tiling import Tiles
 from pallas_kernels.layers.quantized import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.h200 import compile_for_h200
+from tests.support.mosaic import interpreted as run_interpreted
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -128,14 +129,7 @@ def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
 
 def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    # With fewer TMA threads two copies could look ordered only because one queue held both.
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    got = np.asarray(jax.block_until_ready(function(*arguments, interpret=params, **options)), np.float64)
-    assert not gpu_callbacks.get_races().races_found
-    return got.sum(axis=0)
+    return np.asarray(run_interpreted(function, *arguments, **options), np.float64).sum(axis=0)
 
 
 @mosaic

@@ -22,6 +22,7 @@ from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quan
 from tests.reference.activations import ACTIVATIONS
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
+from tests.support.mosaic import interpreted as run_interpreted
 
 BF16, F16, F32, FP8 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -69,14 +70,7 @@ def test_gated_matmul_by_xla_applies_the_activation_function_that_is_given(activ
 
 def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16, activation: Activation = "silu") -> jax.Array:
     """Run the Hopper kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    # With fewer TMA threads two copies could look ordered only because one queue held both.
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"tiles": tiles, "dtype": dtype, "activation": activation, "interpret": params}
-    got = jax.block_until_ready(multiply(*arrays, **options))
-    assert not gpu_callbacks.get_races().races_found
+    got = run_interpreted(multiply, *arrays, tiles=tiles, dtype=dtype, activation=activation)
     assert got.shape[0] == tiles.parts
     return got.sum(axis=0)
 

@@ -19,6 +19,7 @@ from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized
 from tests.reference import int4 as reference
 from tests.reference.activations import ACTIVATIONS
+from tests.support.mosaic import interpreted as run_interpreted
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -43,14 +44,7 @@ def test_bytes_of_128_columns_are_the_registers_of_wgmma_in_their_order() -> Non
 
 def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    # With fewer TMA threads two copies could look ordered only because one queue held both.
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"tiles": tiles, "dtype": F32, "interpret": params, **more}
-    got = jax.block_until_ready(multiply(x, *weight, **options))
-    assert not gpu_callbacks.get_races().races_found
+    got = run_interpreted(multiply, x, *weight, tiles=tiles, dtype=F32, **more)
     assert got.shape == (tiles.parts, len(x), len(weight[0]) // (2 if more else 1))
     return np.asarray(got, np.float64).sum(axis=0)
 

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import paged_attention, prompt_attention
 from pallas_kernels.attention.prompt_kernel import attend_prompts
 from tests.support.gpus import H100, compile_for
+from tests.support.mosaic import interpreted as run_interpreted
 
 BF16, I32, BLOCK = jnp.bfloat16, jnp.int32, 16
 mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernel needs jax 0.11")
@@ -70,14 +71,9 @@ def wanted(arrays: list[jax.Array], window: int | None) -> np.ndarray:
 
 def interpreted(arrays: list[jax.Array], **options: Any) -> np.ndarray:
     """Run the Hopper kernel in jax's interpreter; fail if races are detected."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public function returns the races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)  # type: ignore[attr-defined]
-    got = attend_prompts(*arrays, scale=arrays[0].shape[-1] ** -0.5, interpret=params, **options)
-    got = np.asarray(got, np.float32)
-    assert not gpu_callbacks.get_races().races_found
-    return got
+    return np.asarray(
+        run_interpreted(attend_prompts, *arrays, scale=arrays[0].shape[-1] ** -0.5, **options), np.float32
+    )
 
 
 @mosaic
