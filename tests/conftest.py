@@ -21,6 +21,8 @@ SHARED = Path(os.environ.get("JSPEC_SHARED", REPOSITORY.parent / "shared"))
 PACKAGES = ["jspec", "pallas_kernels", "convert"]
 DEVICE_MARKS = ("gpu", "h200")
 DEVICES = 4  # of which all tests but those of several devices use the first
+MEMORY_MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
 QUICK_TO_COMPILE = (  # compilation for the CPU takes nearly all of a run's time; these flags make it faster
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -108,6 +110,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs a GPU, this run has {device.device_kind}: run with -m {min(marks)} where one is")
     if "h200" in marks and "H200" not in device.device_kind:
         pytest.skip(f"holds on an H200, this is {device.device_kind}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Free compiled programs after a file of tests if this process has many memory maps."""
+    yield
+    free_programs(MANY_MAPS)
+
+
+def free_programs(most_maps: int) -> None:
+    """Free the compiled programs that nothing uses any more if this process has more memory maps than `most_maps`.
+
+    A program compiled for the CPU holds dozens. Linux allows a process 65,530; jax crashes when it needs one more.
+    """
+    if MEMORY_MAPS.exists() and MEMORY_MAPS.read_bytes().count(b"\n") > most_maps:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -208,11 +208,13 @@ def test_aborted_requests_and_closed_streams_free_their_pages(
     stream.close()
 
     async def leave() -> None:
-        task = asyncio.create_task(two.agenerate(["abc", "abd"], max_tokens=60))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with held(two.engines[index]):
+            task = asyncio.create_task(two.agenerate(["abc", "abd"], max_tokens=60))
+            while two._threads._threads[index].num_unfinished < 2:
+                await asyncio.sleep(0.005)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         chunks = two.astream("abc", max_tokens=60)
         await anext(chunks)
         await chunks.aclose()  # type: ignore[attr-defined]
