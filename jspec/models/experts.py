@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -61,8 +60,8 @@ def mix_experts(
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
     shared = among_experts(layer, config, len(flat), deterministic=deterministic)
-    router = replace(config.router, shared=shared)
-    chosen, weights = choose_experts(flat, layer, router, None if used is None else used.ravel(), **fixed)
+    own_used = None if used is None else used.ravel()
+    chosen, weights = choose_experts(flat, layer, config.router, own_used, shared=shared, **fixed)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
@@ -106,6 +105,7 @@ def choose_experts(
     router: Router,
     used: Bool[Array, "rows"] | None,
     *,
+    shared: int,
     implementation: Implementation,
     deterministic: bool,
 ) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
@@ -120,5 +120,6 @@ def choose_experts(
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
+    fixed |= {"used": used, "shared": shared}
     return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, **fixed)

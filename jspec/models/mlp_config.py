@@ -72,8 +72,6 @@ class Router(Choice):
         """
         numbers = {"num_experts": self.count, "num_experts_per_tok": self.chosen, "routed_scaling_factor": self.factor}
         positive_values("config", numbers | {"n_group": self.groups, "topk_group": self.chosen_groups})
-        if self.shared:
-            raise CheckpointError("shared", f"expected 0, as mixtures set it for each call, got {self.shared}")
         if self.scores not in SCORES:
             raise unsupported("scoring_func", self.scores, " or ".join(map(repr, SCORES)))
         if self.groups > 1 and self.summed != (1 if self.scores == "softmax" else 2):

@@ -44,8 +44,6 @@ class Choice:
         groups: number of groups of experts; a row chooses among the experts of its best groups (arXiv:2412.19437).
         chosen_groups: number of groups that a row chooses.
         summed: number of a group's largest scores whose sum is the score of the group, 1 or 2.
-        shared: number of experts that every row uses beside the chosen ones, with weight 1; their indices are `count`,
-            `count` + 1 and so on.
     """
 
     count: int
@@ -56,23 +54,17 @@ class Choice:
     groups: int = 1
     chosen_groups: int = 1
     summed: int = 2
-    shared: int = 0
-
-    @property
-    def used(self) -> int:
-        """Number of experts that a row uses."""
-        return self.chosen + self.shared
 
 
-def _reference(logits, bias, correction, used, *, choice, deterministic):
+def _reference(logits, bias, correction, used, *, choice, shared, deterministic):
     logits = logits if bias is None else logits + bias
     rows = (logits,) if used is None else (logits, used)
-    run = functools.partial(_reference_rows, correction=correction, choice=choice)
+    run = functools.partial(_reference_rows, correction=correction, choice=choice, shared=shared)
     experts, weights = in_row_blocks(run, *rows) if deterministic else run(*rows)
     return experts.T, weights.T
 
 
-def _reference_rows(logits, used=None, *, correction, choice):
+def _reference_rows(logits, used=None, *, correction, choice, shared):
     """Returns the experts and their weights, [rows, used] each."""
     scores = _scores(logits, choice)
     keys = _keys(logits, correction, choice)
@@ -92,9 +84,9 @@ def _reference_rows(logits, used=None, *, correction, choice):
         total = sum_f32([weights[:, place] for place in range(choice.chosen)])
         weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     experts, weights = experts.astype(jnp.int32), weights * choice.factor
-    if choice.shared:
-        behind = (0, 0), (0, choice.shared)
-        index = choice.count - choice.chosen + jnp.arange(choice.used)
+    if shared:
+        behind = (0, 0), (0, shared)
+        index = choice.count - choice.chosen + jnp.arange(choice.chosen + shared)
         experts = jnp.where(index < choice.count, jnp.pad(experts, behind), index)
         weights = jnp.pad(weights, behind, constant_values=1)
     weights = jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, weights)
@@ -158,6 +150,7 @@ def _kernel(
     # static parameters
     *,
     choice,
+    shared,
 ):
     """Chooses the experts of one row, one after another, in one Pallas program of one warp."""
     row, expert = pl.program_id(0), jnp.arange(pl.next_power_of_2(choice.count))
@@ -178,14 +171,14 @@ def _kernel(
         keys = jnp.where(_of_best_groups_in_kernel(keys, expert, choice), keys, -jnp.inf)
     # Choose. A warp finds the maximum of integers in one instruction.
     left = jnp.where(is_expert, _ordered_integers(keys), LEAST)
-    place = jnp.arange(pl.next_power_of_2(choice.used))
+    place = jnp.arange(pl.next_power_of_2(choice.chosen + shared))
     experts = choice.count - choice.chosen + place  # from place `chosen` on, the indices of the shared experts
     for own in range(choice.chosen):
         best = jnp.min(jnp.where(left == jnp.max(left), expert, choice.count))
         experts = jnp.where(place == own, best, experts)
         left = jnp.where(expert == best, LEAST, left)
     # Weight.
-    is_place, is_used = place < choice.chosen, place < choice.used
+    is_place, is_used = place < choice.chosen, place < choice.chosen + shared
     weights = _scores(load(experts, is_place), choice)
     if choice.scores == "softmax":
         top = jnp.max(weights if choice.is_normalised else logits)
@@ -223,11 +216,11 @@ def _of_best_groups_in_kernel(keys, expert, choice):
     return jnp.max((is_own & is_best[None, :]).astype(jnp.int32), axis=1) > 0
 
 
-def _pallas(logits, bias, correction, used, *, choice, deterministic, interpret):
+def _pallas(logits, bias, correction, used, *, choice, shared, deterministic, interpret):
     del deterministic  # a program computes one row, in the same way for any number of rows
-    shape = choice.used, logits.shape[0]
+    shape = choice.chosen + shared, logits.shape[0]
     return pl.pallas_call(
-        functools.partial(_kernel, choice=choice),
+        functools.partial(_kernel, choice=choice, shared=shared),
         grid=(logits.shape[0],),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
@@ -236,7 +229,7 @@ def _pallas(logits, bias, correction, used, *, choice, deterministic, interpret)
     )(logits, bias, correction, used)
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "deterministic", "implementation"))
+@functools.partial(jax.jit, static_argnames=("choice", "shared", "deterministic", "implementation"))
 def route(
     logits: Float[Array, "rows experts"],
     choice: Choice,
@@ -244,6 +237,7 @@ def route(
     bias: Float[Array, "experts"] | None = None,
     correction: Float[Array, "experts"] | None = None,
     used: Bool[Array, "rows"] | None = None,
+    shared: int = 0,
     deterministic: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
@@ -255,6 +249,8 @@ def route(
         bias: bias of the logits; None: none.
         correction: correction of the scores for the choice; None: none.
         used: whether a row chooses experts; the indices of other rows are -1. None: all rows do.
+        shared: number of experts that every row uses beside the chosen ones, with weight 1; their indices are `count`,
+            `count` + 1 and so on.
         deterministic: make the bits of a row's result independent of the number of rows. This option changes only the
             reference, because the kernel's results never depend on the number of rows.
         implementation: as in `paged_attention`.
@@ -267,6 +263,6 @@ def route(
         NotImplementedError: implementation is "pallas", and there are more experts than the kernel supports.
     """
     unsupported = None if choice.count <= MOST else f"at most {MOST} experts, got {choice.count}"
-    options = {"choice": choice, "deterministic": deterministic}
+    options = {"choice": choice, "shared": shared, "deterministic": deterministic}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
     return dispatch(implementation, unsupported, kernel, reference, logits, bias, correction, used)

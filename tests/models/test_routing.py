@@ -26,8 +26,6 @@ ROUTERS = {
     "groups of one": Router(4, 2, groups=4, chosen_groups=3, summed=1),
     "one of one": Router(1, 1),
     "all": Router(5, 5, is_normalised=False),
-    "shared": Router(8, 3, scores="sigmoid", factor=2.5, shared=2),
-    "shared, softmax": Router(6, 1, is_normalised=False, shared=1),
 }
 
 
@@ -46,8 +44,8 @@ def loop(logits: np.ndarray, router: Router, correction: np.ndarray | None) -> t
         chosen = np.argsort(-np.where(allowed, keys, -np.inf), kind="stable")[: router.chosen]
         own = scores[chosen]
         own = router.factor * (own / own.sum() if router.is_normalised else own)
-        experts.append([*chosen, *range(router.count, router.count + router.shared)])
-        weights.append([*own, *[1.0] * router.shared])
+        experts.append(chosen)
+        weights.append(own)
     return np.stack(experts, axis=1), np.stack(weights, axis=1)
 
 
@@ -75,7 +73,6 @@ def test_route_chooses_and_weights_the_experts_of_a_loop_over_rows(name: str) ->
 WRONG: dict[str, list[dict[str, Any]]] = {
     "softmax, normalised": [{"is_normalised": False}, {"scores": "sigmoid"}],
     "sigmoid, normalised, corrected": [{"factor": 1.0}, {"is_normalised": False}],
-    "shared": [{"shared": 2, "count": 8, "factor": 1.0}],
     "groups": [{"groups": 1, "chosen_groups": 1}, {"chosen_groups": 3}],
 }
 
@@ -220,7 +217,6 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
             Router(8, 3, scores="sigmoid", groups=4, chosen_groups=2, summed=1),
             "topk_method: expected groups by the sum of the two largest of sigmoid scores, got .*sum of the 1 largest",
         ),
-        (Router(8, 3, shared=1), "shared: expected 0, as mixtures set it for each call, got 1"),
         (Router(4, 3, scores="sigmoid", groups=4, chosen_groups=3), "n_group: .* 4 experts, at least 2 a group, got 4"),
     ],
 )
@@ -231,4 +227,4 @@ def test_router_with_impossible_numbers_is_refused(router: Router, message: str)
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_routers_of_these_tests_are_supported(router: Router) -> None:
-    replace(router, shared=0).check()
+    router.check()
