@@ -132,6 +132,15 @@ def free_programs(most_maps: int) -> None:
 
 
 @pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Exclude what earlier tests left from garbage collection, which visits all of it at each `gc.collect`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
 def runs_long() -> Iterator[None]:
     """Compile with more optimisation than `cpu_flags` allows, where engines run longer than they compile."""
     from jspec.step.program import Program

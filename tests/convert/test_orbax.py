@@ -23,7 +23,7 @@ from jspec.tools.info import describe
 from tests.support import byte_pair, folders, tokenizer_folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("small_heap")]  # damage makes the loader collect garbage
 
 CONFIG = read_config(TARGET)
 DTYPES = ["float32", "bfloat16", "float16"]

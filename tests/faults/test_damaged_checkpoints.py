@@ -29,6 +29,7 @@ from tests.support.folders import EAGLE, HEAD, TARGET
 
 pytestmark = [
     pytest.mark.once,
+    pytest.mark.usefixtures("small_heap"),  # damage in a converted folder makes the loader collect garbage
     pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR|torch.quantize_per_tensor|TypedStorage)"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # raised in threads of orbax
 ]
