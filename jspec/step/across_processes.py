@@ -32,6 +32,7 @@ from jspec.step.executables import Check, Executables
 from jspec.step.memory import DeviceMemory
 from jspec.step.on_mesh import spans_processes
 from jspec.step.program import Params, Program
+from jspec.step.program_memory import ProgramMemory
 from jspec.step.same_engine import compared, sample
 
 # Time after an error of the devices to notice that another process was lost, in process 0 and in others.
@@ -241,9 +242,9 @@ class Lead(Shared):
             number = next(self._compilations)
             self._everywhere("compile", lambda: None, keys=[asdict(key) for key in keys], compilation=number)
 
-            def check_all(executables: Sequence[Any]) -> None:
+            def check_all(memory: Sequence[ProgramMemory]) -> None:
                 answers = [self._answer(other, number) for other in self.job.links]
-                check(executables)
+                check(memory)
                 self._compare([{"digests": programs.digests}, *answers])
 
             programs.compile(keys, check_all)

@@ -29,6 +29,7 @@ from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
 from jspec.step.on_mesh import helper_on, shapes_of, spans_processes, step_on
 from jspec.step.prefill import draft_prefill_step, prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
+from jspec.step.program_memory import ProgramMemory, program_memory
 from jspec.step.split_decode import commit_step, draft_step, mask_shape, verify_step
 from pallas_kernels.dispatch import describe, resolve
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 PENDING_ROWS_HEAD = 3  # number of int32 values before the page row: slot, root, committed rows
 
-Check = Callable[[Sequence[Any]], None]
+Check = Callable[[Sequence[ProgramMemory]], None]
 
 
 class Executables:
@@ -51,6 +52,7 @@ class Executables:
 
     Attributes:
         compiled: the executables by key.
+        memory: memory of each executable by key.
         page_updates: number of page table entries that one call of "update_page_table" writes.
         seconds: compilation time of each executable in seconds, by name.
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
@@ -76,6 +78,7 @@ class Executables:
         self._divides = program.mesh is not None and program.mesh.size > 1
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
+        self.memory: dict[ExecutableKey, ProgramMemory] = {}
         self.seconds: dict[str, float] = {}
         self.lower_seconds: dict[str, float] = {}
         self.digests: dict[str, str] = {}
@@ -90,13 +93,14 @@ class Executables:
         has_pending_rows = self._program.drafter.has_pending_rows and self._config.prefix_cache
         return kinds + (["write_pending_rows"] if has_pending_rows else [])
 
-    def compile(self, keys: Sequence[ExecutableKey], check: Check = lambda executables: None) -> None:
+    def compile(self, keys: Sequence[ExecutableKey], check: Check = lambda memory: None) -> None:
         """Compile the programs with the given keys, except those that are compiled already.
 
         Only the caller waits; other threads may run programs meanwhile.
 
         Args:
-            check: function that is called with all executables, old and new; if it raises, no new one is stored.
+            check: function that is called with the memory of all executables, old and new; if it raises, no new one
+                is stored.
         """
         if all(key in self.compiled for key in keys):
             return  # without waiting for another thread's compilation
@@ -114,8 +118,10 @@ class Executables:
                     futures[key] = pool.submit(self._compile_one, self._name(key), self._lower(key))
                     futures[key].add_done_callback(lambda _: progress.update())
             new = {key: future.result() for key, future in futures.items()}  # if one fails, none is stored
-            check([*self.compiled.values(), *new.values()])
-            self.compiled.update(new)
+            memory = self.memory | {key: needed for key, (_, needed) in new.items()}
+            check(list(memory.values()))
+            self.memory = memory
+            self.compiled.update((key, executable) for key, (executable, _) in new.items())
 
     def cover(self, key: ExecutableKey) -> ExecutableKey:
         """Find the compiled program that can do the work of a program with the fewest additional outputs and rows.
@@ -206,12 +212,12 @@ class Executables:
         """Return the shape of a program's token masks, if it takes any."""
         return [mask_shape(rows, nodes, self._params.main.config.vocab_size)] if key.masked else []
 
-    def _compile_one(self, name: str, lowered: Any) -> Any:
+    def _compile_one(self, name: str, lowered: Any) -> tuple[Any, ProgramMemory]:
         start = time.perf_counter()
         executable = lowered.compile(compiler_options=self._program.compiler_options)
         self.seconds[name] = time.perf_counter() - start
         logger.info("compiled %s in %.1f s", name, self.seconds[name])
-        return executable
+        return executable, program_memory(executable, 1 if self._program.mesh is None else self._program.mesh.size)
 
     def _name(self, key: ExecutableKey) -> str:
         return key.name(self._program.drafter.tree.depth)

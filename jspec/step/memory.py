@@ -5,13 +5,12 @@ The plan also sets the number of cache pages, unless the user gives one or the d
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -23,6 +22,7 @@ from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.quantize import widened_bytes
 from jspec.step.program import Params, Program, init_state
+from jspec.step.program_memory import ProgramMemory
 
 # With a prefix cache, the automatic number of pages is at most this multiple of what all slots can use at once.
 PREFIX_CACHE_FACTOR = 4
@@ -276,24 +276,20 @@ def fit(planner: MemoryPlanner, pool: PoolShape) -> tuple[PoolShape, MemoryPlan]
     return pool, plan
 
 
-def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -> MemoryPlan:
+def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[ProgramMemory]) -> MemoryPlan:
     """Make a plan with a measured workspace, which is the largest temporary memory of any compiled program.
 
     Args:
-        programs: the compiled programs.
+        programs: memory of the compiled programs.
 
     Raises:
         ValueError: the total exceeds the device's memory.
     """
     plan, programs = planner.plan(pool), list(programs)
-    analyses = [analysis for program in programs if (analysis := program.memory_analysis()) is not None]
-    if not analyses:
+    known = [one.workspace for one in programs if one.workspace is not None]
+    if not known:
         return plan
-    workspace = max(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses)
-    workspace += planner.received(pool)
-    exchanges = 0
-    if planner.devices > 1:
-        exchanges = sum(exchange_bytes(program.as_text(), planner.devices) for program in programs)
+    workspace, exchanges = max(known) + planner.received(pool), sum(one.exchanges for one in programs)
     plan = replace(plan, workspace=workspace, exchanges=exchanges, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device
@@ -302,26 +298,6 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Any]) -
             f"{planner.suggest_smaller(pool, planner.plan(pool).total - over)}"
         )
     return plan
-
-
-def exchange_bytes(text: str, devices: int) -> int:
-    """Return the bytes that the exchanges of a program keep on each device as long as the program exists.
-
-    A kernel that exchanges arrays has two buffers of its own for what the device sends. `memory_analysis` of the
-    compiled program does not count them.
-
-    Args:
-        text: the compiled program.
-        devices: number of devices.
-    """
-    sent = 0
-    for shapes, kind in re.findall(r"= (.*) all-(gather|reduce)\(.*\"KERNEL_STRATEGY_TRITON", text):
-        arrays = re.findall(r"([a-z]+)(\d*)\w*\[([\d,]*)\]", shapes)
-        received = sum(
-            int(bits or 8) // 8 * math.prod(map(int, filter(None, sizes.split(",")))) for _, bits, sizes in arrays
-        )
-        sent += received // devices if kind == "gather" else received
-    return 2 * sent
 
 
 @contextmanager

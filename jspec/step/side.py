@@ -36,6 +36,7 @@ from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
 from jspec.step.executables import Executables
 from jspec.step.on_mesh import log_devices, make_state, on_one, sender, spans_processes
 from jspec.step.program import Params, Program
+from jspec.step.program_memory import ProgramMemory
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,9 @@ class Side:
         if self.missing(keys):
             self._calls.compile(self.own(keys), self.programs, self._update_memory_plan)
 
-    def _update_memory_plan(self, executables: Sequence[Any]) -> None:
+    def _update_memory_plan(self, programs: Sequence[ProgramMemory]) -> None:
         """Replace the memory plan by one with the programs' measured memory; raise an error if it does not fit."""
-        self.memory_plan = memory.measured(self.planner, self._pool, executables)
+        self.memory_plan = memory.measured(self.planner, self._pool, programs)
         logger.info("%s", self.memory_plan)
 
     # -- steps, which are started without waiting for their results

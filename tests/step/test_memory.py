@@ -17,10 +17,11 @@ from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
 from jspec.models.kv_cache import PoolShape
-from jspec.step import memory
+from jspec.step import executables, memory
 from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, MemoryPlanner, fit
 from jspec.step.program import Params, Program, init_state
+from jspec.step.program_memory import ProgramMemory, exchange_bytes, program_memory
 from tests.support import small, tiny
 
 pytestmark = pytest.mark.once
@@ -237,6 +238,10 @@ def program(**sizes: int) -> Any:
     return SimpleNamespace(memory_analysis=lambda: analysis)
 
 
+def needs(**sizes: int) -> ProgramMemory:
+    return program_memory(program(**sizes), devices=1)
+
+
 KERNEL = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
 EXCHANGES = (
     # text of an operation, and how many bytes each of two devices sends
@@ -251,7 +256,7 @@ EXCHANGES = (
 
 @pytest.mark.parametrize(("text", "sent"), EXCHANGES)
 def test_kernel_that_exchanges_arrays_keeps_two_buffers_for_what_a_device_sends(text: str, sent: int) -> None:
-    assert memory.exchange_bytes(text, devices=2) == 2 * sent
+    assert exchange_bytes(text, devices=2) == 2 * sent
 
 
 def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> None:
@@ -259,8 +264,9 @@ def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> No
     programs = [program(temp=10, output=0, alias=0) for _ in range(2)]
     for one, (text, _) in zip(programs, EXCHANGES, strict=False):
         one.as_text = lambda text=text: text
-    plain = memory.measured(planner, pool, programs)
-    plan = memory.measured(replace(planner, devices=2), pool, programs)
+    plain, plan = (
+        memory.measured(planner, pool, [program_memory(one, devices) for one in programs]) for devices in (1, 2)
+    )
     assert plan.exchanges == 2 * sum(sent for _, sent in EXCHANGES[:2]) and plan.total == plain.total + plan.exchanges
     assert "exchanges 129.17 KiB" in str(plan) and "exchanges" not in str(plain)
 
@@ -279,7 +285,12 @@ def test_engine_when_deleted_frees_device_memory_without_garbage_collection() ->
 
 
 def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the programs need too much memory, their request is refused before queueing and no program is stored."""
+    """If the programs need too much memory, their request is refused before queueing and no program is stored.
+
+    The memory of each program is read once.
+    """
+    read, own = [], program_memory
+    monkeypatch.setattr(executables, "program_memory", lambda one, count: read.append(one) or own(one, count))
     engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
     side, plan = engine.core.runner.target_side, engine.memory_plan
     count, planner = len(side.programs.compiled), side.planner
@@ -290,23 +301,22 @@ def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatc
     assert engine.generate([1, 2])[0].error is None
     monkeypatch.setattr(side, "planner", planner)
     assert engine.generate([1, 2], scored)[0].error is None
-    executables = list(engine.core.runner.programs.compiled.values())
-    assert len(executables) > count and engine.memory_plan == memory.measured(
-        planner, engine.core.runner.pool, executables
-    )
+    assert set(read) >= set(side.programs.compiled.values()) and len(read) == len(set(read))
+    found = [program_memory(one, devices=1) for one in side.programs.compiled.values()]
+    assert len(found) > count and engine.memory_plan == memory.measured(planner, engine.core.runner.pool, found)
     assert engine.memory_plan.workspace > plan.workspace
 
 
 def test_memory_plan_after_compilation_has_the_workspace_of_the_largest_program() -> None:
     planner, pool = planner_of(device(PLENTY))
     estimate = planner.plan(pool)
-    programs = [program(temp=10, output=500, alias=450), program(temp=70, output=100, alias=100)]
+    programs = [needs(temp=10, output=500, alias=450), needs(temp=70, output=100, alias=100)]
     plan = memory.measured(planner, pool, programs)
     assert (plan.workspace, plan.is_measured, plan.state) == (70, True, estimate.state)
-    unknown = memory.measured(planner, pool, [SimpleNamespace(memory_analysis=lambda: None)])
+    unknown = memory.measured(planner, pool, [program_memory(SimpleNamespace(memory_analysis=lambda: None), 1)])
     assert unknown == estimate and "noise and workspace (estimate)" in str(unknown)
     with pytest.raises(ValueError, match=r"the compiled programs need .* more than the device has"):
-        memory.measured(planner, pool, [program(temp=PLENTY, output=0, alias=0)])
+        memory.measured(planner, pool, [needs(temp=PLENTY, output=0, alias=0)])
 
 
 @pytest.mark.parametrize(

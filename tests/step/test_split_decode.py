@@ -202,15 +202,17 @@ def test_executables_that_run_out_of_memory_store_no_new_program(monkeypatch: py
     programs, made = lettered.chain().core.runner.programs, []
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_lower", programs._name)
-    monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or name)
+    monkeypatch.setattr(programs, "_compile_one", lambda name, lowered: made.append(name) or (name, name))
     plain, scored, masked = (
         ExecutableKey.round(1, 2),
         ExecutableKey.round(1, 2, logprobs=True),
         ExecutableKey.split(1, 2),
     )
 
-    def refuses_logprobs(executables: Any) -> None:
-        if any("logprobs" in str(name) for name in executables):
+    monkeypatch.setattr(programs, "memory", {})
+
+    def refuses_logprobs(memory: Any) -> None:
+        if any("logprobs" in str(name) for name in memory):
             raise ValueError("out of memory")
 
     programs.compile([plain, *masked], refuses_logprobs)
