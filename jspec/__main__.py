@@ -19,8 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ends with one line and exit status 130.
 
     Returns:
-        The exit status: 0 on success; 1 if `demo` finds a difference or `info` cannot load a folder; 2 if arguments or
-        files are wrong, after an error message of one line. `bench` may return further values.
+        The exit status: 0 on success; 1 if `demo` finds a difference, `info` cannot load a folder, or nobody reads the
+        output any more; 2 if arguments or files are wrong, after an error message of one line. `bench` may return
+        further values.
     """
     if argv is not None:
         return _load(argv)()

@@ -43,19 +43,20 @@ def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
 
 
 def check_conversation(engine: TextGenerator, own: dict[str, Any], field: str = "messages") -> None:
-    """Check that there are messages that are not too long, and a template to render them.
+    """Check that there are messages, a template to render them, and not too many characters in what it renders.
 
     Args:
         field: the field of the request that has the messages.
 
     Raises:
-        ApiError: one of the two is missing, or the messages are too long.
+        ApiError: one of the two is missing, or there are too many characters.
     """
     if "messages" not in own:
         raise invalid(field, "expected a list of messages, got nothing")
     if getattr(engine.tokenizer, "chat_template", "unknown") is None:
         raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
-    check_length(engine, field, sum(len(message.get("content") or "") for message in own["messages"]))
+    for name in ("messages", *TEMPLATE_OPTIONS):
+        check_length(engine, field if name == "messages" else name, count_characters(own.get(name)))
 
 
 def check_length(engine: TextGenerator, field: str, size: int) -> None:
@@ -67,6 +68,20 @@ def check_length(engine: TextGenerator, field: str, size: int) -> None:
     most = engine.config.max_len * CHARACTERS_PER_TOKEN
     if size > most:
         raise invalid(field, f"expected at most {most} characters, got {size}; send less at once")
+
+
+def count_characters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value, names among them."""
+    left, count = [value], 0
+    while left:
+        match left.pop():
+            case str() as text:
+                count += len(text)
+            case dict() as fields:
+                left += [*fields, *fields.values()]
+            case list() as values:
+                left += values
+    return count
 
 
 def template_names(own: dict[str, Any]) -> dict[str, str]:

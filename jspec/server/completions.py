@@ -10,6 +10,7 @@ from jspec.engine.request import Chunk, Request
 from jspec.engine.sampling_params import is_int
 from jspec.engine.token_logprobs import TokenLogprob
 from jspec.server.answers import Answer, finish_reason, stop_reason
+from jspec.server.chat import check_length
 from jspec.server.errors import invalid
 from jspec.server.fields import COMPLETIONS, Ask
 from jspec.server.logprobs import completion_logprobs, prompt_entries
@@ -75,6 +76,7 @@ class CompletionAnswer(Answer):
         tokenizer = self.service.engine.tokenizer
         if self.own.get("add_special_tokens", True) or tokenizer is None or isinstance(prompt, list):
             return prompt
+        check_length(self.service.engine, self.names.get("prompt", "prompt"), len(prompt))
         return tokenizer.encode(prompt, add_special_tokens=False)
 
     def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -50,13 +52,21 @@ def run(words: Sequence[str]) -> int:
     if words[:1] == ["convert"]:
         return convert.main(words[1:])
     _refuse_foreign(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that no text is lost that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if words[:1] == ["serve"]:
             words = ["serve", *serve.with_config(words[1:])]
         arguments = make_parser().parse_args(words)
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
             generate.join(arguments)
-            return arguments.run(arguments)
+            status = arguments.run(arguments)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError as error:  # nobody reads the output any more, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error when it ends
+        distributed.fail(error)
+        return 1
     except (ValueError, OSError, NotImplementedError, ImportError, distributed.ProcessLost) as error:
         print(f"jspec: {error}", file=sys.stderr)
         distributed.fail(error)

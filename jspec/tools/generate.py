@@ -17,7 +17,7 @@ import jax
 from convert import hub
 from jspec import distributed
 from jspec.core.config import ACCEPT_RULES, KV_DTYPES, QUANTIZE
-from jspec.core.tree import TREE_FORMS, Tree
+from jspec.core.tree import DEFAULT_TREE, TREE_FORMS, Tree
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
@@ -46,7 +46,6 @@ PRETRAINED: dict[str, Callable[..., Drafter]] = {
 }
 HEADS = ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")  # drafters that may use the target's output head
 QUANTIZABLE = (*HEADS, "draft_model")
-TREE = "chain:4"
 
 
 # -- options
@@ -92,7 +91,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     )
     drafters.add_argument("--ngram", action="store_true", help="draft what followed the newest tokens earlier")
     drafters.add_argument("--suffix", action="store_true", help="draft what most often followed the newest tokens")
-    parser.add_argument("--tree", help=f"draft tree: {TREE_FORMS}; default: {TREE}")
+    parser.add_argument(
+        "--tree", help=f"draft tree: {TREE_FORMS}; default: {DEFAULT_TREE}, or a shorter chain if the head ends there"
+    )
     parser.add_argument(
         "--accept", default=ACCEPT_RULES[0], metavar="RULE", help=f"accept rule: {', '.join(ACCEPT_RULES)}"
     )
@@ -230,22 +231,22 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer, **options: 
 
 def make_drafter(arguments: argparse.Namespace) -> Drafter | None:
     """Load the drafter that a parsed command line names; return None if it names none."""
-    tree, options = draft_options(arguments)
+    options = draft_options(arguments)
     for name, load in PRETRAINED.items():
         if path := getattr(arguments, name):
-            return load(path, tree=tree, dtype=arguments.dtype, **options)
+            return load(path, dtype=arguments.dtype, **options)
     if arguments.ngram:
-        return NGram(tree)
-    return Suffix(tree) if arguments.suffix else None
+        return NGram(**options)
+    return Suffix(**options) if arguments.suffix else None
 
 
-def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
-    """Return the draft tree of a parsed command line, and the drafter's keyword arguments that the line gives.
+def draft_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the drafter's keyword arguments that a parsed command line gives, except its path and dtype.
 
     Raises:
         ValueError: the tree is malformed, or an option needs a drafter that is not given.
     """
-    tree, options = Tree.parse(TREE if arguments.tree is None else arguments.tree), {}
+    options: dict[str, Any] = {} if arguments.tree is None else {"tree": Tree.parse(arguments.tree)}
     for option, name, drafters in (("draft_quantize", "quantize", QUANTIZABLE), ("draft_vocab", "draft_vocab", HEADS)):
         if (value := getattr(arguments, option)) is None:
             continue
@@ -257,7 +258,7 @@ def draft_options(arguments: argparse.Namespace) -> tuple[Tree, dict[str, Any]]:
         raise ValueError("--tree: expected a drafter that drafts it, got none; name one, --ngram for instance")
     if arguments.draft_device is not None:
         options["device"] = _draft_device(arguments)
-    return tree, options
+    return options
 
 
 def _flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -205,12 +206,35 @@ def test_tokenize_and_detokenize_are_the_engines(server: serving.Running) -> Non
             assert http.post(path, json=body).status_code == 400
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+LONG = "a" * (serving.MAX_LEN * CHARACTERS_PER_TOKEN + 1)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
+LONG_TOOL = {"name": "f", "description": LONG}
+CHAT = ("/tokenize", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
+
+
+@pytest.mark.parametrize(
+    ("paths", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+        (CHAT[:2], {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+        (
+            CHAT[:2],
+            {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        ),
+        (CHAT[2:], {"messages": MESSAGES[1:], "tools": [{"name": "f", "description": LONG, "input_schema": {}}]}),
+        (CHAT[:2], {"messages": MESSAGES, "chat_template_kwargs": {"a": [LONG]}}),
+        (("/tokenize", "/v1/completions"), {"prompt": LONG}),
+        (("/tokenize", "/v1/completions"), {"prompt": LONG, "add_special_tokens": False}),
+    ],
+    ids=["message", "call", "tool", "tool of messages", "template", "prompt", "prompt without special tokens"],
+)
 def test_texts_too_long_for_any_prompt_are_refused_before_they_are_tokenised(
-    server: serving.Running, path: str
+    server: serving.Running, monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], body: dict[str, Any]
 ) -> None:
-    text = "a" * (serving.MAX_LEN * CHARACTERS_PER_TOKEN + 1)
+    tokenizer = serving.engine().tokenizer
+    for name in ("encode", "chat"):
+        monkeypatch.setattr(type(tokenizer), name, lambda *given, **options: pytest.fail("tokenised"))
     with server.http() as http:
-        for body in ({"messages": [{"role": "user", "content": text}]}, {"prompt": text})[: 1 + (path == "/tokenize")]:
-            answer = http.post(path, json=body)
+        for path in paths:
+            answer = http.post(path, json={"max_tokens": 1, **body} if "tok" not in path else body)
             assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]

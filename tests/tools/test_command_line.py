@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from jspec.core.tree import TREE_FORMS
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.models.quantize import quantized_as
 from jspec.step.executables import Executables
+from jspec.tools import demo
 from jspec.tools.generate import make_drafter
 from jspec.tools.replay import continue_greedily
 from tests.support import folders
@@ -92,7 +97,7 @@ def options(**given: object) -> Namespace:
 
 def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], golden: Path) -> None:
     for text, tree in (
-        (None, Tree.chain(4)),
+        (None, Tree.chain(5)),
         ("chain:2", Tree.chain(2)),
         ("topk:6,2,3", Tree.topk(6, 2, 3)),
         ("static:0,1,0.0", Tree.static([(0,), (1,), (0, 0)])),
@@ -100,6 +105,8 @@ def test_drafter_made_from_the_tree_option_has_that_tree(small: dict[str, str], 
         for given in ({"ngram": True}, {"suffix": True}, {"eagle": small["eagle"]}):
             drafter = make_drafter(options(tree=text, **given))
             assert drafter is not None and drafter.tree == tree
+    medusa = make_drafter(options(medusa=small["medusa"]))
+    assert medusa is not None and medusa.tree == Tree.chain(3), "as many as there are heads"
     peagle = make_drafter(
         options(peagle=str(golden / "peagle/speculators/draft"), draft_quantize="int8", tree="chain:6")
     )
@@ -239,3 +246,23 @@ def test_generate_command_help_lists_tree_forms_and_accept_rules(capsys: pytest.
     out = " ".join(capsys.readouterr().out.split())
     assert TREE_FORMS in out
     assert all(rule in out for rule in ACCEPT_RULES)
+
+
+def test_command_whose_reader_has_gone_ends_without_a_word() -> None:
+    words = [sys.executable, "-m", "jspec", "info", "demo"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(120)) == ("", 1)
+
+
+def test_characters_that_the_encoding_of_the_output_lacks_are_escaped(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo.HEAD, tmp_path / "\u00e9")
+    done = subprocess.run(
+        [sys.executable, "-m", "jspec", "info", str(folder)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert rf"{tmp_path}/\xe9: Hugging Face folder" in done.stdout and "jspec:" not in done.stderr

@@ -183,7 +183,7 @@ def test_generate_command_given_demo_loads_the_embedded_target_head_and_tokenize
     assert main(["generate", "--target", "demo", "--eagle3", "demo", "def main("]) == 2
     assert "stop here" in capsys.readouterr().err
     ((target, drafter),) = built
-    assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (7, 2048, 4)
+    assert (target.num_layers, target.vocab_size, drafter.tree.depth) == (7, 2048, 5)
     tokenizer = generate.prepare(command_line.make_parser().parse_args(["generate", "--target", "demo", "x"]))
     assert tokenizer.decode(tokenizer.encode("def main(")) == "def main(" and len(tokenizer.encode("def main(")) < 6
     assert (demo.folder("other", "eagle3"), demo.folder("./demo", "eagle3")) == ("other", "./demo")
@@ -202,9 +202,9 @@ def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.Ca
     def options(*words: str) -> Any:
         return generate.draft_options(command_line.make_parser().parse_args(["generate", "--target", "none", *words]))
 
-    _, given = options("--draft-model", "none", "--draft-device", "2", "--draft-quantize", "int8")
+    given = options("--draft-model", "none", "--draft-device", "2", "--draft-quantize", "int8")
     assert given == {"device": jax.devices()[2], "quantize": "int8"}
-    assert options("--draft-model", "none")[1] == {}
+    assert options("--draft-model", "none") == {}
     for index in ("4", "-1"):
         with pytest.raises(ValueError, match=f"--draft-device: expected a number from 0 to 3, .* got {index}"):
             options("--draft-model", "none", "--draft-device", index)
