@@ -189,6 +189,7 @@ class Engine(EngineLoop, TextGenerator):
         with self._lock:
             super().close()
             self.input_processor.close()
+            self._async_steps.close()
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""

@@ -143,12 +143,17 @@ class AsyncSteps:
         self._checks = ThreadPoolExecutor(16, "check")  # for making requests; steps never wait for slow grammars
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, SharedSteps] = WeakKeyDictionary()
 
+    def close(self) -> None:
+        """Let the threads that make requests end."""
+        self._checks.shutdown(wait=False)
+
     async def stream(self, loop: EngineLoop, make: Callable[[], Request]) -> AsyncIterator[Chunk]:
         """Queue a request and yield the chunks of its completions; cancelling the task aborts the request.
 
         Args:
             make: function that makes and checks the request; called in a thread, because it may compile a grammar.
         """
+        loop._check_open()
         request = await asyncio.wrap_future(self._checks.submit(make))
         watch = self._watch(request.samples)
         try:
@@ -169,6 +174,7 @@ class AsyncSteps:
         Args:
             make: function that makes and checks the requests; called in a thread, because it may compile grammars.
         """
+        loop._check_open()
         asked = await asyncio.wrap_future(self._checks.submit(make))
         requests = [sample for request in asked for sample in request.samples]
         watch = self._watch(requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS
 from tests.support import folders, small, tiny
+from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
 
@@ -220,3 +223,21 @@ def test_engine_that_is_closed_raises_on_new_requests(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
             use()
     engine.close()
+
+
+def test_engine_that_is_closed_has_no_threads_and_refuses_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    before = set(threading.enumerate())
+
+    def checks() -> list[str]:
+        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("check")]
+
+    async def ask() -> None:
+        await asyncio.gather(*(engine.agenerate([1], SamplingParams(max_tokens=2)) for _ in range(3)))
+
+    with Engine(small.target(), slots=1, max_len=16, buckets=(1,), prefill_buckets=(8,)) as engine:
+        asyncio.run(ask())
+        assert checks(), "control"
+    wait_until(lambda: not checks())
+    with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
+        asyncio.run(ask())
