@@ -72,7 +72,10 @@ def long(*values: object) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "tree"),
-    [(SMALLER, CHAIN), (SMALLER, STATIC), (SMALLER, DYNAMIC), (LARGER, CHAIN), long(LARGER, STATIC), (LARGER, DYNAMIC)],
+    [
+        *((SMALLER, CHAIN), (SMALLER, STATIC), (LARGER, DYNAMIC)),
+        *(long(SMALLER, DYNAMIC), long(LARGER, CHAIN), long(LARGER, STATIC)),
+    ],
 )
 def test_draft_model_with_padded_vocabulary_gives_tokens_of_plain_decoding_from_common_ids(
     size: int, tree: str

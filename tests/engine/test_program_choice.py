@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import Engine, NGram, SamplingParams
 from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.request import Request
 from jspec.engine.sizes import RoundSize
@@ -51,7 +51,8 @@ def test_engine_that_compiles_ahead_compiles_all_buckets_at_its_start() -> None:
 
 
 def test_engine_warmup_compiles_everything_that_later_requests_need() -> None:
-    one = lettered.chain()
+    text: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
+    one = engine(drafter=NGram("chain:2"), slots=2, buckets=(2,), prefill_buckets=(6,), **text)
     one.warmup(logprobs=True, prompt_logprobs=True, trace=True, grammar=True)
     before = names(one)
     params = [

@@ -126,8 +126,15 @@ def run(program: Program, params: Params, state: SlotState) -> tuple[list[np.nda
     return reports, np.concatenate([row.ravel() for row in rows])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.topk(9, 3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("tree", "deterministic"),
+    [
+        pytest.param(Tree.chain(3), False, id="chain-False", marks=pytest.mark.long),
+        pytest.param(Tree.chain(3), True, id="chain-True"),
+        pytest.param(Tree.topk(9, 3, 3), False, id="tree-False"),
+        pytest.param(Tree.topk(9, 3, 3), True, id="tree-True", marks=pytest.mark.long),
+    ],
+)
 def test_round_whose_budget_is_all_nodes_equals_a_round_without_budget(tree: Tree, deterministic: bool) -> None:
     program, params = program_of(tree, deterministic=deterministic)
     state = prefilled(program, params)

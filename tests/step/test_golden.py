@@ -64,7 +64,7 @@ def test_eagle3_chain_on_recorded_prompts_has_the_recorded_first_draft_logits(
     monkeypatch.setattr(eagle, "write_pending_rows", spy)
     target = tiny.load_target(byte_pair.TARGET)
     spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
-    for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
+    for prompt, ids in enumerate(tiny.recorded_prompts(golden)[:6]):  # these have 157 rounds
         seen.clear()
         tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
         spied.generate(ids, SamplingParams(max_tokens=tokens, temperature=0))

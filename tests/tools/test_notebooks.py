@@ -25,7 +25,14 @@ def test_notebooks_in_the_folder_include_guides_and_others() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
-LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving", "8_train_a_head")
+LONG = (
+    "1_quickstart",
+    "2_how_a_token_is_made",
+    "3_draft_methods",
+    "4_trees_and_acceptance",
+    "7_serving",
+    "8_train_a_head",
+)
 
 
 @pytest.mark.parametrize(
