@@ -52,8 +52,8 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 LONG = ("draft model, tree",)  # by default, another drafter has a tree and a draft model has a chain
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft model, chain": {"page_size": 1},
-    "eagle3": {"deterministic": True},
-    "dflash": {"rounds_per_dispatch": 2, "controls": True},
+    "eagle3": {"deterministic": True, "draft_nodes": (1,)},
+    "dflash": {"rounds_per_dispatch": 2, "controls": True, "draft_nodes": (1,)},
 }
 
 
@@ -85,8 +85,8 @@ def generate(engine: Engine, temperature: float, penalty: float) -> list[list[in
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in DRAFTERS]
 )
 def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str) -> None:
-    sizes = [RoundSize(3), RoundSize(3, 2), RoundSize(3, 1), RoundSize(0)]
     engine = made(name)
+    sizes = [RoundSize(3), *(RoundSize(3, nodes) for nodes in engine.config.draft_nodes or ()), RoundSize(0)]
     for temperature in (0.0, 1.0):
         engine.policy = policy = Random(sizes)
         penalty = 1.3 if engine.config.controls else 1.0
@@ -99,11 +99,11 @@ def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str
 @pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformers(family: str, golden: Path) -> None:
     """Latent vectors of packed rows are unpacked before attention; with and without latent queries."""
-    folder, sizes = golden / "families" / family, [RoundSize(3, 1)]
+    folder, sizes = golden / "families" / family, [RoundSize(2, 1)]
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
-    drafter = DraftModel(target, Tree.chain(3))
-    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 3), controls=False, **own) as engine:
+    drafter = DraftModel(target, Tree.chain(2))
+    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
         engine.policy = policy = Random(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))

@@ -79,10 +79,7 @@ def named(case: tuple[str, Callable[[Model, Tree], Drafter], Tree]) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case[0] in DEFAULT else pytest.mark.long, id=named(case))
-        for case in ROTATION
-    ],
+    [pytest.param(case, marks=() if case[0] in DEFAULT else pytest.mark.long, id=named(case)) for case in ROTATION],
 )
 def test_engine_of_each_family_with_a_drafter_emits_the_greedy_tokens_of_transformers(
     golden: Path, case: tuple[str, Callable[[Model, Tree], Drafter], Tree]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.tools.convert import main
 from jspec.tools.testing import last_logits
 from tests.support import tiny
@@ -136,7 +136,7 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
     whole, prompt = tiny.load_target(folder), recording(folder / "expect.npz")["prompt2"].tolist()
     target = whole.replace(layers=whole.layers[:3], config=replace(whole.config, layers=whole.config.layers[:3]))
     found, most = [], []
-    for drafter in (None, "ngram"):
+    for drafter in (None, NGram("chain:1")):
         own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=False)
         with Engine(target, drafter=drafter, **own) as engine:
             pool, used = engine.core.scheduler.pages, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_prompts_are_different_beginnings_of_functions_and_classes_in_whole_line
 def test_acceptance_is_the_mean_number_of_tokens_of_a_round(few: scratch.Prompts) -> None:
     tree = Tree.chain(scratch.DEPTH)
     head = Eagle3.from_pretrained(demo.HEAD, tree=tree, dtype="float32")
-    with Engine.from_pretrained(demo.TARGET, drafter=head, slots=1, max_len=256, dtype="float32") as engine:
+    options: dict[str, Any] = dict(slots=6, buckets=(6,), max_len=256, dtype="float32", controls=False)
+    with Engine.from_pretrained(demo.TARGET, drafter=head, **options) as engine:
         params = SamplingParams(max_tokens=scratch.TOKENS, temperature=0)
         rounds = [one for done in engine.generate(few.kept, params, trace=True) for one in done.rounds]
     expected = 1 + sum(len(one.emitted[: one.accept_len]) for one in rounds) / len(rounds)  # the last may be cut

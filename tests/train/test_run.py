@@ -97,7 +97,7 @@ def test_heads_of_each_method_are_trained_and_draft(
     assert check_lossless(drafter, target, [[100, 101, 102]], **options) == {0.0: [], 1.0: []}
     if method == "eagle3":
         assert drafter.head.config.norm_output and drafter.head.config.fc_norm
-        again = runs.train(folder, "again", init=str(result.out), steps=1, held_out=0, **runs.NO_SHAPE)
+        again = runs.train(folder, "again", init=str(result.out), steps=1, **runs.NO_SHAPE)
         first = measured(again.out)[0]
         assert first["loss"] < measured(result.out)[0]["loss"]  # it goes on from trained weights
 
