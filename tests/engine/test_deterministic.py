@@ -124,7 +124,7 @@ def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> N
     ("dtype", "traits"),
     [
         pytest.param("float32", "llama", marks=pytest.mark.long),
-        ("bfloat16", "llama"),
+        pytest.param("bfloat16", "llama", marks=pytest.mark.long),  # as the engines below
         ("float32", "norms before and after"),
         ("bfloat16", "norms after"),
         pytest.param("float32", "experts, chunks", marks=pytest.mark.long),

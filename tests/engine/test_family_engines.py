@@ -29,15 +29,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ALWAYS = (
     ("gemma2", "pages of 1"),
     ("olmo3", "pages of 16"),
-    ("gpt_oss", "pages of 1"),
     ("llama4_text", "pages of 1"),
-    ("deepseek_v2", "pages of 1"),
     ("deepseek_v3", "deterministic"),
 )
 LONG = (
     ("gemma3_text", "deterministic"),
-    ("gemma4_text", "pages of 16"),  # these two decode on two devices by default
+    ("gemma4_text", "pages of 16"),  # these three decode on two devices by default
+    ("gpt_oss", "pages of 1"),
     ("deepseek_v3", "pages of 16"),
+    ("deepseek_v2", "pages of 1"),  # decodes with a drafter by default
 )
 
 

@@ -105,10 +105,11 @@ def program_of(tree: Tree, *, nodes: int | None = None, deterministic: bool = Fa
 def prefilled(program: Program, params: Params) -> SlotState:
     pool = PoolShape(slots=4, pages=33, page_size=PAGE, max_len=16, dtype="float32", draft_dtype="float32")
     state, width = init_state(program, params, pool), pool.width(program.drafter.tree)
+    prefill = jax.jit(partial(prefill_step, program))
     for slot, prompt in enumerate(PROMPTS):
         pages = np.arange(1 + 8 * slot, 9 + 8 * slot)[:width]
         options = dict(slot=slot, slots=4, page_row=pages, temperature=np.float32(slot % 2), remaining=np.int32(11))
-        state, _ = prefill_step(program, params, state, tiny.prefill_input(prompt, **options))
+        state, _ = prefill(params, state, tiny.prefill_input(prompt, size=5, **options))
     return state
 
 
