@@ -96,7 +96,7 @@ def test_step_command_on_two_devices_runs_on_both(few_groups: None, capsys: pyte
     assert row.split()[:9] == ["tiny", "2", "16", "chain:1", "16", "float32", "0", "eagle3", "2"]
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "peagle"])
+@pytest.mark.parametrize("drafter", [pytest.param("dflash", marks=pytest.mark.long), "peagle"])
 def test_step_command_with_another_head_and_a_budget_names_both(
     drafter: str, few_groups: None, capsys: pytest.CaptureFixture
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,18 @@ def completions(drafter: DFlash | None, tree: Tree, page_size: int) -> list[Comp
     return found
 
 
+@cache
+def plain_completions() -> list[Completion]:
+    return completions(None, TREES["chain"], page_size=8)
+
+
 @pytest.mark.parametrize(("tree", "page_size"), [("chain", 1), ("tree", 8)])
 def test_engine_with_windows_emits_plain_tokens_and_drafts_by_the_formulas(
     drafter: DFlash, tree: str, page_size: int
 ) -> None:
     """The texts are longer than the window; with a window of one token more, scores of drafted nodes differ."""
 
-    plain, depth = completions(None, TREES[tree], page_size), TREES[tree].depth
+    plain, depth = plain_completions(), TREES[tree].depth
     found = completions(drafter, TREES[tree], page_size)
     assert [own.token_ids for own in found] == [own.token_ids for own in plain]
     for own, prompt in zip(found, (PROMPT, LONGER), strict=True):

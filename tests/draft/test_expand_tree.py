@@ -21,6 +21,7 @@ pytestmark = pytest.mark.once
 VOCAB, ROWS = 13, 3
 PATHS = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 2)]
 TREES = [Tree.chain(1), Tree.chain(4), Tree.static(PATHS), Tree.topk(16, 4, 4), Tree.topk(9, 8, 2), Tree.topk(5, 1, 6)]
+MOST_BRANCHES = TREES[2:4]
 PRIME = 100003
 
 
@@ -117,7 +118,9 @@ def read(expanded: ExpandedTree, row: int) -> list[tuple[int, ...]]:
     return texts[1:]
 
 
-@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize(
+    "tree", [pytest.param(tree, marks=[pytest.mark.long] * (tree not in MOST_BRANCHES)) for tree in TREES], ids=str
+)
 def test_expanded_tree_mask_bits_of_each_node_mark_its_ancestors(tree: Tree) -> None:
     """Each node's bits name the cache rows of its ancestors; the returned row of a node is the row it was fed at."""
     logits, seen, texts_of_row = table("random"), [], {}

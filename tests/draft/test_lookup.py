@@ -203,7 +203,7 @@ def engine_of(name: str) -> Engine:
     return Engine(small.target(), drafter=drafter, **(OPTIONS | options))
 
 
-@pytest.mark.parametrize("name", ["chain", "static", "topk"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("static", marks=pytest.mark.long), "topk"])
 def test_engine_with_lookup_drafter_is_lossless_and_accepts_drafts(name: str, plain: Engine) -> None:
     """Slots are reused because there are more prompts than slots; every prompt is decoded greedily and sampled."""
     engine = engine_of(name)

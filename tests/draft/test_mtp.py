@@ -149,7 +149,13 @@ def completions(family: str, tree: Tree, page_size: int, **options: Any) -> tupl
     return done, prompts
 
 
-CASES = [("deepseek_v3", CHAIN, 16), ("deepseek_v3", DYNAMIC, 1), ("glm4_moe", DYNAMIC, 16), ("glm4_moe", CHAIN, 1)]
+CASES = [
+    ("deepseek_v3", CHAIN, 16),
+    pytest.param("deepseek_v3", DYNAMIC, 1, marks=pytest.mark.long),
+    pytest.param("glm4_moe", DYNAMIC, 16, marks=pytest.mark.long),
+    pytest.param("glm4_moe", CHAIN, 1, marks=pytest.mark.long),
+    ("glm4_moe", DYNAMIC, 1),
+]
 
 
 def score_errors(

@@ -72,7 +72,11 @@ def long(*values: object) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "tree"),
-    [(SMALLER, CHAIN), (SMALLER, STATIC), (SMALLER, DYNAMIC), (LARGER, CHAIN), long(LARGER, STATIC), (LARGER, DYNAMIC)],
+    [
+        *((SMALLER, CHAIN), (LARGER, DYNAMIC)),
+        *(long(SMALLER, tree) for tree in (STATIC, DYNAMIC)),
+        *(long(LARGER, tree) for tree in (CHAIN, STATIC)),
+    ],
 )
 def test_draft_model_with_padded_vocabulary_gives_tokens_of_plain_decoding_from_common_ids(
     size: int, tree: str

@@ -108,12 +108,17 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def plain_completions() -> list[Completion]:
+    return completions(None, TREES["chain"], page_size=8)
+
+
 @pytest.mark.parametrize(("tree", "page_size"), [("chain", 1), ("tree", 8)])
 def test_engine_with_a_peagle_head_emits_plain_tokens_and_drafts_by_the_formulas(
     drafter: PEagle, tree: str, page_size: int
 ) -> None:
     """The texts are longer than the window. With each control, scores of drafted nodes differ."""
-    depth, plain = TREES[tree].depth, completions(None, TREES[tree], page_size)
+    depth, plain = TREES[tree].depth, plain_completions()
     found = completions(drafter, TREES[tree], page_size)
     assert [own.token_ids for own in found] == [own.token_ids for own in plain]
     for own, prompt in zip(found, (PROMPT, LONGER), strict=True):

@@ -49,10 +49,11 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     "eagle3": lambda target: Eagle3(tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1)), Tree.topk(9, 3, 3)),
     "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.chain(3)),
 }
+LONG = ("draft model, tree",)  # by default, another drafter has a tree and a draft model has a chain
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft model, chain": {"page_size": 1},
-    "eagle3": {"deterministic": True},
-    "dflash": {"rounds_per_dispatch": 2, "controls": True},
+    "eagle3": {"deterministic": True, "draft_nodes": (1,)},
+    "dflash": {"rounds_per_dispatch": 2, "controls": True, "draft_nodes": (1,)},
 }
 
 
@@ -60,6 +61,11 @@ def make(name: str, **options: Any) -> Engine:
     base = dict(slots=SLOTS, max_len=MAX_LEN, page_size=4, buckets=(SLOTS,), prefill_buckets=(16,), controls=False)
     drafter = DRAFTERS[name](small.target())
     return Engine(small.target(), drafter=drafter, **{**base, "adaptive": True, "draft_nodes": (1, 2), **options})
+
+
+@cache
+def made(name: str) -> Engine:
+    return make(name, draft_depths=(0, 3), **OPTIONS.get(name, {}))
 
 
 @cache
@@ -75,27 +81,29 @@ def generate(engine: Engine, temperature: float, penalty: float) -> list[list[in
     return [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in DRAFTERS]
+)
 def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str) -> None:
-    sizes = [RoundSize(3), RoundSize(3, 2), RoundSize(3, 1), RoundSize(0)]
-    with make(name, draft_depths=(0, 3), **OPTIONS.get(name, {})) as engine:
-        for temperature in (0.0, 1.0):
-            engine.policy = policy = Random(sizes)
-            penalty = 1.3 if engine.config.controls else 1.0
-            assert generate(engine, temperature, penalty) == plain(temperature, penalty)
-            assert {result.size for result in policy.results} == set(sizes)
-            accepted = np.concatenate([r.accepted[r.accepted >= 0] for r in policy.results if r.size.nodes])
-            assert name.startswith("eagle") or accepted.sum() > 0
+    engine = made(name)
+    sizes = [RoundSize(3), *(RoundSize(3, nodes) for nodes in engine.config.draft_nodes or ()), RoundSize(0)]
+    for temperature in (0.0, 1.0):
+        engine.policy = policy = Random(sizes)
+        penalty = 1.3 if engine.config.controls else 1.0
+        assert generate(engine, temperature, penalty) == plain(temperature, penalty)
+        assert {result.size for result in policy.results} == set(sizes)
+        accepted = np.concatenate([r.accepted[r.accepted >= 0] for r in policy.results if r.size.nodes])
+        assert name.startswith("eagle") or accepted.sum() > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformers(family: str, golden: Path) -> None:
     """Latent vectors of packed rows are unpacked before attention; with and without latent queries."""
-    folder, sizes = golden / "families" / family, [RoundSize(3, 1)]
+    folder, sizes = golden / "families" / family, [RoundSize(2, 1)]
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
-    drafter = DraftModel(target, Tree.chain(3))
-    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 3), controls=False, **own) as engine:
+    drafter = DraftModel(target, Tree.chain(2))
+    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
         engine.policy = policy = Random(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
@@ -105,23 +113,22 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
 
 def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:
     """All rows draft with the target itself; one row at temperature 0 is certain, the others draw tokens."""
-    with make("draft model, chain", draft_depths=(0, 3)) as engine:
-        engine.policy = Random([RoundSize(3, 1)])
-        done = engine.generate(
-            PROMPTS[:4], [SamplingParams(max_tokens=24, temperature=0, draft=cap) for cap in (3, 3, 0, 0)]
-        )
-        drafted = [one.metrics.num_draft_tokens / one.metrics.num_drafts for one in done]
-        assert drafted[2:] == [0, 0] and min(drafted[:2]) > 1
-        assert sum(one.metrics.num_draft_tokens for one in done) <= 4 * max(one.metrics.num_drafts for one in done)
+    engine = made("draft model, chain")
+    engine.policy = Random([RoundSize(3, 1)])
+    params = [SamplingParams(max_tokens=24, temperature=0, draft=cap) for cap in (3, 3, 0, 0)]
+    done = engine.generate(PROMPTS[:4], params)
+    drafted = [one.metrics.num_draft_tokens / one.metrics.num_drafts for one in done]
+    assert drafted[2:] == [0, 0] and min(drafted[:2]) > 1
+    assert sum(one.metrics.num_draft_tokens for one in done) <= 4 * max(one.metrics.num_drafts for one in done)
 
 
 def test_rounds_with_log_probabilities_verify_all_nodes_and_keep_the_tokens() -> None:
-    with make("draft model, chain", draft_depths=(0, 3)) as engine:
-        engine.policy = policy = Random([RoundSize(3, 1)])
-        params = SamplingParams(max_tokens=12, temperature=0, logprobs=2)
-        tokens = [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
-        assert tokens == [own[:12] for own in plain(0.0, 1.0)]
-        assert {result.size for result in policy.results} == {RoundSize(3)}
+    engine = made("draft model, chain")
+    engine.policy = policy = Random([RoundSize(3, 1)])
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=2)
+    tokens = [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
+    assert tokens == [own[:12] for own in plain(0.0, 1.0)]
+    assert {result.size for result in policy.results} == {RoundSize(3)}
 
 
 def test_adaptive_engine_compiles_a_half_and_a_quarter_of_the_nodes_by_default() -> None:

@@ -123,12 +123,12 @@ def check_every_way(dtype: str, implementation: str, traits: str = "llama") -> N
 @pytest.mark.parametrize(
     ("dtype", "traits"),
     [
-        ("float32", "llama"),
-        ("bfloat16", "llama"),
+        pytest.param("float32", "llama", marks=pytest.mark.long),
+        pytest.param("bfloat16", "llama", marks=pytest.mark.long),  # as the engines below
         ("float32", "norms before and after"),
         ("bfloat16", "norms after"),
-        ("float32", "experts, chunks"),
-        ("float32", "latent"),
+        pytest.param("float32", "experts, chunks", marks=pytest.mark.long),
+        pytest.param("float32", "latent", marks=pytest.mark.long),
         ("bfloat16", "latent"),
         ("bfloat16", "experts, chunks"),
     ],

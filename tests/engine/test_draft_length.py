@@ -172,8 +172,14 @@ def test_adaptive_policy_on_a_changing_text_is_faster_than_every_fixed_depth(buc
     assert engines[0].speed > max(simulated.speed for simulated in engines[1:])
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "mixed"])
-@pytest.mark.parametrize("bucket", [8, 32, 64])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("easy", "usual", "hopeless", "mixed"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("middling", "hard")),  # between the others
+    ],
+)
+@pytest.mark.parametrize("bucket", [8, pytest.param(32, marks=pytest.mark.long), 64])
 def test_adaptive_policy_with_budgets_has_98_percent_of_the_best_speed_and_uses_them_on_mixed_texts(
     bucket: int, name: str
 ) -> None:

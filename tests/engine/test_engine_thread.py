@@ -98,7 +98,7 @@ def params_of(number: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("drafted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: bool, received: Received) -> None:
     engine = engine_of(drafted=drafted)
     prompts = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(64)]

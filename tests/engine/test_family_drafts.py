@@ -46,6 +46,7 @@ DRAFTERS: list[Callable[[Model, Tree], Drafter]] = [itself, eagle, two_layers, n
 EVERY = list(itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN)))
 PAIRS = list(itertools.product((DYNAMIC, CHAIN), DRAFTERS))
 ROTATION = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES)]
+DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text", "gpt_oss")  # latent caches, and windows with all their options
 
 
 def greedy(target: Model, drafter: Drafter | None, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -78,10 +79,7 @@ def named(case: tuple[str, Callable[[Model, Tree], Drafter], Tree]) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.long if index % 2 else (), id=named(case))
-        for index, case in enumerate(ROTATION)
-    ],
+    [pytest.param(case, marks=() if case[0] in DEFAULT else pytest.mark.long, id=named(case)) for case in ROTATION],
 )
 def test_engine_of_each_family_with_a_drafter_emits_the_greedy_tokens_of_transformers(
     golden: Path, case: tuple[str, Callable[[Model, Tree], Drafter], Tree]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.tools.convert import main
 from jspec.tools.testing import last_logits
 from tests.support import tiny
@@ -29,19 +29,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ALWAYS = (
     ("gemma2", "pages of 1"),
     ("olmo3", "pages of 16"),
-    ("gemma3_text", "deterministic"),
-    ("gemma4_text", "pages of 16"),
-    ("gpt_oss", "pages of 1"),
     ("llama4_text", "pages of 1"),
-    ("deepseek_v2", "pages of 1"),
-    ("deepseek_v3", "pages of 16"),
     ("deepseek_v3", "deterministic"),
 )
-CASES = [
-    pytest.param(family, options, marks=() if (family, options) in ALWAYS else pytest.mark.matrix)
-    for family in FAMILIES
-    for options in OPTIONS
-]
+LONG = (
+    ("gemma3_text", "deterministic"),
+    ("gemma4_text", "pages of 16"),  # these three decode on two devices by default
+    ("gpt_oss", "pages of 1"),
+    ("deepseek_v3", "pages of 16"),
+    ("deepseek_v2", "pages of 1"),  # decodes with a drafter by default
+)
+
+
+def marks_of(case: tuple[str, str]) -> Any:
+    return () if case in ALWAYS else pytest.mark.long if case in LONG else pytest.mark.matrix
+
+
+CASES = [pytest.param(family, options, marks=marks_of((family, options))) for family in FAMILIES for options in OPTIONS]
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
@@ -77,7 +81,13 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
     assert len(found["float8_e4m3fn"]) == 32 and found["float8_e4m3fn"][0] == found["float32"][0]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "phi3", "gpt_oss", "llama4_text", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma4_text", "phi3", "gpt_oss", "deepseek_v2"),
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("gemma3_text", "llama4_text")),
+    ],
+)
 def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden: Path, tmp_path: Path) -> None:
     source = golden / "families" / family
     assert main([str(source), str(tmp_path / "out")]) == 0
@@ -126,7 +136,7 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
     whole, prompt = tiny.load_target(folder), recording(folder / "expect.npz")["prompt2"].tolist()
     target = whole.replace(layers=whole.layers[:3], config=replace(whole.config, layers=whole.config.layers[:3]))
     found, most = [], []
-    for drafter in (None, "ngram"):
+    for drafter in (None, NGram("chain:1")):
         own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=False)
         with Engine(target, drafter=drafter, **own) as engine:
             pool, used = engine.core.scheduler.pages, []
@@ -140,7 +150,13 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
     assert found[0] == found[1] and most[0] < pool.needed(len(prompt)) < most[1]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama4_text", "deepseek_v3"),
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("glm4_moe", "deepseek_v2")),
+    ],
+)
 def test_engine_that_joins_shared_experts_to_experts_emits_the_greedy_tokens_of_transformers(
     family: str, golden: Path
 ) -> None:

@@ -34,6 +34,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }
+LONG = ("dflash",)  # keeps the caches that "dspark" keeps
+DEFAULT = [name for name in DRAFTERS if name not in LONG]
 WITH_CACHE: list[Engine] = []
 GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
@@ -99,7 +101,13 @@ def cached_tokens(done: list[Completion]) -> list[int]:
 TURNS = ((9, 6), (1, 3), (3, 8), (1, 1), (2, 7), (5, 5))
 
 
-@pytest.mark.parametrize(("name", "controls"), cover.checkerboard(DRAFTERS, (GREEDY, SAMPLED), ("greedy", "sampled")))
+@pytest.mark.parametrize(
+    ("name", "controls"),
+    [
+        *cover.checkerboard(DEFAULT, (GREEDY, SAMPLED), ("greedy", "sampled")),
+        *(pytest.param(name, own, marks=pytest.mark.long) for name in LONG for own in (GREEDY, SAMPLED)),
+    ],
+)
 def test_prefix_cache_in_a_conversation_changes_neither_tokens_nor_drafts(name: str, controls: dict[str, Any]) -> None:
     one, other = (chat(engine(name, cached=cached), controls, TURNS) for cached in (True, False))
     assert tokens(one) == tokens(other)
@@ -110,7 +118,7 @@ def test_prefix_cache_in_a_conversation_changes_neither_tokens_nor_drafts(name: 
         assert sum(done.metrics.num_accepted_tokens for done in one) > 0
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_prefix_cache_in_a_conversation_finds_every_full_page_of_earlier_turns(name: str) -> None:
     """Pages that were filled while decoding are found too, including those of a request's last round."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from jspec import Engine, SamplingParams
+from jspec import Engine, NGram, SamplingParams
 from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.request import Request
 from jspec.engine.sizes import RoundSize
 from jspec.step.executable_key import ExecutableKey
-from tests.support import lettered, small
+from tests.support import lettered, small, tiny
 
 pytestmark = pytest.mark.once
 
@@ -51,7 +51,9 @@ def test_engine_that_compiles_ahead_compiles_all_buckets_at_its_start() -> None:
 
 
 def test_engine_warmup_compiles_everything_that_later_requests_need() -> None:
-    one = lettered.chain()
+    text: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
+    sizes: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(6,))
+    one = Engine(tiny.model(small.VOCAB, layers=1), drafter=NGram("chain:2"), **sizes, **text)
     one.warmup(logprobs=True, prompt_logprobs=True, trace=True, grammar=True)
     before = names(one)
     params = [

@@ -29,12 +29,14 @@ CHUNKS = [  # chunks that end before, in and after the new rows of a query; the 
     Case(chunk=16, queries=17, tree="random"),
     Case(chunk=9, queries=60, tree="chain", page=1, start=1),
     Case(chunk=128, queries=17, tree="padded", dtype="bfloat16", dim=64, lengths="full"),
-    Case(chunk=131, queries=17, tree="random", group=2, lengths="ragged"),
-    Case(chunk=16, queries=60, tree="causal", start=1),
-    Case(chunk=100, queries=17, tree="causal", lengths="full", page=64),
     Case(chunk=64, queries=1, tree="causal", lengths="full", group=8),
     Case(chunk=40, queries=17, tree="random", window=20, lengths="full", softcap=2.0, sinks=True),
     Case(chunk=17, queries=60, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", dim=64, sinks=True),
+]
+LONG_CHUNKS = [  # in which other places of the new rows begin chunks
+    Case(chunk=131, queries=17, tree="random", group=2, lengths="ragged"),
+    Case(chunk=16, queries=60, tree="causal", start=1),
+    Case(chunk=100, queries=17, tree="causal", lengths="full", page=64),
 ]
 
 
@@ -61,7 +63,9 @@ def test_paged_attention_with_softcap_or_sinks_or_scale_or_window_matches_float6
     check_scores(case, implementation)
 
 
-@pytest.mark.parametrize("case", CHUNKS, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CHUNKS, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CHUNKS)], ids=str
+)
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_with_chunks_matches_float64_and_ignores_rows_before_them(case, implementation):
     """Rows before the chunk of the first new row hold NaN."""
@@ -81,7 +85,7 @@ def test_paged_attention_with_a_chunk_that_begins_in_a_tree_hides_ancestors_by_t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*SCORES, *CHUNKS], ids=str)
+@pytest.mark.parametrize("case", [*SCORES, *CHUNKS, *LONG_CHUNKS], ids=str)
 def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_or_chunk_matches_float64(case):
     check_scores(case, "pallas")
 

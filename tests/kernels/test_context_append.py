@@ -38,9 +38,18 @@ def append_all(layers: list[dict[str, Any]], implementation: str) -> tuple[list[
     return append_layers(*pools, projected, transforms, *rows, implementation=implementation)
 
 
+TYPES = ("float32", None), ("float32", "float32"), ("bfloat16", "bfloat16")  # of rows, and of weights of heads
+
+
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("dtype", "weights"), [("float32", None), ("float32", "float32"), ("bfloat16", "bfloat16")])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weights"),
+    [
+        pytest.param(shape, *types, marks=[pytest.mark.long] * ((row + column) % 3 == 1))
+        for row, shape in enumerate(SHAPES)
+        for column, types in enumerate(TYPES)
+    ],
+)
 def test_rows_of_all_layers_equal_those_of_each_layer_by_itself(
     shape: tuple[int, int, int], dtype: str, weights: str | None, implementation: str
 ) -> None:

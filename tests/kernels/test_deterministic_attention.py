@@ -16,15 +16,17 @@ from tests.kernels.problems import Case, Problem, make_problem
 CASES = [
     Case(queries=5, tree="causal", dim=64),
     Case(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
-    Case(queries=5, tree="random"),
     Case(queries=9, tree="padded", group=8, page=64),
     Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
     Case(queries=60, tree="chain", lengths="zero"),
-    Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
     Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
     Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
-    Case(queries=17, tree="random", chunk=131, sinks=True),
     Case(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
+]
+LONG = [  # their traits are those of other cases too
+    Case(queries=5, tree="random"),
+    Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
+    Case(queries=17, tree="random", chunk=131, sinks=True),
 ]
 IMPLEMENTATIONS = ("reference", "pallas")
 LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
@@ -58,7 +60,7 @@ def check(case: Case, implementation: str) -> None:
             assert problem.error(out, problem.finite().expected_with(chunk=chunk)) > 2 * problem.tolerance
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_deterministic_attention_of_random_problems_matches_float64(case: Case, implementation: str) -> None:
     check(case, implementation)
@@ -183,7 +185,7 @@ def test_ordinary_attention_of_a_query_has_other_bits_in_some_calls() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
 def test_deterministic_attention_on_gpu_matches_float64(case: Case) -> None:
     check(case, "pallas")
 

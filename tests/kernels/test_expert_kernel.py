@@ -100,7 +100,11 @@ def test_instructions_that_unpack_mxfp4_compute_all_its_numbers_exactly(scale: i
 
 
 @pytest.mark.parametrize(
-    ("experts", "count", "size"), [(1, 1, 8), (3, 33, 8), (32, 160, 24), (40, 600, 16), (128, 64, 8), (300, 2048, 64)]
+    ("experts", "count", "size"),
+    [
+        *((1, 1, 8), (3, 33, 8), (40, 600, 16), (300, 2048, 64)),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, 160, 24), (128, 64, 8))),
+    ],
 )
 @pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
 def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(

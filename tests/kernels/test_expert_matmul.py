@@ -77,8 +77,8 @@ def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inn
     return x, weight, bias, jnp.asarray(rng.uniform(size=(chosen, rows)), jnp.float32)
 
 
-@pytest.mark.parametrize("shared", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.long), 20])
 @pytest.mark.parametrize(
     ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
 )

@@ -29,6 +29,7 @@ BETWEEN = [
     Case(dim=96, queries=1, tree="causal", lengths="zero"),
     Case(dim=176, window=40, queries=17, tree="random"),
     Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(dim=400, dtype="bfloat16", tree="padded", queries=5, group=8, lengths="full"),
     Case(dim=400, dtype="bfloat16", tree="padded", queries=17, group=8, lengths="full"),
 ]
 WINDOWS = [

@@ -49,8 +49,14 @@ def run(
     return np.asarray(experts), np.asarray(weights)
 
 
-@pytest.mark.parametrize("has_vectors", [False, True])
-@pytest.mark.parametrize(("name", "shared"), [*((name, 0) for name in CHOICES), *SHARED.items()])
+@pytest.mark.parametrize(
+    ("name", "shared", "has_vectors"),
+    [
+        pytest.param(name, shared, has_vectors, marks=[pytest.mark.long] * ((row + has_vectors) % 2))
+        for row, (name, shared) in enumerate([*((name, 0) for name in CHOICES), *SHARED.items()])
+        for has_vectors in (False, True)
+    ],
+)
 def test_route_kernel_chooses_the_same_experts_as_the_reference(name: str, shared: int, has_vectors: bool) -> None:
     choice = CHOICES[name]
     logits, correction = problem(choice)

@@ -80,7 +80,7 @@ def oracle(model: Model, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weighs_inputs", [False, True])
-@pytest.mark.parametrize("shared", [WIDTH, 2 * WIDTH, 4 * WIDTH])
+@pytest.mark.parametrize("shared", [WIDTH, pytest.param(2 * WIDTH, marks=pytest.mark.long), 4 * WIDTH])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [3, 70, 220])  # 70 rows have a dense product unless they are deterministic
 def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(

@@ -117,11 +117,20 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+ON_FOUR = ("qwen2", "quantized/qwen3_fp8_block")  # by default; the others are on two devices
+
+
 @pytest.mark.parametrize("is_converted", [False, True], ids=["hugging face", "converted"])
 @pytest.mark.parametrize(
     ("family", "options", "devices"),
     [
-        pytest.param(family, options, devices, id=f"{family}-{devices}")
+        pytest.param(
+            family,
+            options,
+            devices,
+            id=f"{family}-{devices}",
+            marks=[pytest.mark.long] * ((devices == 4) != (family in ON_FOUR)),
+        )
         for family, options in CASES
         for devices in (2, 4)
         if devices == 2 or not family.startswith("deepseek")  # these have six experts

@@ -93,13 +93,12 @@ def joint_probs(
     contexts = np.stack(np.meshgrid(*[np.arange(vocab)] * (length - 1), indexing="ij"), -1).reshape(-1, length - 1)
     tokens = np.concatenate([np.broadcast_to(prompt, (len(contexts), len(prompt))), contexts], axis=1)
     next_logits = logits(model, tokens)[:, len(prompt) - 1 :]
-    out = np.ones(len(contexts))
-    probs = np.array(
-        [
-            [processed_probs(edit(row, context[:depth]), **controls) for depth, row in enumerate(rows)]
-            for rows, context in zip(next_logits, contexts, strict=True)
-        ]
-    )
+    out, probs = np.ones(len(contexts)), np.empty((len(contexts), length, vocab))
+    for depth in range(length):
+        equal = vocab ** (length - 1 - depth)  # contexts that begin with the same `depth` tokens follow one another
+        for first in range(0, len(contexts), equal):
+            row = edit(next_logits[first, depth], contexts[first, :depth])
+            probs[first : first + equal, depth] = processed_probs(row, **controls)
     for depth in range(length - 1):
         out = out * probs[np.arange(len(contexts)), depth, contexts[:, depth]]
     return (out[:, None] * probs[:, -1]).reshape([vocab] * length)

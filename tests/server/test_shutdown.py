@@ -156,7 +156,7 @@ def test_command_serves_the_demo_and_ends_on_sigterm_after_its_running_request()
         url = first.split()[4]
         assert "curl" in process.stdout.readline() and "openai.OpenAI" in process.stdout.readline()
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        asked: Any = dict(model="demo", prompt="def main(", max_tokens=400, temperature=0)
+        asked: Any = dict(model="demo", prompt="def main(", max_tokens=160, temperature=0)
         asked |= dict(extra_body={"ignore_eos": True})
         whole = client.completions.create(**asked)
         stream = client.completions.create(**asked, stream=True)

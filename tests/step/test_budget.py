@@ -105,10 +105,11 @@ def program_of(tree: Tree, *, nodes: int | None = None, deterministic: bool = Fa
 def prefilled(program: Program, params: Params) -> SlotState:
     pool = PoolShape(slots=4, pages=33, page_size=PAGE, max_len=16, dtype="float32", draft_dtype="float32")
     state, width = init_state(program, params, pool), pool.width(program.drafter.tree)
+    prefill = jax.jit(partial(prefill_step, program))
     for slot, prompt in enumerate(PROMPTS):
         pages = np.arange(1 + 8 * slot, 9 + 8 * slot)[:width]
         options = dict(slot=slot, slots=4, page_row=pages, temperature=np.float32(slot % 2), remaining=np.int32(11))
-        state, _ = prefill_step(program, params, state, tiny.prefill_input(prompt, **options))
+        state, _ = prefill(params, state, tiny.prefill_input(prompt, size=5, **options))
     return state
 
 
@@ -126,8 +127,15 @@ def run(program: Program, params: Params, state: SlotState) -> tuple[list[np.nda
     return reports, np.concatenate([row.ravel() for row in rows])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.topk(9, 3, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("tree", "deterministic"),
+    [
+        pytest.param(Tree.chain(3), False, id="chain-False", marks=pytest.mark.long),
+        pytest.param(Tree.chain(3), True, id="chain-True"),
+        pytest.param(Tree.topk(9, 3, 3), False, id="tree-False"),
+        pytest.param(Tree.topk(9, 3, 3), True, id="tree-True", marks=pytest.mark.long),
+    ],
+)
 def test_round_whose_budget_is_all_nodes_equals_a_round_without_budget(tree: Tree, deterministic: bool) -> None:
     program, params = program_of(tree, deterministic=deterministic)
     state = prefilled(program, params)

@@ -64,7 +64,7 @@ def test_eagle3_chain_on_recorded_prompts_has_the_recorded_first_draft_logits(
     monkeypatch.setattr(eagle, "write_pending_rows", spy)
     target = tiny.load_target(byte_pair.TARGET)
     spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
-    for prompt, ids in enumerate(tiny.recorded_prompts(golden)):
+    for prompt, ids in enumerate(tiny.recorded_prompts(golden)[:6]):  # these have 157 rounds
         seen.clear()
         tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
         spied.generate(ids, SamplingParams(max_tokens=tokens, temperature=0))
@@ -138,13 +138,13 @@ def test_plain_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Pa
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(byte_pair.TARGET)
     engine = Engine(target, slots=4, max_len=512, buckets=(4,), prefill_buckets=(128,), controls=False)
-    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
-    for completion, expected in zip(done, recorded, strict=True):
+    prompts, params = tiny.recorded_prompts(golden)[::2], SamplingParams(max_tokens=recorded.shape[1], temperature=0)
+    for completion, expected in zip(engine.generate(prompts, params), recorded[::2], strict=True):
         assert completion.token_ids == expected.tolist()
 
 
 def test_speculative_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path, engine: Engine) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
-    done = engine.generate(tiny.recorded_prompts(golden), SamplingParams(max_tokens=recorded.shape[1], temperature=0))
-    for completion, expected in zip(done, recorded, strict=True):
+    prompts, params = tiny.recorded_prompts(golden)[1::2], SamplingParams(max_tokens=recorded.shape[1], temperature=0)
+    for completion, expected in zip(engine.generate(prompts, params), recorded[1::2], strict=True):
         assert completion.token_ids == expected.tolist()

@@ -235,7 +235,7 @@ def check_mixes(one: Case, prefills: int, seed: int = 0) -> int:
 @pytest.mark.parametrize(
     ("name", "tree", "page", "prefills"),
     [
-        ("eagle3", DYNAMIC, 4, 200),
+        ("eagle3", DYNAMIC, 4, 50),
         ("draft model", CHAIN, 1, 50),
         ("suffix", DYNAMIC, 16, 50),
         ("dflash", DYNAMIC, 4, 50),

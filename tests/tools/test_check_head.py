@@ -158,7 +158,7 @@ def test_check_head_report_of_two_settings_prefers_agreement_over_length(recorde
             True,
         ),  # the file's layer ids, read as hidden states
         pytest.param({"eagle_config": {}, IDS: [3, 5, 6]}, "feature_layers=(2, 4, 5)", False, marks=pytest.mark.long),
-        ({"rope_theta": 500000.0}, "rope_theta=10000", True),
+        pytest.param({"rope_theta": 500000.0}, "rope_theta=10000", True, marks=pytest.mark.long),
     ],
     ids=["layers one too low", "layers one too high", "theta"],
 )

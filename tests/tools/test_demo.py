@@ -77,9 +77,10 @@ def test_target_ends_functions_and_classes_that_it_writes_greedily() -> None:
     lines = ["def get_name(self):", "class NotFoundError(Exception):", "def close(self):", "def __repr__(self):"]
     lines += ["def parse_args(argv):", "def read(path):", "class Stack:", "def is_empty(self):"]
     greedy = SamplingParams(max_tokens=400, temperature=0)
-    with Engine.from_pretrained(demo.TARGET, **{**demo.OPTIONS, "slots": len(lines)}) as engine:
-        written = engine.generate(lines, greedy)
-        (endless,) = engine.generate(lines[0], replace(greedy, ignore_eos=True))
+    params = [*[greedy] * len(lines), replace(greedy, ignore_eos=True)]
+    options = {**demo.OPTIONS, "slots": len(params), "buckets": (len(params),)}
+    with Engine.from_pretrained(demo.TARGET, **options) as engine:
+        *written, endless = engine.generate([*lines, lines[0]], params)
     assert [one.finish_reason for one in written] == ["eos"] * len(lines)
     assert all(is_python(line + str(one.text)) for line, one in zip(lines, written, strict=True))
     assert endless.finish_reason == "length"  # no other limit ended them

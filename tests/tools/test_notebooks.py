@@ -25,7 +25,14 @@ def test_notebooks_in_the_folder_include_guides_and_others() -> None:
     assert 0 < len(GUIDES) < len(NOTEBOOKS)
 
 
-LONG = ("1_quickstart", "3_draft_methods", "4_trees_and_acceptance", "7_serving", "8_train_a_head")
+LONG = (  # the others are the quickest one with figures and the quickest one with tables
+    "1_quickstart",
+    "3_draft_methods",
+    "4_trees_and_acceptance",
+    "5_sampling_and_grammars",
+    "7_serving",
+    "8_train_a_head",
+)
 
 
 @pytest.mark.parametrize(

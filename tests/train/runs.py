@@ -45,7 +45,8 @@ def weights(head: Path) -> dict[str, np.ndarray]:
 def start(folder: Path, out: str, **options: Any) -> subprocess.Popen[bytes]:
     """Begin the run of `train` in a process of its own."""
     code = (
-        "import json, sys; from pathlib import Path; from tests.train import runs; "
+        "import json, sys; from pathlib import Path; from jspec.step.compile_cache import keep_compiled; "
+        "from tests.train import runs; keep_compiled(None); "
         "runs.train(Path(sys.argv[1]), sys.argv[2], **json.loads(sys.argv[3]))"
     )
     words = [sys.executable, "-c", code, str(folder), out, json.dumps(options)]

@@ -23,7 +23,7 @@ from tests.train import support
 pytestmark = pytest.mark.once
 
 DEPTH, PROMPT, COUNT = 4, 24, 56
-TEXTS = 16
+TEXTS = 8
 TARGET = tiny.load_target(byte_pair.TARGET)
 DRAFTER = Eagle3(tiny.load_head(byte_pair.HEAD), Tree.chain(DEPTH))
 LAYERS = DRAFTER.feature_layers(TARGET)
@@ -32,7 +32,7 @@ LAST = TARGET.config.num_layers + 1
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    """Sixteen greedy texts of the target, with its outputs as the engine's forward pass gives them."""
+    """Eight greedy texts of the target, with its outputs as the engine's forward pass gives them."""
     ids = list(tiny.english().encode())
     starts = np.random.default_rng(0).integers(0, len(ids) - PROMPT, TEXTS)
     prompts = np.array([ids[start : start + PROMPT] for start in starts])

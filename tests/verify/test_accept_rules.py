@@ -42,7 +42,7 @@ def case(name: str, seed: int, **options: float) -> tuple[Tree, list[np.ndarray]
     return tree, random_probs(rng, vocab, tree.depth), random_probs(rng, vocab, tree.depth - 1, **options)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_rule_for_drawn_siblings_emits_the_target_distribution(rule: str, name: str, seed: int) -> None:
@@ -125,7 +125,7 @@ def test_accept_rules_with_a_capped_draft_emit_the_target_distribution(name: str
     np.testing.assert_allclose(output, joint(target), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["chain", "pairs", "uneven"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("pairs", marks=pytest.mark.long), "uneven"])
 def test_traversal_rule_on_random_trees_accepts_at_least_as_many_tokens_as_rejection(name: str) -> None:
     """On a chain this is a theorem (arXiv:2403.10444); in some cases the difference is large."""
     gains = []

@@ -225,7 +225,11 @@ def test_coupled_rule_with_any_draft_emits_tokens_of_plain_decoding() -> None:
 
 @pytest.mark.parametrize(
     ("tree", "rule"),
-    [(tree, rule) for tree in (CHAIN, PAIRS) for rule in ACCEPT_RULES if (tree, rule) != (PAIRS, "block")],
+    [
+        (CHAIN, "block"),
+        *((PAIRS, rule) for rule in ACCEPT_RULES if rule != "block"),
+        *(pytest.param(CHAIN, rule, marks=pytest.mark.long) for rule in ACCEPT_RULES if rule != "block"),
+    ],
 )
 def test_accept_rules_on_greedy_rows_in_a_mixed_batch_emit_the_argmax(tree: Tree, rule: str) -> None:
     """The target's probabilities are one-hot at temperature 0, so any draft is accepted only where it is the argmax."""
