@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.config import QUANTIZE
+from jspec.step.compile_cache import keep_compiled
 from jspec.tools import demo, interrupt
 from jspec.tools.plot import training
 from jspec.train.config import LOSS_KINDS, METHODS, OPTIMIZERS, TrainConfig
@@ -94,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jspec.train.loop import Interrupted  # here, because they import the optimiser, which no other command needs
     from jspec.train.run import fit
 
+    keep_compiled(None)  # a run that goes on after an interrupt does not compile again
     given = vars(arguments)
     options = {field.name: given[field.name] for field in dataclasses.fields(TrainConfig) if field.name in given}
     target = demo.folder(arguments.target, "target")

@@ -72,6 +72,21 @@ def test_generate_command_sets_the_compile_cache_before_weights_load(
     assert seen == [str(user_folder()), str(tmp_path / "kept")] and user_folder().is_relative_to(tmp_path)
 
 
+@pytest.mark.usefixtures("restored")
+def test_train_command_sets_the_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def fit(*args: Any, **options: Any) -> None:
+        seen.append(jax.config.values["jax_compilation_cache_dir"])
+        raise ValueError("that will do")
+
+    monkeypatch.setattr("jspec.train.run.fit", fit)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert main(["train", "--target", "none", "--data", "none", "--out", str(tmp_path / "out")]) == 2
+    assert seen == [str(user_folder())]
+
+
 def test_engine_with_a_wrong_compile_cache_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"compile_cache: expected None, False or a folder's path, got 3"):
