@@ -20,9 +20,9 @@ from jspec.models.kv_cache import PoolShape
 from jspec.models.params import abstract_weights, model_params
 from jspec.models.tensor_parallel import place, state_layout
 from jspec.step.decode import spec_step
-from jspec.step.memory import exchange_bytes
 from jspec.step.on_mesh import on_one, step_on
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state
+from jspec.step.program_memory import exchange_bytes
 from jspec.tools.bench import random_models as shapes
 from pallas_kernels.layers.shard import AXIS
 from pallas_kernels.sampling.threshold import SLICE
