@@ -120,6 +120,5 @@ def choose_experts(
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-    fixed |= {"used": used, "shared": shared}
-    return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, **fixed)
+    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
+    return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, shared=shared, **fixed)

@@ -75,7 +75,7 @@ class Executables:
         self._pages = state.page_table.shape[1]
         self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
-        self._divides = program.mesh is not None and program.mesh.size > 1
+        self._devices = 1 if program.mesh is None else program.mesh.size
         self._compiling = threading.Lock()
         self.compiled: dict[ExecutableKey, Any] = {}
         self.memory: dict[ExecutableKey, ProgramMemory] = {}
@@ -146,7 +146,7 @@ class Executables:
             trace=key.traced,
             logprobs=self._config.logprobs_mode if key.logprobs else None,
             prompt_logprobs=key.prompt_logprobs,
-            divides_logits=self._divides and key.kind == "round" and not key.gathers_logits,
+            divides_logits=self._devices > 1 and key.kind == "round" and not key.gathers_logits,
         )
 
     def _lower(self, key: ExecutableKey) -> Any:
@@ -217,7 +217,7 @@ class Executables:
         executable = lowered.compile(compiler_options=self._program.compiler_options)
         self.seconds[name] = time.perf_counter() - start
         logger.info("compiled %s in %.1f s", name, self.seconds[name])
-        return executable, program_memory(executable, 1 if self._program.mesh is None else self._program.mesh.size)
+        return executable, program_memory(executable, self._devices)
 
     def _name(self, key: ExecutableKey) -> str:
         return key.name(self._program.drafter.tree.depth)

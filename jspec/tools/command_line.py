@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> int:
         with log_lines() if arguments.command in ("demo", "generate", "chat", "serve", "train") else nullcontext():
             generate.join(arguments)
             status = arguments.run(arguments)
-            print(end="", flush=True)
+            print(end="", flush=True)  # here, where a broken pipe is handled
             return status
     except BrokenPipeError as error:  # nobody reads the output any more, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error when it ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from jspec import DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.tools.convert import main
 from jspec.tools.testing import last_logits
-from tests.support import tiny
+from tests.support import cover, tiny
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -41,11 +42,7 @@ LONG = (
 )
 
 
-def marks_of(case: tuple[str, str]) -> Any:
-    return () if case in ALWAYS else pytest.mark.long if case in LONG else pytest.mark.matrix
-
-
-CASES = [pytest.param(family, options, marks=marks_of((family, options))) for family in FAMILIES for options in OPTIONS]
+CASES = [pytest.param(*case, marks=cover.marks_of(case, ALWAYS, LONG)) for case in itertools.product(FAMILIES, OPTIONS)]
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)

@@ -42,7 +42,7 @@ from jspec.engine.program_choice import gathering
 from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
-from tests.support import lettered, small, tiny
+from tests.support import cover, lettered, small, tiny
 from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
 
@@ -138,14 +138,10 @@ DEFAULT = (("eagle3 tree", 2),)
 LONG = (("reduced eagle", 2), ("dspark", 2), ("draft model", 4))  # tokens of such drafters are compared below too
 
 
-def marks_of(case: tuple[str, int], default: Sequence[tuple[str, int]], long: Sequence[tuple[str, int]]) -> Any:
-    return () if case in default else pytest.mark.long if case in long else pytest.mark.matrix
-
-
 @pytest.mark.parametrize(
     ("drafter", "devices"),
     [
-        pytest.param(drafter, devices, marks=marks_of((drafter, devices), DEFAULT, LONG))
+        pytest.param(drafter, devices, marks=cover.marks_of((drafter, devices), DEFAULT, LONG))
         for drafter in DRAFTERS
         for devices in (2, 4)
     ],
@@ -270,7 +266,7 @@ def with_a_fourth_expert(folder: Path, out: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "devices"),
     [
-        pytest.param(family, devices, marks=marks_of((family, devices), FAMILIES_BY_DEFAULT, LONG_FAMILIES))
+        pytest.param(family, devices, marks=cover.marks_of((family, devices), FAMILIES_BY_DEFAULT, LONG_FAMILIES))
         for family in FAMILIES
         for devices in (2, 4)
         if (family, devices) not in UNDIVIDED

@@ -217,11 +217,8 @@ CHAT = ("/tokenize", "/v1/chat/completions", "/v1/messages", "/v1/messages/count
     [
         (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
         (CHAT[:2], {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
-        (
-            CHAT[:2],
-            {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
-        ),
-        (CHAT[2:], {"messages": MESSAGES[1:], "tools": [{"name": "f", "description": LONG, "input_schema": {}}]}),
+        (CHAT[:2], {"messages": MESSAGES, "tools": [{"type": "function", "function": LONG_TOOL}]}),
+        (CHAT[2:], {"messages": MESSAGES[1:], "tools": [{**LONG_TOOL, "input_schema": {}}]}),
         (CHAT[:2], {"messages": MESSAGES, "chat_template_kwargs": {"a": [LONG]}}),
         (("/tokenize", "/v1/completions"), {"prompt": LONG}),
         (("/tokenize", "/v1/completions"), {"prompt": LONG, "add_special_tokens": False}),

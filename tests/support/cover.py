@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ def checkerboard(names: Iterable[str], options: Iterable[Any], labels: Iterable[
         for row, name in enumerate(names)
         for column, (option, text) in enumerate(named)
     ]
+
+
+def marks_of(case: Any, default: Collection[Any], long: Collection[Any]) -> Any:
+    """Return the marks of a case of a product: none in the default run, else long or matrix."""
+    return () if case in default else pytest.mark.long if case in long else pytest.mark.matrix
 
 
 def label(case: Mapping[str, Any]) -> str:
