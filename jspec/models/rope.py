@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.models.layer_config import Rope
-from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 
 
 def tables(
@@ -36,7 +36,7 @@ def tables(
     compute = partial(_tables, rope, head_dim)
     if not deterministic:
         return compute(positions)
-    found = in_row_blocks_off_gpu(
+    found = row_by_row_off_gpu(
         lambda own: compute(own).swapaxes(0, 1), positions.ravel(), implementation=implementation
     )
     return found.swapaxes(0, 1).reshape(-1, *positions.shape, head_dim // 2)

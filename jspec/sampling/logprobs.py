@@ -20,7 +20,7 @@ from jspec.core.config import MAX_LOGPROBS
 from jspec.core.records import Draft, LogProbs, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.sampling import penalties, sampler
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 from pallas_kernels.sampling.top_log_probs import top_log_probs
 
 PROCESSED = "processed_logprobs"
@@ -36,7 +36,7 @@ def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], 
     """
     rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
     one = partial(_score, implementation=view.implementation)
-    scores = in_row_blocks(one, *rows) if view.deterministic else one(*rows)
+    scores = row_by_row(one, *rows) if view.deterministic else one(*rows)
     return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Sampling, SlotView
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
-from pallas_kernels.layers.row_blocks import in_row_blocks_off_gpu
+from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import sample_tokens
@@ -126,7 +126,7 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
     rows = replace(logits, own=sums) if isinstance(logits, OwnColumns) else sums
     shared = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], offset.reshape(-1), shared[1]
-    return in_row_blocks_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
+    return row_by_row_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
 
 
 def _draw(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention.kv_pages import POOL_DTYPES
 from pallas_kernels.attention.tiling import MMA_ROWS
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 FIXED_ROWS = 64  # rows of a Pallas program in deterministic products, and with many rows
 WIDTH = 128  # columns of the product that a Pallas program computes
@@ -30,7 +30,7 @@ def _products_reference(x, weight, *, deterministic):
     def product(x):
         return product_reference(x.reshape(-1, weight.shape[0], weight.shape[2]), weight, "rhk,hnk->rhn")
 
-    return in_row_blocks(product, x) if deterministic else product(x)
+    return row_by_row(product, x) if deterministic else product(x)
 
 
 class Blocks(NamedTuple):

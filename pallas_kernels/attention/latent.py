@@ -17,7 +17,7 @@ from pallas_kernels.attention.head_products import grid_of, multiply, product_re
 from pallas_kernels.attention.kv_pages import POOL_DTYPES, Pool, VPool, append, cast_to_pool, check_pools
 from pallas_kernels.attention.rope_append import KEYS, QUERIES, load_cos_sin, rotate, rotate_halves, written_rows
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 
 def _append_reference(k_pool, v_pool, queries, weight, rows, tables, page_table, first_row, valid, *, starts, **fixed):
@@ -35,7 +35,7 @@ def _append_reference(k_pool, v_pool, queries, weight, rows, tables, page_table,
         return q, key, rows[:, None, first : first + size]
 
     arrays = queries, rows, tables.swapaxes(0, 1)
-    found = in_row_blocks(split, *arrays) if fixed["deterministic"] else split(*arrays)
+    found = row_by_row(split, *arrays) if fixed["deterministic"] else split(*arrays)
     q, key, latent = (array.reshape(*valid.shape, *array.shape[1:]) for array in found)
     return q, *append(k_pool, v_pool, key, latent, page_table, first_row, valid, implementation="reference")
 

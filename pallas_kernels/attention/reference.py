@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention.ancestor_bits import WORD, bits_of_chunk, low_ones
 from pallas_kernels.attention.kv_range import first_seen
 from pallas_kernels.layers.quantized import FP8
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 FIXED_TILE = 32  # rows of context that the deterministic reference adds up at once
 
@@ -188,7 +188,7 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
 
     per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
     own = (causal if paths is None else paths).reshape(batch * queries, -1)
-    out = in_row_blocks(attend_query, q.reshape(-1, heads, dim), *per_query, own, size=1)
+    out = row_by_row(attend_query, q.reshape(-1, heads, dim), *per_query, own)
     return out.reshape(batch, queries, heads, value_dim)
 
 

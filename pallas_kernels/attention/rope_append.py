@@ -21,7 +21,7 @@ from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, appe
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import STATIC, PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import quotients, rms_norm, weighted
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 KEYS, QUERIES, ALL = slice(0, 2), slice(-2, None), slice(None)  # the rotary tables of keys, of queries, and of both
 
@@ -75,7 +75,7 @@ def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, 
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
         tables = cos_sin.reshape(cos_sin.shape[0], -1, cos_sin.shape[-1]).swapaxes(0, 1)
         split_rows = lambda *own: split(*(array.swapaxes(0, 1)[:, :, None] for array in own))  # noqa: E731
-        found = in_row_blocks(split_rows, rows, tables)
+        found = row_by_row(split_rows, rows, tables)
         q, k, v = (array.reshape(*valid.shape, *array.shape[2:]) for array in found)
     else:
         q, k, v = split(qkv, cos_sin)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.quantized import PartialSums, join
-from pallas_kernels.layers.row_blocks import in_row_blocks, in_row_blocks_off_gpu
+from pallas_kernels.layers.row_by_row import row_by_row, row_by_row_off_gpu
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
@@ -38,7 +38,7 @@ def _reference(x, weight, *, parts, dtype):
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         return jnp.einsum("tpk,npk->tpn", pieces, weights, **exact).astype(dtype)
 
-    return in_row_blocks(product, x).swapaxes(0, 1)
+    return row_by_row(product, x).swapaxes(0, 1)
 
 
 def _kernel(
@@ -138,7 +138,7 @@ def deterministic_matmul(
     (out, inner), rows = weight.shape, x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     if gate:
-        flat = in_row_blocks_off_gpu(functools.partial(gated, activation=gate), flat, implementation=implementation)
+        flat = row_by_row_off_gpu(functools.partial(gated, activation=gate), flat, implementation=implementation)
     parts = 1 if is_whole else fixed_parts(out, inner, weight.dtype)
     options = {"parts": parts, "dtype": (dtype or x.dtype) if parts == 1 else jnp.float32}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)

@@ -33,6 +33,7 @@ from pallas_kernels.layers.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper_kernel import choose_compiled, multiprocessors
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.row_by_row import row_by_row
 from pallas_kernels.layers.split_matmul import INNER_BYTES
 
 REFERENCE_ROWS = 8  # rows of a block in the reference
@@ -83,7 +84,7 @@ def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: boo
     return [jnp.where(is_shared, first * rows + place + shared * columns, expert * rows + columns)]
 
 
-def _reference(x, weight, bias, factors, chosen, *, gate, dtype, shared):
+def _reference(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, shared):
     experts, flat = weight.shape[0], x.reshape(-1, x.shape[-1])
 
     def values_of(own):
@@ -93,23 +94,27 @@ def _reference(x, weight, bias, factors, chosen, *, gate, dtype, shared):
         rows = rows_of(own, jnp.arange(width), (experts, out), gated=gate is not None, shared=shared)
         return weight.reshape(-1, inner)[jnp.concatenate(rows)].astype(x.dtype), None
 
-    def block(one):
-        expert, choices = one
-        own = jnp.minimum(expert, experts - 1)
+    def block(expert, choices):
+        """Returns the products of some choices of one expert [choices, N], or of none: 0."""
+        existing = jnp.minimum(expert, experts - 1)
         rows = flat[jnp.maximum(choices, 0) % flat.shape[0]]
-        values, scale = values_of(own)
+        values, scale = values_of(existing)
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         sums = jnp.einsum("tk,nk->tn", rows.astype(values.dtype), values, **exact)
         sums = sums if scale is None else sums * scale
-        sums = sums if bias is None else sums + bias[own].astype(jnp.float32)
+        sums = sums if bias is None else sums + bias[existing].astype(jnp.float32)
         sums = gate.join(*jnp.split(sums, 2, axis=-1)) if gate else sums
         sums = sums if factors is None else sums * factors.ravel()[choices][:, None]
         return jax.lax.optimization_barrier(jnp.where(expert < experts, sums, 0).astype(dtype))
 
+    if deterministic:
+        expert = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).ravel()
+        out = row_by_row(lambda expert, choice: block(expert[0], choice), expert, jnp.arange(chosen.size))
+        return out.reshape(*chosen.shape, -1)
     blocks = blocks_of(chosen.ravel(), experts, REFERENCE_ROWS)
-    found = jax.lax.map(block, blocks)
+    products = jax.lax.map(lambda listed: block(*listed), blocks)
     at = jnp.where(blocks.choices < 0, chosen.size, blocks.choices)
-    out = jnp.zeros((chosen.size, found.shape[-1]), dtype).at[at].set(found, mode="drop")
+    out = jnp.zeros((chosen.size, products.shape[-1]), dtype).at[at].set(products, mode="drop")
     return out.reshape(*chosen.shape, -1)
 
 
@@ -338,8 +343,7 @@ def expert_matmul(
         bias: bias of each expert's product; None: none.
         factors: factor of the result of each choice, in float32; None: none.
         dtype: dtype of the result; None: that of x.
-        deterministic: make the bits of a row's result independent of the other rows. The bits of the reference always
-            are.
+        deterministic: make the bits of a row's result independent of the other rows.
         shared: number of the last experts whose weights are stored as one dense weight (`rows_of`), not quantised.
         implementation: as in `paged_attention`.
 
@@ -348,8 +352,9 @@ def expert_matmul(
     """
     options = {"gate": gate, "dtype": dtype or x.dtype}
     assert shared < 2 or not isinstance(weight, Quantized)
-    kernel = functools.partial(_pallas, shared=shared, deterministic=deterministic, **options)
-    reference = functools.partial(_reference, shared=shared, **options)
+    kernel, reference = (
+        functools.partial(run, shared=shared, deterministic=deterministic, **options) for run in (_pallas, _reference)
+    )
     unsupported = unsupported_experts(weight, x.dtype, gated=gate is not None)
     if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=gate is not None)):
         kernel = functools.partial(_hopper, tiles=tiles, **options)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import WIDEST, rms_norm, warps_for
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 
 def _reference(parts, bias, weights, *, eps, dtype, deterministic):
@@ -32,7 +32,7 @@ def _reference(parts, bias, weights, *, eps, dtype, deterministic):
 
     if not deterministic:
         return norm(total)
-    return in_row_blocks(norm, total.reshape(-1, total.shape[-1])).reshape(total.shape)
+    return row_by_row(norm, total.reshape(-1, total.shape[-1])).reshape(total.shape)
 
 
 def _kernel(

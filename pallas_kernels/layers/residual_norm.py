@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 from pallas_kernels.layers.quantized import PartialSums, QuantizedActivation, reduce_partials, split_scales, sum_f32
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 WIDEST = 16384  # columns that a Pallas program can hold in registers
 
@@ -84,9 +84,9 @@ def _reference(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize
     return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
 
 
-def _reference_in_blocks(x, delta, *weights, **options):
+def _reference_by_row(x, delta, *weights, **options):
     flat = [parts.reshape(parts.shape[0], -1, x.shape[-1]).swapaxes(0, 1) for parts in delta]
-    outputs = in_row_blocks(
+    outputs = row_by_row(
         lambda x, delta: _reference(x, [parts.swapaxes(0, 1) for parts in delta], *weights, **options),
         x.reshape(-1, x.shape[-1]),
         flat,
@@ -202,7 +202,7 @@ def add_rms_norm(
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
-        for run in (_pallas, _reference_in_blocks if deterministic else _reference)
+        for run in (_pallas, _reference_by_row if deterministic else _reference)
     )
     given = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale
     total, *normed = dispatch(implementation, unsupported, kernel, reference, *given, *weights)

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import sum_f32
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 
 LEAST_SUM = 1e-20  # added to the sum of the chosen sigmoids, which may all be 0
 MOST = 512  # most experts that the kernel supports; one warp holds the keys of all
@@ -60,7 +60,7 @@ def _reference(logits, bias, correction, used, *, choice, shared, deterministic)
     logits = logits if bias is None else logits + bias
     rows = (logits,) if used is None else (logits, used)
     run = functools.partial(_reference_rows, correction=correction, choice=choice, shared=shared)
-    experts, weights = in_row_blocks(run, *rows) if deterministic else run(*rows)
+    experts, weights = row_by_row(run, *rows) if deterministic else run(*rows)
     return experts.T, weights.T
 
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul, fixed_parts
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import matmul, reduce_partials
-from pallas_kernels.layers.row_blocks import in_row_blocks
+from pallas_kernels.layers.row_by_row import row_by_row
 from tests.reference.activations import ACTIVATIONS
 
 COUNTS = (1, 5, 8, 9, 80)  # numbers of rows
@@ -93,12 +93,12 @@ def test_deterministic_matmul_of_unsupported_weight_raises() -> None:
         deterministic_matmul(x, weight, implementation="pallas")
 
 
-def test_rows_processed_in_blocks_keep_their_order() -> None:
+def test_rows_processed_one_by_one_keep_their_order() -> None:
     rows = jnp.arange(26.0).reshape(13, 2)
-    doubled, sums = in_row_blocks(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
+    doubled, sums = row_by_row(lambda x, y: (2 * x, x.sum(-1) + y), rows, jnp.arange(13.0))
     np.testing.assert_array_equal(doubled, 2 * rows)
     np.testing.assert_array_equal(sums, rows.sum(-1) + jnp.arange(13.0))
-    np.testing.assert_array_equal(in_row_blocks(lambda x: x + 1, rows[:1], size=1), rows[:1] + 1)
+    np.testing.assert_array_equal(row_by_row(lambda x: x + 1, rows[:1]), rows[:1] + 1)
 
 
 @pytest.mark.gpu

@@ -168,7 +168,7 @@ def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) 
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     used = jnp.asarray(rng.integers(2, size=(1, rows)), bool)
     some = mix(used)
-    np.testing.assert_array_equal(some[used[0]], got[used[0]])
+    np.testing.assert_allclose(some[used[0]], got[used[0]], atol=1e-6)  # other rows move a row in its expert's block
     alone = np.stack([mlp(row, *shared) for row in x[0]])
     np.testing.assert_allclose(some[~used[0]], alone[~used[0]], atol=1e-5)  # no expert
 

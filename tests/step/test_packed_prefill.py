@@ -180,9 +180,9 @@ def run_pieces(one: Case, state: SlotState, chosen: Sequence[tuple[Prompt, int]]
     found, first = list[np.ndarray](), 0
     for index, (prompt, count) in enumerate(chosen):
         found.append(distributions(output.prompt.part(first, first + count)))
-        np.testing.assert_array_equal(  # the distribution of the sampled token
-            distributions(jax.tree.map(lambda field, row=index: field[0, row], output.logprobs)), found[-1][-1:]
-        )
+        # The distribution of the sampled token; among other rows its product may have other last bits.
+        sampled = distributions(jax.tree.map(lambda field, row=index: field[0, row], output.logprobs))
+        np.testing.assert_allclose(sampled, found[-1][-1:], rtol=2e-6)
         first += -(-count // records.BLOCK) * records.BLOCK
         prompt.start += count
     return state, found
