@@ -140,6 +140,7 @@ class SlotView:
     grammars: Grammars | None = None
     masks: UInt32[Array, "batch nodes words"] | None = None  # packed masks from the host: tokens allowed after a node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
+    noise: Float[Array, "batch depths vocab"] | None = None  # `jspec.sampling.sampler.with_noise`
 
 
 @struct.dataclass

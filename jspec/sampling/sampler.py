@@ -114,11 +114,11 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
         offset: position of the emitted token minus the root's position; 1 for the token right after the root.
     """
     if not view.deterministic:
-        return _draw(logits, view.lengths, offset, view.sampling, None, view.implementation)
+        return _draw(logits, view, offset, None)
 
     def draw(logits: PartialSums, root: Array, offset: Array, sampling: Sampling) -> Array:
         one_part = jax.tree.map(lambda rows: rows[None], logits)
-        return _draw(one_part, root, offset, sampling, None, view.implementation)
+        return _sample(one_part, root, offset, sampling, None, None, view.implementation)
 
     # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
     own = logits.own if isinstance(logits, OwnColumns) else logits
@@ -129,12 +129,36 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
     return row_by_row_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
 
 
+def with_noise(view: SlotView, depths: int, vocab: int) -> SlotView:
+    """Return a view that holds the target's noise at the first positions after the root, where references read it.
+
+    Without it, the reference of `sample_tokens` computes the noise again at each level of a draft and for each node.
+    Kernels compute noise where they use it, and deterministic programs compute it for each row alone.
+    """
+    if view.implementation != "reference" or view.deterministic:
+        return view
+    if view.accept.draft_sampling is not DraftSampling.TARGET_NOISE:
+        return view
+    return replace(view, noise=_target_noise(view, depths, None, vocab))
+
+
 def _draw(
+    logits: PartialSums, view: SlotView, offset: Int[Array, "batch nodes"], ids: Array | None
+) -> Int[Array, "batch nodes"]:
+    """Sample one token for each node with the target's noise; the arguments are those of `_sample`."""
+    noise = view.noise
+    if noise is not None:
+        noise = jnp.take_along_axis(noise, offset[..., None] - 1, axis=1)
+    return _sample(logits, view.lengths, offset, view.sampling, ids, noise, view.implementation)
+
+
+def _sample(
     logits: PartialSums,
     root: Int[Array, "batch"],
     offset: Int[Array, "*rows"],
     sampling: Sampling,
     ids: Array | None,
+    noise: Float[Array, "*rows target_vocab"] | None,
     implementation: str,
 ) -> Int[Array, "*rows"]:
     """Sample one token for each row with the target's noise; neighbouring rows share a root and sampling parameters.
@@ -143,10 +167,11 @@ def _draw(
         logits: [1, *rows, vocab]; if they are `OwnColumns`, no row has top-k, top-p or min-p.
         ids: target-vocabulary id of each column of the logits, which selects the column's noise; None: the column's
             index.
+        noise: the target's noise for each row; None: it is computed.
     """
     place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
     sample = divided.sample_tokens_of_devices if isinstance(logits, OwnColumns) else sample_tokens
-    return sample(logits, *place, *_filters(sampling), ids=ids, **options)
+    return sample(logits, *place, *_filters(sampling), ids=ids, noise=noise, **options)
 
 
 def processed_probs(
@@ -196,8 +221,7 @@ def child_chooser(
     def choose(partial_logits: PartialSums, level: int | np.ndarray, count: int) -> tuple[Array, Array | None]:
         if draft_sampling is DraftSampling.TARGET_NOISE and count == 1:
             offset = jnp.broadcast_to(jnp.asarray(level, jnp.int32), partial_logits.shape[1:3])
-            drawn = _draw(partial_logits, view.lengths, offset, view.sampling, vocab_map, view.implementation)
-            return drawn[..., None], None
+            return _draw(partial_logits, view, offset, vocab_map)[..., None], None
         if draft_sampling is DraftSampling.OWN_DISTRIBUTION:
             if isinstance(partial_logits, OwnColumns):  # then every row is greedy (`AcceptRule.reads_probabilities`)
                 return _draw_children(partial_logits, replace(view, all_greedy=True), level, count)
@@ -221,6 +245,9 @@ def _target_noise(
     view: SlotView, depth: int, vocab_map: Array | None, target_vocab: int
 ) -> Float[Array, "batch depth draft_vocab"]:
     """Draw the target's noise for all depths of the tree in one conditional; each conditional takes GPU time."""
+    if view.noise is not None:
+        held = view.noise[:, :depth]
+        return held if vocab_map is None else held[..., vocab_map]
     positions = view.lengths[:, None] + jnp.arange(1, depth + 1)
     size = target_vocab if vocab_map is None else vocab_map.shape[0]
 

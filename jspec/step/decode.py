@@ -32,6 +32,7 @@ from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import logprobs, penalties
+from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget
 from jspec.step.program import Params, Program, view_of
 from pallas_kernels.attention.ancestor_bits import ancestor_bits
@@ -82,10 +83,16 @@ def spec_round(
         The new state, the packed report, the trace and the log-probabilities. The last two are None if the program does
         not return them.
     """
-    view = view_of(state, slots, program)
+    view = round_view(program, params, state, slots)
     draft, draft_state = draft_stage(program, params, state, view)
     state, _, results = verify_and_commit(program, params, replace(state, draft=draft_state), view, draft)
     return state, *results
+
+
+def round_view(program: Program, params: Params, state: SlotState, slots: Int[Array, "batch"]) -> SlotView:
+    """Gather the state of a batch of slots, with the noise of all positions of the round."""
+    view = view_of(state, slots, program)
+    return with_noise(view, program.drafter.tree.depth + 1, params.main.config.vocab_size)
 
 
 def verify_and_commit(

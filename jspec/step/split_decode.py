@@ -22,7 +22,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec.core.bitmask import EVERYTHING, words_of
 from jspec.core.records import Draft, SlotState, StepOutput, Verdict
-from jspec.step.decode import draft_commit_stage, draft_stage, output_of_one, verify_and_commit
+from jspec.step.decode import draft_commit_stage, draft_stage, output_of_one, round_view, verify_and_commit
 from jspec.step.program import Params, Program, view_of
 
 FirstMask = Callable[[], np.ndarray]  # returns the mask of an output's first token, [1, words] uint32
@@ -39,7 +39,7 @@ def draft_step(
         state: the slot state; its buffers are donated.
         slots: slot of each batch row; a padding row has the number of slots.
     """
-    draft, draft_state = draft_stage(program, params, state, view_of(state, slots, program))
+    draft, draft_state = draft_stage(program, params, state, round_view(program, params, state, slots))
     if draft.probs is None:  # the map is of no use then, and may have to cross to other devices
         draft = replace(draft, vocab_map=None)
     return replace(state, draft=draft_state), draft
@@ -60,7 +60,7 @@ def verify_step(
         draft: the draft that `draft_step` returned for ``slots``.
         masks: tokens that may follow each node, one bit per token (`jspec.core.bitmask`), if the host computes them.
     """
-    view = replace(view_of(state, slots, program), masks=masks)
+    view = replace(round_view(program, params, state, slots), masks=masks)
     draft = replace(draft, tokens=draft.tokens.at[:, 0].set(view.root))  # other devices' state changes no output
     state, verdict, results = verify_and_commit(program, params, state, view, draft)
     return state, replace(output_of_one(results), path=verdict.path[None])

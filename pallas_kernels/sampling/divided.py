@@ -87,7 +87,7 @@ def _first_best(scores: Array, columns: Array) -> Array:
     return jnp.min(jnp.where(scores == jnp.max(scores, axis=0), columns, OUT), axis=0)
 
 
-def _pallas(scaled_logits, seed, first, offsets, ids, first_column, *controls, purpose, size, interpret):
+def _pallas(scaled_logits, seed, first, offsets, ids, _noise, first_column, *controls, purpose, size, interpret):
     logits, scales = split_scales(scaled_logits)
     logits, scales = logits.reshape(-1, scaled_logits.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, slices = logits.shape[0], pl.cdiv(logits.shape[1], SLICE)
@@ -113,11 +113,11 @@ def _pallas(scaled_logits, seed, first, offsets, ids, first_column, *controls, p
     return chosen.reshape(offsets.shape)
 
 
-def _reference(logits, seed, first, offsets, ids, first_column, *controls, purpose, size):
+def _reference(logits, seed, first, offsets, ids, noise, first_column, *controls, purpose, size):
     columns = first_column + jnp.arange(logits.shape[-1], dtype=jnp.int32)
     own = jnp.where(columns < size, reduce_partials(logits, jnp.float32), -jnp.inf)[None]
     ids = columns if ids is None else ids[jnp.minimum(columns, size - 1)]
-    chosen, scores = scored_reference(own, seed, first, offsets, ids, *controls, purpose=purpose)
+    chosen, scores = scored_reference(own, seed, first, offsets, ids, noise, *controls, purpose=purpose)
     scores = jnp.where(chosen == NO_TOKEN, jnp.inf, scores)
     chosen = jnp.where(chosen == NO_TOKEN, NO_TOKEN, chosen + first_column)
     words = jax.lax.all_gather(jnp.stack([_words(scores), chosen]), AXIS)
@@ -132,6 +132,7 @@ def sample_tokens_of_devices(
     offsets: Int32[Array, "*rows"],
     *controls: Any,
     ids: Int32[Array, " columns"] | None = None,
+    noise: Float[Array, "*rows ids"] | None = None,
     purpose: int = 0,
     implementation: Implementation = "auto",
 ) -> Int32[Array, "*rows"]:
@@ -139,12 +140,12 @@ def sample_tokens_of_devices(
 
     Args:
         logits: [1, *rows, columns].
-        seed, first, offsets, controls, purpose, implementation: as in `sample_tokens`.
+        seed, first, offsets, controls, noise, purpose, implementation: as in `sample_tokens`.
         ids: token id of each column of all devices [columns]; None: the column's index.
     """
     options = {"purpose": purpose, "size": logits.size}
     kernel, reference = (functools.partial(run, **options) for run in (_pallas, _reference))
-    arguments = (logits.own, seed, first, offsets, ids, _first_column(logits), *controls)
+    arguments = (logits.own, seed, first, offsets, ids, noise, _first_column(logits), *controls)
     return dispatch(implementation, None, kernel, reference, *arguments)
 
 

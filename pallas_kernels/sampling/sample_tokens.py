@@ -82,11 +82,20 @@ def _gumbel(key: Sequence[Array], token: Array) -> Array:
     return -jnp.log(-jnp.log(uniform))
 
 
-def scored_reference(scaled_logits, seed, first, offsets, ids, *controls, purpose):
+def gumbel_noise(
+    seed: UInt32[Array, "*rows 2"], position: Int32[Array, "*rows"], tokens: Int32[Array, " vocab"], *, purpose: int
+) -> Float[Array, "*rows vocab"]:
+    """Returns the noise that `sample_tokens` adds to the logits of each token id at a position."""
+    key = _key((seed[..., 0], seed[..., 1]), purpose, position)
+    return _gumbel([word[..., None] for word in key], tokens)
+
+
+def scored_reference(scaled_logits, seed, first, offsets, ids, noise, *controls, purpose):
     """Returns the tokens of `sample_tokens` and their scores [*rows]; the score of NO_TOKEN is NaN."""
     logits = reduce_partials(scaled_logits, jnp.float32).reshape(-1, scaled_logits.shape[-1])
-    per_group = (controls[0], first, seed[:, 0], seed[:, 1])
-    temperature, first, *words = (jnp.repeat(array, len(logits) // len(array)) for array in per_group)
+    temperature, first, seed = (
+        jnp.repeat(array, len(logits) // len(array), axis=0) for array in (controls[0], first, seed)
+    )
 
     def best(scores):
         # On a CPU, argmax takes several times as long as these two reductions, and XLA may ignore NaN in a maximum.
@@ -96,16 +105,18 @@ def scored_reference(scaled_logits, seed, first, offsets, ids, *controls, purpos
         is_nan = top == jnp.inf
         return jnp.where(is_nan, NO_TOKEN, token), jnp.where(is_nan, jnp.nan, top)
 
-    def drawn():
+    def sample():
         tokens = jnp.arange(logits.shape[1]) if ids is None else ids
-        key = _key(words, purpose, first + offsets.ravel())
-        noise = _gumbel([word[:, None] for word in key], tokens[None])
+        if noise is None:
+            drawn = gumbel_noise(seed, first + offsets.ravel(), tokens, purpose=purpose)
+        else:
+            drawn = noise.reshape(len(logits), -1)[:, tokens]
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         threshold = sampling_threshold(logits, *controls, implementation="reference")
-        scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + noise)  # keeps NaN
+        scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + drawn)  # keeps NaN
         return best(jnp.where(temperature[:, None] > 0, scores, logits))
 
-    token, score = jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: best(logits))
+    token, score = jax.lax.cond(jnp.any(temperature > 0), sample, lambda: best(logits))
     return token.astype(jnp.int32).reshape(offsets.shape), score.reshape(offsets.shape)
 
 
@@ -262,7 +273,7 @@ def _choose_kernel(
         chosen_ref[row.row] = row.best(tops, tokens)[1]
 
 
-def _pallas(scaled_logits, seed, first, offsets, ids, *controls, purpose, interpret):
+def _pallas(scaled_logits, seed, first, offsets, ids, _noise, *controls, purpose, interpret):
     logits, scales = split_scales(scaled_logits)
     logits, scales = logits.reshape(-1, scaled_logits.shape[-1]), tuple(scale.ravel() for scale in scales)
     rows, vocab = logits.shape
@@ -298,6 +309,7 @@ def sample_tokens(
     top_p: Float[Array, " groups"],
     min_p: Float[Array, " groups"],
     ids: Int32[Array, " vocab"] | None = None,
+    noise: Float[Array, "*rows ids"] | None = None,
     *,
     purpose: int = 0,
     implementation: Implementation = "auto",
@@ -317,6 +329,7 @@ def sample_tokens(
         temperature: [groups]; 0: choose the most probable token, and ignore the other controls.
         top_k, top_p, min_p: as in `sampling_threshold`.
         ids: token id of each column, which selects the column's noise [vocab]; None: the column's index.
+        noise: `gumbel_noise` of every token id for each row, if it is known; the kernel always computes it.
         purpose: number that is folded into the seed before the position.
         implementation: as in `paged_attention`.
 
@@ -326,4 +339,4 @@ def sample_tokens(
     controls = (temperature, top_k, top_p, min_p)
     check_groups(offsets.size, (seed, first, *controls))
     kernel, reference = (functools.partial(run, purpose=purpose) for run in (_pallas, _reference))
-    return dispatch(implementation, None, kernel, reference, logits, seed, first, offsets, ids, *controls)
+    return dispatch(implementation, None, kernel, reference, logits, seed, first, offsets, ids, noise, *controls)

@@ -18,9 +18,14 @@ BLOCK = 1024  # values that a Pallas program loads at once
 
 
 def _reference(rows, exists, *arrays):
-    slots = exists.shape[0]
-    rows = jnp.where(exists.at[rows].get(mode="fill", fill_value=False), rows, slots)
-    return tuple(array.at[rows].get(mode="fill", fill_value=array.dtype.type(0)) for array in arrays)
+    inside = exists.at[rows].get(mode="fill", fill_value=False)
+    nearest = jnp.minimum(rows, exists.shape[0] - 1)
+
+    def gather(array):
+        values = array.at[nearest].get(mode="promise_in_bounds")
+        return jnp.where(jnp.expand_dims(inside, tuple(range(1, array.ndim))), values, array.dtype.type(0))
+
+    return tuple(map(gather, arrays))
 
 
 def _kernel(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import Tree
+from jspec.core.records import SlotView
 from jspec.draft.expand_tree import ExpandedTree, Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
 from jspec.verify import Typical
@@ -180,6 +181,33 @@ def test_child_chooser_under_coupled_rule_returns_the_target_token_first() -> No
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
     deterministic, _ = sampler.child_chooser(view.replace(accept=Typical()), 3, None, vocab)(logits[None], 3, 4)
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_tokens_drawn_with_the_noise_of_the_round_equal_tokens_drawn_without(has_map: bool) -> None:
+    """A chain's drafts and the target's tokens after the nodes of a tree; half of the rows are greedy."""
+    rows, vocab, size = 16, 9, 18 if has_map else 9
+    logits = jax.random.normal(jax.random.key(0), (rows, 3, vocab))
+    target_logits = jax.random.normal(jax.random.key(2), (1, rows, 3, size))
+    temperature = jnp.where(jnp.arange(rows) < rows // 2, 0.0, 1.0)
+    view = view_of_rows([0] * rows, temperature=1.0)
+    view = view.replace(sampling=view.sampling.replace(temperature=temperature), implementation="reference")
+    ids = jax.random.permutation(jax.random.key(1), size)[:vocab] if has_map else None
+    offset = jnp.tile(jnp.array([1, 2, 2]), (rows, 1))
+
+    def draw(view: SlotView) -> np.ndarray:
+        drafts, _ = sampler.child_chooser(view, 2, ids, size)(logits[None], np.array([1, 2, 2]), 1)
+        siblings, _ = sampler.child_chooser(view, 2, ids, size)(logits[None], np.array([1, 2, 2]), 3)
+        tokens = sampler.target_tokens(target_logits, view, offset)
+        return np.concatenate([drafts, siblings, tokens[..., None]], axis=-1)
+
+    held = sampler.with_noise(view, 3, size)
+    np.testing.assert_array_equal(draw(held), draw(view))
+    assert held.noise is not None
+    other = draw(held.replace(noise=held.noise[:, ::-1]))
+    assert (other[rows // 2 :] != draw(view)[rows // 2 :]).any(axis=(0, 1)).all(), "control: noise of other positions"
+    for view_without in (view.replace(implementation="auto"), view.replace(deterministic=True)):
+        assert sampler.with_noise(view_without, 3, size).noise is None
 
 
 @pytest.mark.parametrize("has_map", [False, True])
