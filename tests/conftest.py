@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ DEVICE_MARKS = ("gpu", "h200")
 DEVICES = 4  # of which all tests but those of several devices use the first
 MEMORY_MAPS = Path("/proc/self/maps")
 MANY_MAPS = 20_000
+NO_SYMBOLS = "Failed to materialize symbols"
+MOST_KEPT = 2 << 30  # bytes
+OPTIONAL = {  # packages of extras that test files import
+    *("anthropic", "beartype", "httpx", "hypothesis", "llguidance", "matplotlib", "nbclient", "nbformat", "openai"),
+    *("optax", "outlines_core", "scipy", "starlette", "torch", "uvicorn", "websockets"),
+}
 QUICK_TO_COMPILE = (  # compilation for the CPU takes nearly all of a run's time; these flags make it faster
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -48,9 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis tries the same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
-    # Compiled programs are kept for this run alone; its workers share them.
-    os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="jspec-tests-"))
+    os.environ.setdefault("XDG_CACHE_HOME", str(kept_programs()))
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+    register_costs(config)
     if config.getoption("--typecheck"):
         from jaxtyping import install_import_hook
 
@@ -61,6 +67,61 @@ def pytest_configure(config: pytest.Config) -> None:
         if early:
             raise pytest.UsageError(f"--typecheck: expected no conftest.py to import {', '.join(early)}: not checked")
         install_import_hook(PACKAGES, f"{typecheck.__name__}.arrays")
+
+
+def register_costs(config: pytest.Config) -> None:
+    """Count what each test file costs; only the default run has budgets."""
+    from tests.support.budgets import BUDGETS, USUAL
+    from tests.support.costs import Costs
+
+    options = config.getini("addopts")
+    is_default = config.getoption("-m") == options[options.index("-m") + 1]
+    file = REPOSITORY / ".pytest_cache" / "costs.txt"
+    config.pluginmanager.register(Costs(file, BUDGETS if is_default else None, USUAL))
+
+
+def kept_programs() -> Path:
+    """Return the folder that keeps compiled programs between runs, emptied first if it is large; workers share it.
+
+    A program is found by its text, the version of jaxlib, XLA's flags and the processor.
+    """
+    folder = REPOSITORY / ".pytest_cache" / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        if sum(file.stat().st_size for file in files) > MOST_KEPT:
+            for file in files:
+                file.unlink()
+    return folder
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return OptionalModule.from_parent(parent, path=module_path)
+
+
+class OptionalModule(pytest.Module):
+    """A test file, which is one skipped test if it imports a package of an extra that is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            _ = self.obj  # imports the file
+        except self.CollectError as error:
+            package = missing_package(error)
+            if package is None:
+                raise
+            reason = f'needs the package {package}: pip install -e ".[test]"'
+            return [pytest.Function.from_parent(self, name=f"needs_{package}", callobj=lambda: pytest.skip(reason))]
+        return super().collect()
+
+
+def missing_package(error: BaseException | None) -> str | None:
+    """Return the package of `OPTIONAL` whose absence caused an error; None: it has another cause."""
+    while error is not None:
+        package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in OPTIONAL:
+            return package
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def cpu_flags(*, is_timed: bool) -> list[str]:
@@ -110,6 +171,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs a GPU, this run has {device.device_kind}: run with -m {min(marks)} where one is")
     if "h200" in marks and "H200" not in device.device_kind:
         pytest.skip(f"holds on an H200, this is {device.device_kind}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Skip a test that failed because XLA cannot compile float16 for this processor, which float8 needs too."""
+    report: Any = yield
+    if report.failed and call.excinfo and NO_SYMBOLS in str(call.excinfo.value) and not compiles_float16():
+        file, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (file, line, "Skipped: XLA compiles no float16 and float8 for a processor without F16C")
+    return report
+
+
+@functools.cache
+def compiles_float16() -> bool:
+    """Return whether XLA can convert to float16; for a processor without F16C it lacks the function that rounds."""
+    import jax
+
+    try:
+        jax.jit(lambda x: x.astype("float16")).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if NO_SYMBOLS in str(error):
+            return False
+        raise
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

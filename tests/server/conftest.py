@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # see `pytest_configure`
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    pytest.importorskip("websockets", reason="needs the package websockets")
     executable = chromium()
     if executable is None:
         pytest.skip("needs Chromium: install the package chromium")

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from websockets.sync.client import connect
-
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -56,6 +54,8 @@ class Browser:
         self.complaints: list[str] = []
 
     def __enter__(self) -> Self:
+        from websockets.sync.client import connect  # of an extra; conftest.py imports this file
+
         port, path = self.until(self._port)
         self._socket = self._open.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None))
         found = self.call("Target.getTargets")["targetInfos"]
