@@ -225,6 +225,7 @@ def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.Ca
         ("--kv-cache-dtype", "instead: --kv-dtype"),
         ("--gpu-memory-utilization", "from Python: memory_fraction="),
         ("--tensor-parallel-size", "instead: --tensor-parallel"),
+        ("--typical-threshold", "from Python: accept=, such as accept=jspec.verify.Typical(0.09, 0.3)"),
     ],
 )
 def test_command_line_option_of_another_project_raises_naming_the_jspec_option(
