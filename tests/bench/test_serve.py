@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from scipy import stats
 from jspec import Engine, SamplingParams, Tree
 from jspec.__main__ import main
 from jspec.core.config import PREFILL_BUCKETS
+from jspec.tools.bench import pair as pairs
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
 from jspec.tools.bench.load import Arrival, Load, Log, serve
@@ -195,6 +197,12 @@ def test_serve_report_has_quantiles_mean_and_deviation_computed_by_hand() -> Non
     assert (spread.min, spread.max, spread.mean, spread.median) == (10.0, 40.0, 25.0, 25.0)
     assert (spread.q25, spread.q75) == (17.5, 32.5) and spread.std == pytest.approx(math.sqrt(125))
     assert Spread.of([]).count == 0 and math.isnan(Spread.of([]).mean)
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines of the command do without controls, which no request of a load has."""
+    monkeypatch.setattr(pairs, "Engine", partial(Engine, controls=False))
 
 
 @pytest.fixture(scope="module")

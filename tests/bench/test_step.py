@@ -39,6 +39,9 @@ CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
 CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
 
 
+QUICK = partial(Engine, controls=False)  # compiles sooner; no measured request has controls
+
+
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count in (("GROUP", 2), ("GROUPS", 3), ("WARM_UP", 1)):
@@ -264,6 +267,7 @@ def test_device_idle_share_of_a_host_slowed_by_a_wait_is_measured(
 def test_overlap_command_on_cpu_prints_no_idle_share(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.setattr(step_costs, "Engine", QUICK)
     for name in ("LOOP", "LOOPS", "LOOP_WARM_UP", "STEPS"):
         monkeypatch.setattr(step_costs, name, 2)
     assert main([*PLAIN, "--measure", "overlap"]) == 0
@@ -312,7 +316,9 @@ def max_len(cases: list[Case]) -> int:
 
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
-    return [ready_engine(case, max_len(CASES)) for case in CASES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_costs, "Engine", QUICK)
+        return [ready_engine(case, max_len(CASES)) for case in CASES]
 
 
 def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.cache_prefix) -> None:
@@ -369,8 +375,9 @@ def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: 
         assert measure_host([first, second], FULL, 50, 1)[1].ratio > 1.1
 
 
-def test_ready_engine_with_a_tokenizer_emits_text() -> None:
+def test_ready_engine_with_a_tokenizer_emits_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token comes from the prefill, which has results of its own; every round emits two, and none ends."""
+    monkeypatch.setattr(step_costs, "Engine", QUICK)
     text = host.TEXT.read_text()
     with ready_engine(CASES[0], max_len(CASES), ByteTokenizer()) as engine:
         stream = engine.stream([1] * 8, max_tokens=40)
