@@ -23,7 +23,6 @@ DEQUANTIZE = "none"  # instead of a kind: widen the weights that a checkpoint qu
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 PREFILL_BUCKETS = (128, 512, 2048)
 AHEAD_BUCKETS = (128, 512, 1024, 2048)  # with `compile_ahead`, when all are compiled side by side
-TYPICAL_OPTIONS = {"typical_threshold": 0.09, "typical_alpha": 0.3}
 MAX_INT = 2**31 - 1  # largest value of an option that counts; the device counts in int32
 MAX_LOGPROBS = 20  # largest number of tokens per position whose log-probabilities are reported; vLLM's default limit
 
@@ -59,8 +58,7 @@ class EngineConfig:
 
     Attributes, draft and accept rule:
         accept: the accept rule, by name or as an object of `jspec.verify`; only "typical" changes the distribution of
-            the emitted tokens.
-        typical_threshold, typical_alpha: options of accept="typical" (`jspec.verify.Typical`).
+            the emitted tokens. Its options are arguments of `jspec.verify.Typical`.
         draft_window: number of newest tokens that the drafter attends to; None: the drafter's own setting.
         adaptive: before every dispatch, choose the draft depth from measured acceptance and cost. This needs
             accept="coupled", or another rule under which the emitted tokens do not depend on the draft
@@ -125,8 +123,6 @@ class EngineConfig:
     overlap: bool = True
 
     accept: str | AcceptRule = "coupled"
-    typical_threshold: float = TYPICAL_OPTIONS["typical_threshold"]
-    typical_alpha: float = TYPICAL_OPTIONS["typical_alpha"]
     draft_window: int | None = None
     adaptive: bool = False
     draft_depths: tuple[int, ...] | None = None
@@ -154,26 +150,10 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected {expected}, got {short(value)}")
         if self.deterministic and self.quantize in QUANTIZE:
             raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
-        self._check_typical()
         self._check_adaptive()
         if self.compile_ahead is None:
             object.__setattr__(self, "compile_ahead", jax.default_backend() != "cpu")
         self._set_buckets()
-
-    @property
-    def accept_options(self) -> dict[str, float]:
-        """Keyword arguments for `jspec.verify.resolve` beside ``accept``; empty unless ``accept`` is "typical"."""
-        is_typical = self.accept == "typical"
-        return dict(threshold=self.typical_threshold, alpha=self.typical_alpha) if is_typical else {}
-
-    def _check_typical(self) -> None:
-        for name, default in TYPICAL_OPTIONS.items():
-            value = getattr(self, name)
-            if isinstance(self.accept, AcceptRule) and value != default:
-                raise ValueError(
-                    f"{name}: expected it in the rule, accept=Typical(threshold, alpha), got {value} "
-                    f"beside accept={self.accept}; leave it out"
-                )
 
     def _check_adaptive(self) -> None:
         rule = self.accept
@@ -234,7 +214,6 @@ def _is_number(value: object) -> bool:
 
 
 BOOL: Check = ("a bool", lambda value: isinstance(value, bool))
-POSITIVE: Check = ("a number > 0", lambda value: _is_number(value) and value > 0)
 CHECKS: dict[str, Check] = {
     "slots": _int_from(1),
     "max_len": _int_from(1),
@@ -249,8 +228,6 @@ CHECKS: dict[str, Check] = {
     "kv_dtype": _one_of(None, *KV_DTYPES),
     "draft_kv_dtype": _one_of(None, *KV_DTYPES),
     "quantize": _one_of(None, *QUANTIZE, DEQUANTIZE),
-    "typical_threshold": POSITIVE,
-    "typical_alpha": POSITIVE,
     "log_interval": ("None or seconds >= 0", lambda value: value is None or (_is_number(value) and value >= 0)),
     "memory_fraction": ("in (0, 1]", lambda value: _is_number(value) and 0 < value <= 1),
     "adaptive": BOOL,

@@ -30,8 +30,6 @@ class EngineOptions(TypedDict, total=False):
     rounds_per_dispatch: int
     overlap: bool
     accept: str | AcceptRule
-    typical_threshold: float
-    typical_alpha: float
     draft_window: int | None
     adaptive: bool
     draft_depths: tuple[int, ...] | None

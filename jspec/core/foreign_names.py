@@ -21,10 +21,11 @@ DRAFT_DEVICES = (
     "device= of DraftModel, devices other than the target's; without it the drafter is divided as the target is"
 )
 TEMPLATE = 'chat_template_kwargs= of Engine.chat, such as chat_template_kwargs={"enable_thinking": False}'
+TYPICAL = "accept=, such as accept=jspec.verify.Typical(0.09, 0.3)"
 GRAMMARS = "json_schema=, regex= or grammar="
 PROMPTS = "the prompts as the first argument"
 
-# Keyword arguments of vLLM, SGLang, transformers and OpenAI, and what jspec expects instead.
+# Keyword arguments of vLLM, SGLang, transformers, OpenAI and earlier versions of jspec, and what jspec expects instead.
 FOREIGN_NAMES: dict[str, str] = {
     # engines: memory and schedule
     "max_model_len": "max_len=",
@@ -80,6 +81,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "prompt_lookup_num_tokens": 'drafter=jspec.NGram("chain:4")',
     "prompt_lookup_max": "drafter=jspec.NGram(max_n=4)",
     "prompt_lookup_min": "drafter=jspec.NGram(min_n=1)",
+    "typical_threshold": TYPICAL,
+    "typical_alpha": TYPICAL,
     # requests
     "max_new_tokens": "max_tokens=",
     "max_completion_tokens": "max_tokens=",

@@ -111,7 +111,7 @@ def build_core(
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
     if config.quantize is not None:
         target = quantize_weights(target, config.quantize)
-    rule = verify.resolve(config.accept, **config.accept_options)
+    rule = verify.resolve(config.accept)
     rule.check(drafter.tree)
     depths, nodes = _draft_depths(config, drafter), _draft_nodes(config, drafter)
     processors.check(logits_processor, config, drafter.tree, target.config.vocab_size)

@@ -48,7 +48,7 @@ def gathering(config: EngineConfig, *, edits_all: bool) -> Callable[[SamplingPar
     Args:
         edits_all: whether a logits processor edits the logits of every request.
     """
-    rule = verify.resolve(config.accept, **config.accept_options)
+    rule = verify.resolve(config.accept)
 
     def gathers(params: SamplingParams) -> bool:
         is_sampled = params.temperature > 0

@@ -74,7 +74,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _refuse_foreign(words: Sequence[str]) -> None:
-    """End with an error if an option of another project's command is given to `generate`, `chat` or `serve`."""
+    """End with an error if a command is gone, or `generate`, `chat` or `serve` gets another project's option."""
+    if words[:1] == ["bench"] and (gone := bench.GONE.get(" ".join(words[1:2]))):
+        Parser(prog="jspec bench").error(f"{words[1]} is no command of jspec bench; instead: {gone}")
     commands = {"generate": generate, "chat": chat, "serve": serve}
     if not words or words[0] not in commands:
         return

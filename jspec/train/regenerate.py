@@ -54,6 +54,7 @@ def regenerate(
     numbers = [json.loads(line)["line"] for line in _whole_lines(out)]
     after, answers = numbers[-1] if numbers else 0, len(numbers)
     options: dict[str, Any] = dict(slots=SLOTS, max_len=config.length, eos_ids=tuple(eos), prefix_cache=False)
+    options["controls"] = False  # no request has penalties, a bias or a grammar
     with (
         Engine(target, drafter=Suffix("chain:4"), tokenizer=tokenizer, **options) as engine,
         out.open("a", encoding="utf-8") as file,

@@ -44,12 +44,11 @@ RULES: dict[str, type[AcceptRule]] = {
 }
 
 
-def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
-    """Make the accept rule with a given name; a rule object is returned unchanged.
+def resolve(accept: str | AcceptRule) -> AcceptRule:
+    """Make the accept rule with a given name and its default options; a rule object is returned unchanged.
 
     Args:
         accept: name of the rule, or a rule.
-        options: arguments of the rule's constructor; ignored for a rule object.
 
     Raises:
         ValueError: the name is unknown.
@@ -58,7 +57,7 @@ def resolve(accept: str | AcceptRule, **options: float) -> AcceptRule:
         return accept
     if accept not in RULES:
         raise ValueError(f"accept: expected one of {ACCEPT_RULES}, got {accept!r}")
-    return RULES[accept](**options)
+    return RULES[accept]()
 
 
 def accept(logits: PartialSums, draft: Draft, ancestor_mask: AncestorMask, view: SlotView, tree: Tree) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import DFlash, DraftModel, Eagle3, NGram
+from jspec import DFlash, DraftModel, Eagle3
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
@@ -19,7 +20,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.metrics import Metrics
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
-from jspec.tools.bench.acceptance import Acceptance, Case, measure_contexts, text_places
+from jspec.tools.bench.acceptance import Acceptance, Case, text_places
 from jspec.tools.bench.pair import Pair
 from jspec.tools.bench.report import table_of
 from jspec.tools.command_line import make_parser
@@ -155,16 +156,18 @@ def test_acceptance_context_prompts_of_wrong_sizes_raise(context: int, places: i
         text_places(range(100), (context,), places)
 
 
-def test_acceptance_by_context_with_a_drafter_without_window_support_raises() -> None:
+def test_acceptance_with_a_window_and_a_drafter_without_window_support_raises() -> None:
     with pytest.raises(ValueError, match="expected a drafter with a window"):
-        next(measure_contexts(TARGET, [NGram(TREE)], IDS, contexts=(4,), windows=(8,)))
+        next(acceptance.measure(Pair(TARGET, None, (), "ngram", None), Case("coupled", TREE, draft_window=8)))
 
 
 @pytest.mark.long
-def test_draft_window_shorter_than_the_context_lowers_acceptance_by_context() -> None:
+def test_draft_window_shorter_than_the_context_lowers_acceptance_by_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target drafts for itself, so all drafts are accepted unless a window hides part of the context."""
-    sizes = dict(contexts=(3, 40), windows=(None, 4), places=3, tokens=10)
-    results = list(measure_contexts(TARGET, [DraftModel(TARGET, TREE)], IDS, **sizes))
+    monkeypatch.setattr(Pair, "drafter", lambda *_: DraftModel(TARGET, TREE))
+    source, texts = Pair(TARGET, None, (), None, None), text_places(IDS, (3, 40), 3)
+    settings = acceptance.cases(["coupled"], [TREE], windows=(None, 4))
+    results = [one for case in settings for one in acceptance.measure(source, case, (0.0,), texts, tokens=10)]
     keys = [(one.case.draft_window, one.case.context) for one in results]
     assert keys == [(None, 3), (None, 40), (4, 3), (4, 40)]
     for one in results:
@@ -177,17 +180,17 @@ def test_draft_window_shorter_than_the_context_lowers_acceptance_by_context() ->
 def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    asked: dict[str, Any] = {}
+    asked: list[Any] = []
 
-    def measure(target: Any, drafters: Any, ids: list[int], **options: Any) -> list[Acceptance]:
-        asked.update(options, trees=[drafter.tree for drafter in drafters], ids=len(ids))
-        cases = [Case("coupled", TREE, None, w, size) for w in options["windows"] for size in options["contexts"]]
-        return [Acceptance(case, 0.0, 1 + (case.context or 0) / 1000, 0.25, 0.5, 7) for case in cases]
+    def measure(source: Pair, case: Case, heats: Any, texts: Any, **sizes: Any) -> list[Acceptance]:
+        asked.append(({size: len(places) for size, places in texts.items()}, heats, sizes["tokens"]))
+        return [Acceptance(replace(case, context=size), 0.0, 1 + size / 1000, 0.25, 0.5, 7) for size in texts]
 
-    monkeypatch.setattr(acceptance, "measure_contexts", measure)
-    sizes = ["--context", "256", "512", "--draft-window", "none", "64", "--places", "3", "--tokens", "9"]
-    assert main(["bench", "acceptance", *sizes, "--tree", "chain:2", "--json", str(tmp_path / "out.json")]) == 0
-    assert asked["trees"] == [TREE] and asked["ids"] > 2048 and (asked["places"], asked["tokens"]) == (3, 9)
+    monkeypatch.setattr(acceptance, "measure", measure)
+    words = ["--context", "256", "512", "--draft-window", "none", "64", "--accept", "coupled", "--temperature", "0"]
+    files = ["--tree", "chain:2", "--tokens", "9", "--json", str(tmp_path / "out.json")]
+    assert main(["bench", "acceptance", *words, *files]) == 0
+    assert asked == [({256: acceptance.PROMPTS, 512: acceptance.PROMPTS}, [0.0], 9)] * 2
     _, heading, _, none, _, window, _ = capsys.readouterr().out.splitlines()
     assert heading.split()[2:5] == ["tree", "window", "context"]
     assert none.split() == ["coupled", "chain:2", "256", "0", "1.26", "0.25", "50%", "7"]
@@ -196,20 +199,9 @@ def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
     assert [(r["draft_window"], r["context"]) for r in results] == [(None, 256), (None, 512), (64, 256), (64, 512)]
 
 
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (["--context", "64", "--accept", "rejection"], "--accept"),
-        (["--context", "64", "--temperature", "1"], "--temperature"),
-        (["--context", "64", "--samples", "3"], "--samples"),
-        (["--places", "3"], "--places"),
-        (["--draft-window", "5"], "--draft-window"),
-    ],
-)
-def test_acceptance_refuses_options_that_the_measurement_does_not_use(words: list[str], option: str) -> None:
-    how = "with" if words[0] == "--context" else "without"
-    with pytest.raises(ValueError, match=f"{option}: expected none {how} --context, got .*; leave it out"):
-        acceptance.run(make_parser().parse_args(["bench", "acceptance", *words]))
+def test_acceptance_command_with_a_text_but_no_context_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "acceptance", "--text", "some.txt"]) == 2
+    assert "--text: expected none without --context" in capsys.readouterr().err
 
 
 def test_names_demo_stand_for_the_embedded_target_and_head_and_suffix_cannot_be_quantised() -> None:

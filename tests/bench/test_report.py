@@ -16,7 +16,7 @@ import pytest
 from jspec import Tree
 from jspec.__main__ import main
 from jspec.tools.bench import report
-from jspec.tools.bench.cli import COMMANDS
+from jspec.tools.bench.cli import COMMANDS, GONE
 from jspec.tools.bench.report import Column, Command, Report
 from jspec.tools.command_line import make_parser
 
@@ -68,13 +68,13 @@ def test_report_command_prints_table_and_writes_json_result_by_result(
             seen.append((capsys.readouterr(), json.loads(path.read_text())["results"]))
             yield from RESULTS[1 : arguments.count]
 
-        return Report("what", measured(), "after", {"seed": 3}, code=1)
+        return Report("what", measured(), "after", {"seed": 3})
 
     parser = argparse.ArgumentParser()
     options = [report.option("--count", type=int, help="number of results; default: all")]
     Command("measure", "help", run, options).add_to(parser.add_subparsers())
     arguments = parser.parse_args(["measure", "--count", "2", "--json", str(path)])
-    assert arguments.run(arguments) == 1
+    assert arguments.run(arguments) == 0
     assert seen == [(("", "none 25%\n"), PLAIN[:1])]
     printed, written = capsys.readouterr().out.splitlines(), json.loads(path.read_text())
     assert printed[0] == f"what; {report.environment_text()}" and printed[-1] == "after" and len(printed) == 6
@@ -98,21 +98,30 @@ def test_report_environment_line_names_device_and_its_rates(
     assert report.environment()["device"] == kind
 
 
-def options_of(command: str) -> list[Any]:
-    """Return the options of a subcommand of `jspec bench`, as argparse stores them."""
+def parser_of(command: str) -> Any:
+    """Return the parser of a subcommand of `jspec bench`."""
     parser: Any = make_parser()
     for name in ("bench", command):
         parser = next(one for one in parser._actions if one.choices and name in one.choices).choices[name]
-    return parser._actions
+    return parser
 
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_bench_option_of_every_command_has_help_with_its_default(command: str) -> None:
-    options = options_of(command)
-    assert len(options) > 5
-    for option in options[1:]:  # all but --help
+    parser = parser_of(command)
+    assert len(parser._actions) > 5
+    for option in parser._actions[1:]:  # all but --help
         assert option.help and "\n" not in option.help, option
-        assert not option.option_strings or "default: " in option.help, option
+        if option.option_strings and option.nargs != 0:  # not a switch
+            assert "default: " in parser._get_formatter()._get_help_string(option), option
+
+
+@pytest.mark.parametrize("command", ["eval", "startup"])
+def test_bench_command_that_is_gone_names_what_does_the_same(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", command, "gsm8k", "--shots", "5"])
+    error = capsys.readouterr().err
+    assert f"{command} is no command of jspec bench; instead: {GONE[command]}" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,6 @@ def test_bench_option_of_every_command_has_help_with_its_default(command: str) -
     [
         ("step --tree foo", "argument --tree: tree: expected chain:LENGTH, topk:NODES,DEPTH,K or static:"),
         ("acceptance --tree foo", "argument --tree: tree: expected chain:LENGTH"),
-        ("eval gsm8k --tree none", "argument --tree: tree: expected chain:LENGTH"),
         ("step --batch 0", "argument --batch: expected at least 1, got 0"),
         ("step --idle=-1", "argument --idle: expected at least 0, got -1"),
         ("step --measure host --steps 0", "argument --steps: expected at least 1, got 0"),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.once
 
 def test_train_command_reports_speed_arithmetic_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "train.json"
-    sizes = ("--shape", "tiny", "--length", "32", "--batch", "2", "--ttt", "1", "--seconds", "0.01")
+    sizes = ("--shape", "least", "--length", "32", "--batch", "2", "--ttt", "1", "--seconds", "0.01")
     assert main(["bench", "train", *sizes, "--json", str(file)]) == 0
     (found,) = json.loads(file.read_text())["results"]
     assert found["tokens"] == 64 and found["updates"] >= 1

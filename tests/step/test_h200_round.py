@@ -27,7 +27,7 @@ SHAPE = "llama3-8b"
 
 def windowed_dflash(shape: str, dtype: str) -> DFlashHead:
     """Return a DFlash head with windows in four of five layers, two of which are causal within the block."""
-    head = shapes.random_dflash(shape, dtype)
+    head = shapes.random_head(shape, dtype, method="dflash")
     layers = [
         replace(layer, attention=replace(layer.attention, window=2048, causal=index < 2))
         for index, layer in enumerate(head.config.layers[:4])
@@ -35,7 +35,9 @@ def windowed_dflash(shape: str, dtype: str) -> DFlashHead:
     return head.replace(config=replace(head.config, layers=(*layers, head.config.layers[4])))
 
 
-HEADS = {**{name: kind.random for name, kind in rounds.HEADS.items()}, "dflash windows": windowed_dflash}
+HEADS = {name: partial(shapes.random_head, method=name) for name in rounds.DRAFTERS} | {
+    "dflash windows": windowed_dflash
+}
 
 
 @lru_cache(maxsize=4)  # with -m matrix two tests use the same chain

@@ -339,7 +339,13 @@ def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.Fi
     target = tiny.model(64, layers=1)
     head = tiny.eagle_head(target, draft_vocab=60, feature_layers=(0, 1))
     engine = Engine(
-        target, drafter=Eagle3(head, Tree.chain(1)), slots=2, max_len=64, buckets=(2,), prefill_buckets=(8,)
+        target,
+        drafter=Eagle3(head, Tree.chain(1)),
+        slots=2,
+        max_len=64,
+        buckets=(2,),
+        prefill_buckets=(8,),
+        controls=False,
     )
     prompts = [[1, 2, 3], [4, 5]]
     with warnings.catch_warnings():
@@ -358,7 +364,7 @@ def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.Fi
 def test_engine_with_accepted_drafts_does_not_warn_of_low_acceptance() -> None:
     target = tiny.model(16, layers=1)
     drafter = DraftModel(target, Tree.chain(1))  # the target drafts for itself
-    engine = Engine(target, drafter=drafter, slots=2, max_len=64, buckets=(2,), prefill_buckets=(8,))
+    engine = Engine(target, drafter=drafter, slots=2, max_len=64, buckets=(2,), prefill_buckets=(8,), controls=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.generate([[1, 2, 3]] * 6, SamplingParams(max_tokens=40, temperature=0))

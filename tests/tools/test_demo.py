@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,6 @@ from jspec.__main__ import main
 from jspec.engine.request import Chunk
 from jspec.tools import colour, demo
 from jspec.tools.command_line import make_parser
-from jspec.tools.demo.training.evaluate import is_python
 
 pytestmark = pytest.mark.once
 
@@ -25,16 +27,26 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(scope="module")
-def printed() -> str:
+def engines() -> Iterator[dict[bool, Engine]]:
+    """The demo's two engines, by whether they draft."""
+    with demo.engine(drafted=True) as speculative, demo.engine(drafted=False) as plain:
+        yield {True: speculative, False: plain}
+
+
+@pytest.fixture(scope="module")
+def printed(engines: dict[bool, Engine]) -> str:
     out = io.StringIO()
-    assert demo.run(out) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "engine", lambda *, drafted: nullcontext(engines[drafted]))
+        assert demo.run(out) == 0
     return out.getvalue()
 
 
-def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_tokens(printed: str) -> None:
+def test_demo_without_terminal_prints_the_plain_text_and_the_share_of_drafted_tokens(
+    printed: str, engines: dict[bool, Engine]
+) -> None:
     text = printed.split(demo.PROMPT)[1].split(" ...\n")[0]
-    with demo.engine(drafted=False) as engine:
-        (done,) = engine.generate(demo.PROMPT, SamplingParams(max_tokens=demo.TOKENS, temperature=0))
+    (done,) = engines[False].generate(demo.PROMPT, SamplingParams(max_tokens=demo.TOKENS, temperature=0))
     assert (text, len(done.token_ids)) == (done.text, demo.TOKENS) and "\033" not in printed
     _, result = printed.split("cut after ")
     assert result.startswith(f"{demo.TOKENS} tokens, of which ")
@@ -49,7 +61,8 @@ def test_demo_prints_speed_ups_the_verdict_and_next_commands(printed: str) -> No
     name, *plain_cells = plain.split()
     speed, ratio, rounds, length = drafted.strip().removeprefix(f"EAGLE-3 chain of {demo.LENGTH}").split()
     assert (name, plain_cells[1:]) == ("plain", ["1.0x", str(demo.TOKENS - 1), "1.00"])
-    assert float(ratio.removesuffix("x")) == pytest.approx(float(speed) / float(plain_cells[0]), abs=0.06)
+    fast, slow = float(speed), float(plain_cells[0])  # rounded to whole numbers, as the ratio is to tenths
+    assert (fast - 0.5) / (slow + 0.5) - 0.05 <= float(ratio.removesuffix("x")) <= (fast + 0.5) / (slow - 0.5) + 0.05
     cut = float(length) * int(rounds) - (demo.TOKENS - 1)
     assert -0.2 < cut < demo.LENGTH + 0.2, "the limit of tokens may cut the last round; the length has two decimals"
     assert "\n".join(explanation) == demo.EXPLANATION
@@ -73,16 +86,15 @@ def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.Monk
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()
 
 
-def test_target_ends_functions_and_classes_that_it_writes_greedily() -> None:
+def test_target_ends_functions_and_classes_that_it_writes_greedily(engines: dict[bool, Engine]) -> None:
     lines = ["def get_name(self):", "class NotFoundError(Exception):", "def close(self):", "def __repr__(self):"]
     lines += ["def parse_args(argv):", "def read(path):", "class Stack:", "def is_empty(self):"]
     greedy = SamplingParams(max_tokens=400, temperature=0)
     params = [*[greedy] * len(lines), replace(greedy, ignore_eos=True)]
-    options = {**demo.OPTIONS, "slots": len(params), "buckets": (len(params),)}
-    with Engine.from_pretrained(demo.TARGET, **options) as engine:
-        *written, endless = engine.generate([*lines, lines[0]], params)
+    *written, endless = engines[True].generate([*lines, lines[0]], params)
     assert [one.finish_reason for one in written] == ["eos"] * len(lines)
-    assert all(is_python(line + str(one.text)) for line, one in zip(lines, written, strict=True))
+    for line, one in zip(lines, written, strict=True):
+        ast.parse(line + str(one.text))  # raises SyntaxError if it is no Python
     assert endless.finish_reason == "length"  # no other limit ended them
 
 

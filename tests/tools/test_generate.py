@@ -21,7 +21,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
-from tests.support import byte_pair, lettered
+from tests.support import lettered, small
 
 pytestmark = pytest.mark.once
 
@@ -225,6 +225,7 @@ def test_draft_device_option_names_a_device_of_the_draft_model(capsys: pytest.Ca
         ("--kv-cache-dtype", "instead: --kv-dtype"),
         ("--gpu-memory-utilization", "from Python: memory_fraction="),
         ("--tensor-parallel-size", "instead: --tensor-parallel"),
+        ("--typical-threshold", "from Python: accept=, such as accept=jspec.verify.Typical(0.09, 0.3)"),
     ],
 )
 def test_command_line_option_of_another_project_raises_naming_the_jspec_option(
@@ -272,7 +273,8 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are compiled between the first chunk and the second one."""
-    engine, clock = byte_pair.engine(drafted=False), [0.0]
+    options: dict[str, Any] = dict(slots=1, max_len=small.MAX_LEN, prefill_buckets=(8,), controls=False)
+    engine, clock = Engine(small.target(), tokenizer=lettered.tokenizer(), **options), [0.0]
     compiled = engine.core.runner.compile
 
     def slow(*arguments: Any) -> None:
@@ -286,7 +288,7 @@ def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: p
     monkeypatch.setattr(engine.core.runner, "compile", slow)
     monkeypatch.setattr(generate.time, "perf_counter", now)
     meter = generate.SpeedMeter(engine)
-    for _ in meter.watch(engine.stream("def", max_tokens=12, temperature=0.0, ignore_eos=True)):
+    for _ in meter.watch(engine.stream("ab{", max_tokens=12, temperature=0.0, ignore_eos=True)):
         pass
     (speed,) = re.findall(r"([\d.]+) tokens/s", meter.line())
     assert float(speed) > 0.1

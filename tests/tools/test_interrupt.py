@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jspec.tools import interrupt
+from tests.support import folders
 
 pytestmark = pytest.mark.once
 
@@ -71,7 +72,7 @@ COMMAND_LINE = """
 import sys
 import jspec.__main__
 {before}
-sys.argv = ["jspec", "generate", "--target", "demo", "--max-tokens", "1900", "def main("]
+sys.argv = ["jspec", "generate", "--target", {target!r}, "--tokenizer", "bytes", "--max-len", "64", "def main("]
 sys.exit(jspec.__main__.main())
 """
 SAY_WHEN_COMPILING = """
@@ -96,8 +97,12 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize("before", [SAY_WHEN_IMPORTING, SAY_WHEN_COMPILING], ids=["while importing", "while compiling"])
-def test_command_line_interrupted_before_it_answers_ends_with_one_line_and_status_130(before: str) -> None:
-    status, error, seconds = interrupted(COMMAND_LINE.format(before=before), after="ready")
+def test_command_line_interrupted_before_it_answers_ends_with_one_line_and_status_130(
+    before: str, tmp_path: Path
+) -> None:
+    config = {**folders.TARGET, "num_hidden_layers": 1, "vocab_size": 256, "eos_token_id": None}
+    target = str(folders.write(tmp_path, config, folders.target_tensors(config)))
+    status, error, seconds = interrupted(COMMAND_LINE.format(before=before, target=target), after="ready")
     *progress, last = error.splitlines()
     assert (status, last) == (130, "jspec: interrupted")
     assert all(line.startswith("jspec: ") for line in progress)

@@ -21,7 +21,7 @@ from tests.tools.test_readmes import REPOSITORY, blocks
 pytestmark = pytest.mark.once
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
-OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, buckets=(4,), prefill_buckets=(8,))
+OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, buckets=(4,), prefill_buckets=(8,), controls=False)
 TOKENS, LENGTH = 20, 2
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from jspec import plot
+from jspec import Eagle3, plot
 from jspec.__main__ import main
+from jspec.tools.command_line import make_parser
+from jspec.tools.generate import make_drafter
 from jspec.tools.train import OPTIONS
 from jspec.train import TrainConfig
 from jspec.train.journal import Journal
@@ -40,8 +42,8 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     assert main([*words, "--decay", "0.8", "--method", "dflash"]) == 2  # the option's default, but no option of DFlash
     assert "decay: expected none with method 'dflash'" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
-    assert main(["generate", "--target", paths[1], "--eagle3", paths[3], "--tokenizer", "bytes", "--max-len", "64",
-                 "--max-tokens", "4", "--tree", "chain:2", "abc"]) == 0  # fmt: skip
+    drafter = make_drafter(make_parser().parse_args(["generate", "--target", paths[1], "--eagle3", paths[3], "abc"]))
+    assert isinstance(drafter, Eagle3), "as the last line recommends"
 
 
 def test_train_command_that_a_signal_ends_prints_one_line_and_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jspec.train import blocks, losses, observe
 from jspec.train.blocks import choose_blocks
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
-from jspec.train.observe import Observed
 from tests.reference import dflash, dspark
 from tests.reference.head import norm
 from tests.train import support
@@ -45,18 +45,18 @@ def head_of(method: str) -> Any:
     return jax.tree.map(draw, trained).replace(**rest)
 
 
-def run(method: str, head: Any, rows: Any) -> tuple[float, Any, Observed]:
-    """Return the loss of packed rows, its gradient, and the target's outputs."""
+def compiled(method: str, head: Any) -> Any:
+    """Return a function of packed rows that returns their loss and its gradient."""
     made, target = METHODS[method](config_of(method)), support.target()
     weights, rest = made.split(head)
-    keys = jax.random.split(jax.random.key(0), len(rows.tokens))
 
     def loss(weights: Any, rest: Any, rows: Any) -> Any:
+        keys = jax.random.split(jax.random.key(0), len(rows.tokens))
         seen = observe.observe(target, rows, made.states(head, target))
-        return made.loss(weights.replace(**rest), target, seen, rows, keys)[0], seen
+        return made.loss(weights.replace(**rest), target, seen, rows, keys)[0]
 
-    (value, seen), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights, rest, rows)
-    return float(value), gradient, seen
+    gradients = jax.jit(jax.value_and_grad(loss))
+    return lambda rows: gradients(weights, rest, rows)
 
 
 class Case:
@@ -64,6 +64,7 @@ class Case:
 
     def __init__(self, method: str) -> None:
         self.method, self.head = method, head_of(method)
+        self.run = compiled(method, self.head)
         self.documents = support.documents(SIZES)
         self.rows = support.packed(self.documents, LENGTH)
         made, target = METHODS[method](config_of(method)), support.target()
@@ -156,13 +157,16 @@ class Case:
         return total
 
 
+case_of = cache(Case)  # each compiles one program
+
+
 @pytest.mark.parametrize("method", ["dflash", "dspark", "medusa"])
 def test_loss_and_gradient_equal_the_equations(method: str) -> None:
-    case = Case(method)
-    value, gradient, _ = run(method, case.head, case.rows)
+    case = case_of(method)
+    value, gradient = case.run(case.rows)
     assert len(case.places()) >= 6
     tensors = {name: np.asarray(tensor, np.float64) for name, tensor in case.tensors.items()}
-    assert value == pytest.approx(case.loss(tensors), rel=1e-5)
+    assert float(value) == pytest.approx(case.loss(tensors), rel=1e-5)
     made = METHODS[method](config_of(method))
     gradients = made.files(gradient.replace(**made.split(case.head)[1]), support.target(), {})[1]
     rng = np.random.default_rng(0)
@@ -179,25 +183,25 @@ def test_loss_and_gradient_equal_the_equations(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "medusa"])
 def test_blocks_of_tokens_and_anchors_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(method)
-    value, gradient, _ = run(method, case.head, case.rows)
+    case = case_of(method)
+    value, gradient = case.run(case.rows)
     for module, name, size in ((losses, "LOGITS", 500), (blocks, "SCORES", 2 * 4 * 4 * LENGTH)):
         monkeypatch.setattr(module, name, size)
-    again, own, _ = run(method, case.head, case.rows)
-    assert again == pytest.approx(value, rel=1e-6)
+    again, own = compiled(method, case.head)(case.rows)
+    assert float(again) == pytest.approx(float(value), rel=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), own, gradient)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "medusa"])
 def test_loss_that_ignores_segments_differs(method: str) -> None:
-    case = Case(method)
-    value = run(method, case.head, case.rows)[0]
+    case = case_of(method)
+    value = case.run(case.rows)[0]
     merged = case.rows.replace(segments=(case.rows.segments > 0).astype(jnp.int32))
-    assert abs(run(method, case.head, merged)[0] - value) > 1e-3 * value
+    assert abs(case.run(merged)[0] - value) > 1e-3 * value
 
 
 def test_anchors_are_distinct_tokens_that_count_before_others_that_count() -> None:
-    case = Case("dflash")
+    case = case_of("dflash")
     keys = jax.random.split(jax.random.key(3), len(case.rows.tokens))
     drawn = choose_blocks(case.rows, case.rows.tokens, keys, 40, DEPTH)
     counts, anchors = np.asarray(drawn.counts), np.asarray(drawn.anchors)

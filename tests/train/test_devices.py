@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,12 +19,16 @@ pytestmark = pytest.mark.once
 UPDATES = 3
 
 
+@cache
+def program_on(devices: int) -> Program:
+    method = Eagle3Method(TrainConfig(feature_layers=support.STATES, ttt=2, learning_rate=1e-2))
+    return Program(method, support.target(), support.head(), 10, mesh_of(devices))
+
+
 def updated(devices: int, rows: Any) -> tuple[TrainState, list[Any]]:
     """Return the state after some updates of one batch, and what each measured."""
-    method = Eagle3Method(TrainConfig(feature_layers=support.STATES, ttt=2, learning_rate=1e-2))
-    head = support.head()
-    program = Program(method, support.target(), head, 10, mesh_of(devices))
-    state, measured = program.start(head), []
+    program = program_on(devices)
+    state, measured = program.start(support.head()), []
     for _ in range(UPDATES):
         state, report = program.update(state, rows)
         assert bool(report.is_finite)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from tests.train import support
 pytestmark = pytest.mark.once
 
 STEPS, DECAY = 3, 0.7
+SIZES = (11, 18, 5, 16)  # tokens of the documents
 FIELDS = ("qkv", "o", "gate_up", "down", "mlp_norm", "input_norm", "hidden_norm")  # weights of the layer
 
 
@@ -33,31 +35,44 @@ def named(head: EagleHead) -> dict[str, np.ndarray]:
     return {name: np.asarray(value, np.float64) for name, value in found.items() if value is not None}
 
 
-def expected(weights: dict[str, np.ndarray], head: EagleHead, found: list[Any], **options: Any) -> float:
-    """Return the loss of documents by the reference."""
+def expected(weights: dict[str, np.ndarray], head: EagleHead, sizes: Sequence[int], **options: Any) -> float:
+    """Return the loss of documents of some sizes by the reference."""
     target, config = support.target(), head.config
     shape = training.Shape(4, 2, 4, config.norm_eps, 10000.0, config.norm_output, config.fc_norm)
-    embed, ids, total = np.asarray(target.embed, np.float64), np.asarray(head.draft_to_target), 0.0
-    for tokens, counted in found:
-        out = run_texts(target, jnp.asarray(tokens[None], jnp.int32), support.STATES)
+    given = (np.asarray(target.embed, np.float64), np.asarray(head.draft_to_target))
+    settings: dict[str, Any] = dict(steps=STEPS, decay=DECAY, **options)
+    return sum(training.loss(weights, shape, document, *given, **settings) for document in observed(tuple(sizes)))
+
+
+@cache
+def observed(sizes: tuple[int, ...]) -> list[training.Document]:
+    """Return documents with the target's states and logits."""
+    documents = []
+    for tokens, counted in support.documents(sizes):
+        out = run_texts(support.target(), jnp.asarray(tokens[None], jnp.int32), support.STATES)
         states = np.asarray(out.features[0], np.float64).reshape(len(tokens), 3, -1)  # type: ignore[index]
-        document = training.Document(tokens, counted, states, np.asarray(out.logits[0], np.float64))
-        total += training.loss(weights, shape, document, embed, ids, steps=STEPS, decay=DECAY, **options)
-    return total
+        documents.append(training.Document(tokens, counted, states, np.asarray(out.logits[0], np.float64)))
+    return documents
 
 
-def trained(head: EagleHead, rows: Rows, kind: str = "soft", *, keeps: bool = False) -> tuple[float, EagleHead]:
+def trained(head: EagleHead, rows: Rows) -> tuple[float, EagleHead]:
     """Return the loss of packed rows and its gradient."""
-    target = support.target()
     weights, rest = Eagle3Method(TrainConfig()).split(head)
+    value, gradient = compiled()(weights, rest, rows)
+    return float(value), gradient
+
+
+@cache
+def compiled(kind: str = "soft", *, keeps: bool = False) -> Any:
+    """Return the function that computes the loss and its gradient."""
+    target = support.target()
 
     def loss(weights: EagleHead, rest: Any, rows: Rows) -> jax.Array:
         seen = observe.observe(target, rows, support.STATES)
         options = eagle3.Eagle3Loss(STEPS, DECAY, kind, keeps)
         return eagle3.loss(weights.replace(**rest), target, seen, rows, options)[0]
 
-    value, gradient = jax.jit(jax.value_and_grad(loss))(weights, rest, rows)
-    return float(value), gradient
+    return jax.jit(jax.value_and_grad(loss))
 
 
 def lk(p: np.ndarray, q: np.ndarray, weight: float | None = None) -> float:
@@ -68,17 +83,16 @@ def lk(p: np.ndarray, q: np.ndarray, weight: float | None = None) -> float:
 
 @pytest.mark.parametrize("eagle31", [False, True])
 def test_loss_and_gradient_of_packed_documents_equal_the_equations(eagle31: bool) -> None:
-    found = support.documents([11, 18, 5, 16])
     head = support.head(eagle31=eagle31)
-    value, gradient = trained(head, support.packed(found, 48))
+    value, gradient = trained(head, support.packed(support.documents(SIZES), 48))
     weights = named(head)
-    assert value == pytest.approx(expected(weights, head, found), rel=1e-5)
+    assert value == pytest.approx(expected(weights, head, SIZES), rel=1e-5)
     gradients, rng = named(gradient), np.random.default_rng(0)
     assert gradients.keys() == weights.keys()
     for name, array in weights.items():
         direction, size = rng.normal(size=array.shape), 1e-5
         direction /= np.linalg.norm(direction)
-        ends = [expected({**weights, name: array + sign * size * direction}, head, found) for sign in (1, -1)]
+        ends = [expected({**weights, name: array + sign * size * direction}, head, SIZES) for sign in (1, -1)]
         derivative = (ends[0] - ends[1]) / (2 * size)
         scale = np.linalg.norm(gradients[name])
         assert scale > 1e-3, name
@@ -86,11 +100,13 @@ def test_loss_and_gradient_of_packed_documents_equal_the_equations(eagle31: bool
 
 
 def test_lk_loss_equals_its_equation() -> None:
-    found = support.documents([11, 18])
+    sizes = [11, 18]
     head = support.head()
-    value, gradient = trained(head, support.packed(found, 48), "lk")
-    assert value == pytest.approx(expected(named(head), head, found, of=lk), rel=1e-5)
-    assert value != pytest.approx(expected(named(head), head, found), rel=1e-2)
+    value, gradient = compiled("lk")(
+        *Eagle3Method(TrainConfig()).split(head), support.packed(support.documents(sizes), 48)
+    )
+    assert float(value) == pytest.approx(expected(named(head), head, sizes, of=lk), rel=1e-5)
+    assert float(value) != pytest.approx(expected(named(head), head, sizes), rel=1e-2)
     assert float(jnp.abs(gradient.head).max()) > 0  # type: ignore[union-attr]
 
 
@@ -113,8 +129,7 @@ def test_trained_weights_are_copies_of_those_of_the_head() -> None:
 
 
 def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> None:
-    found = support.documents([11, 18, 5, 16])
-    head, rows = support.head(), support.packed(found, 48)
+    head, rows = support.head(), support.packed(support.documents(SIZES), 48)
     value = trained(head, rows)[0]
     merged = rows.replace(segments=jnp.ones_like(rows.segments))
     every = rows.replace(counted=rows.segments > 0)
@@ -123,20 +138,19 @@ def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> N
     weights, everything = named(head), np.arange(40)
     target_ids = np.asarray(head.draft_to_target)
     assert len(target_ids) < len(everything)
-    unmasked = expected(weights, head.replace(draft_to_target=jnp.asarray(target_ids[::-1].copy())), found)
+    unmasked = expected(weights, head.replace(draft_to_target=jnp.asarray(target_ids[::-1].copy())), SIZES)
     assert abs(unmasked - value) > 1e-2 * value  # draft ids in another order
 
 
 def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = support.documents([11, 18, 5, 16])
-    head, rows = support.head(), support.packed(found, 48)
+    head, rows = support.head(), support.packed(support.documents(SIZES), 48)
     value, gradient = trained(head, rows)
     sizes = (observe, "LOGITS", 400), (losses, "LOGITS", 400), (interval_reference, "TILE", 8)
     for module, name, size in sizes:
         monkeypatch.setattr(module, name, size)
     assert losses.largest_divisor(96, 400 // 16) < 96  # several blocks of tokens
-    blocks, own = trained(head, rows, keeps=True)  # and nothing is computed again
-    assert blocks == pytest.approx(value, rel=1e-6)
+    blocks, own = compiled(keeps=True)(*Eagle3Method(TrainConfig()).split(head), rows)  # nothing is computed again
+    assert float(blocks) == pytest.approx(value, rel=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), own, gradient)
 
 

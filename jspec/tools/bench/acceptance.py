@@ -1,8 +1,8 @@
-"""`jspec bench acceptance`: mean tokens a step, by accept rule, temperature and tree, or by context length.
+"""`jspec bench acceptance`: mean tokens a step, by accept rule, tree, temperature, draft window and context length.
 
-A target and a drafter are measured: the embedded pair (`jspec.tools.demo`), or those that the options name. By context
-length (`--context`), with draft windows and without: a head that was trained on short texts drafts worse on long ones,
-and a window limits the tokens that it sees. Prompts of all context lengths end at the same positions of the text.
+A target and a drafter are measured: the embedded pair (`jspec.tools.demo`), or those that the options name. A head that
+was trained on short texts drafts worse on long ones (`--context`), and a window (`--draft-window`) limits the tokens
+that it sees. Prompts of all context lengths end at the same positions of the text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Annotated, Any
 
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import TREE_FORMS, Tree
-from jspec.draft.base import Drafter
 from jspec.engine.api import Engine
 from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
-from jspec.models.decoder import Model
 from jspec.tools.bench.pair import Pair
 from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
 from pallas_kernels.layers.quantized import KINDS
@@ -36,13 +34,11 @@ SLOTS = 16
 PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters, which are more than the tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
-WINDOWS = (None, 128)  # draft windows that are measured by default
-PLACES = 8  # places of the text that are continued, by context length
 
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of one compiled engine; one engine serves all temperatures or all context lengths."""
+    """The settings of one compiled engine, which serves all temperatures and context lengths."""
 
     accept: Annotated[str, Column("accept rule", lambda rule: rule + " (lossy)" * (rule == "typical"))]
     tree: Annotated[Tree, Column("tree", str)]
@@ -63,8 +59,13 @@ class Acceptance:
     rounds: Annotated[int, Column("steps")]  # number of steps that `length` averages
 
 
-def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | None = None) -> list[Case]:
-    """Return one case for each accept rule and each tree that the rule supports, tree by tree.
+def cases(
+    rules: Sequence[str],
+    trees: Sequence[Tree],
+    draft_quantize: str | None = None,
+    windows: Sequence[int | None] = (None,),
+) -> list[Case]:
+    """Return one case for each accept rule, each tree that the rule supports, and each draft window, tree by tree.
 
     "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" and "traversal" equal
     "multi_candidate".
@@ -80,7 +81,7 @@ def cases(rules: Sequence[str], trees: Sequence[Tree], draft_quantize: str | Non
             f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
             '"block" needs a chain, "rejection" and "traversal" a chain or a static tree'
         )
-    return [Case(rule, tree, draft_quantize) for tree, rule in pairs]
+    return [Case(rule, tree, draft_quantize, window) for (tree, rule), window in product(pairs, windows)]
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
@@ -93,54 +94,44 @@ def measure(
     pair: Pair,
     case: Case,
     temperatures: Sequence[float] = TEMPERATURES,
+    texts: Mapping[int | None, Sequence[Any]] | None = None,
     *,
     tokens: int = TOKENS,
     samples: int = SAMPLES,
 ) -> Iterator[Acceptance]:
-    """Yield the acceptance at each temperature, as the pair completes prompts with fixed seeds."""
+    """Yield the acceptance at each temperature and context, as the pair continues texts with fixed seeds.
+
+    Args:
+        texts: token ids to continue, by their number; None: `prompts`, whose length does not matter.
+        tokens: tokens of each completion.
+        samples: completions of each text at temperatures above 0.
+    """
+    texts = {None: prompts()} if texts is None else texts
+    longest = max(context or PROMPT_SIZE for context in texts)
     drafter = pair.drafter(case.tree, case.draft_quantize)
-    sizes: Any = dict(slots=SLOTS, buckets=(SLOTS,), max_len=PROMPT_SIZE + tokens, prefill_buckets=(PROMPT_SIZE,))
+    if drafter is not None and case.draft_window is not None:
+        drafter = drafter.with_window(case.draft_window)
+    sizes: Any = dict(max_len=longest + tokens, prefill_buckets=(min(longest, PREFILL),), prefix_cache=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
-        engine = pair.engine(drafter, accept=case.accept, **sizes)
+        engine = pair.engine(drafter, accept=case.accept, slots=SLOTS, buckets=(SLOTS,), **sizes)
     with engine:
-        for temperature in temperatures:
-            yield _complete(engine, case, prompts(), temperature, tokens, samples if temperature else 1)
+        for temperature, context in product(temperatures, texts):
+            point = replace(case, context=context)
+            yield _complete(engine, point, texts[context], temperature, tokens, samples if temperature else 1)
 
 
-def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int, list[list[int]]]:
+def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dict[int | None, list[list[int]]]:
     """Return, by context length, the token ids before each of ``places`` positions of a text."""
     longest = max(contexts)
     least = longest + places - 1
     if places < 2 or len(ids) < least:
         raise ValueError(
             f"expected at least 2 places and a text of {least} tokens, got {places} and {len(ids)}; "
-            "give more --places, a longer --text or shorter contexts"
+            "give a longer --text or shorter contexts"
         )
     ends = [longest + (len(ids) - longest) * place // (places - 1) for place in range(places)]
     return {context: [list(ids[end - context : end]) for end in ends] for context in sorted(contexts)}
-
-
-def measure_contexts(
-    target: Model,
-    drafters: Sequence[Drafter],
-    ids: Sequence[int],
-    *,
-    contexts: Sequence[int],
-    windows: Sequence[int | None],
-    places: int = PLACES,
-    tokens: int = TOKENS,
-    draft_quantize: str | None = None,
-) -> Iterator[Acceptance]:
-    """Yield the acceptance of each drafter, window and context length, as the target continues a text greedily."""
-    found = text_places(ids, contexts, places)
-    sizes: Any = dict(slots=places, buckets=(places,), max_len=max(contexts) + tokens, prefill_buckets=(PREFILL,))
-    variants = [one if window is None else one.with_window(window) for one, window in product(drafters, windows)]
-    for drafter in variants:
-        case = Case("coupled", drafter.tree, draft_quantize, drafter.draft_window)
-        with Engine(target, drafter=drafter, prefix_cache=False, **sizes) as engine:
-            for context, texts in found.items():
-                yield _complete(engine, replace(case, context=context), texts, 0.0, tokens, 1)
 
 
 def _complete(
@@ -166,34 +157,17 @@ def standard_error(parts: Sequence[Metrics]) -> float:
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 
-def _refuse_unused(a: argparse.Namespace) -> None:
-    """Raise ValueError if an option has a value that the measurement does not use."""
-    rule = {"accept": ACCEPT_RULES, "temperature": TEMPERATURES, "samples": SAMPLES}
-    place = {"text": None, "places": PLACES, "draft_window": WINDOWS}
-    own, how = (place, "without") if a.context is None else (rule, "with")
-    for name, default in own.items():
-        if (given := getattr(a, name)) != default:
-            raise ValueError(f"--{name.replace('_', '-')}: expected none {how} --context, got {given}; leave it out")
-
-
 def run(arguments: argparse.Namespace) -> Report:
-    _refuse_unused(arguments)
-    a, pair = arguments, Pair.of(arguments)
+    a, pair, texts = arguments, Pair.of(arguments), None
+    settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window)
     if a.context is not None:
-        files = sorted(Path(__file__).parents[2].rglob("*.py"))  # the embedded pair was trained on Python
-        written = "\n\n".join(file.read_text(encoding="utf-8") for file in ([a.text] if a.text else files))
-        drafters = [drafter for tree in a.tree if (drafter := pair.drafter(tree, a.draft_quantize)) is not None]
-        sizes = dict(
-            contexts=a.context,
-            windows=a.draft_window,
-            places=a.places,
-            tokens=a.tokens,
-            draft_quantize=a.draft_quantize,
-        )
-        results: Iterable[Acceptance] = measure_contexts(pair.target, drafters, pair.tokenizer.encode(written), **sizes)
-    else:
-        found, sizes = cases(a.accept, a.tree, a.draft_quantize), dict(tokens=a.tokens, samples=a.samples)
-        results = (one for case in found for one in measure(pair, case, a.temperature, **sizes))
+        files = [a.text] if a.text else sorted(Path(__file__).parents[2].rglob("*.py"))  # Python, for the embedded pair
+        text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+        texts = text_places(pair.tokenizer.encode(text), a.context, PROMPTS)
+    elif a.text:
+        raise ValueError("--text: expected none without --context, whose text it is; leave it out, or add --context")
+    sizes: Any = dict(tokens=a.tokens, samples=a.samples)
+    results = (line for case in settings for line in measure(pair, case, a.temperature, texts, **sizes))
     return Report("tokens a step ± standard error, share of drafted tokens emitted", results)
 
 
@@ -208,8 +182,7 @@ OPTIONS = (
     option("--tokens", type=count, default=TOKENS, help="tokens of each completion"),
     option("--samples", type=count, default=SAMPLES, help="completions a prompt at temperatures above 0"),
     option("--draft-quantize", choices=KINDS, help="quantise the head's weights; default: no"),
-    option("--context", type=count, nargs="+", metavar="256", help="by tokens of the prompts; default: by rule"),
-    option("--draft-window", type=_window, nargs="+", default=WINDOWS, metavar="W", help="tokens, or none"),
-    option("--places", type=count, default=PLACES, help="with --context: places where the text is continued"),
+    option("--context", type=count, nargs="+", metavar="256", help="tokens of the prompts; default: about 30"),
+    option("--draft-window", type=_window, nargs="+", default=(None,), metavar="W", help="tokens; default: none"),
     file_option("--text", "with --context: text that is continued; default: Python source"),
 )

@@ -1,20 +1,17 @@
-"""`jspec bench`: its nine commands."""
+"""`jspec bench`: its seven commands."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from jspec.tools.bench import acceptance, eval, host, kernels, pair, serve, startup, step, step_costs, throughput, train
+from jspec.tools.bench import acceptance, host, kernels, pair, serve, step, step_costs, throughput, train
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.report import Command, Report, option
 
 STEP = {"step": step.run, "controls": step_costs.run_controls}
-STEP |= {"overlap": step_costs.run_overlap, "host": host.run}
-HELP = "the step; cost of controls; device's waiting for the host; the host's time"
-MEASURE = option("--measure", choices=list(STEP), default="step", help=HELP)
-
-
+STEP |= {"overlap": step_costs.run_overlap, "host": host.run, "startup": step_costs.run_startup}
+MEASURE = option("--measure", choices=list(STEP), default="step", help="step, sampling controls, host, or a start")
 STEP_OPTIONS = (*step.OPTIONS, *step_costs.OPTIONS, *host.OPTIONS, MEASURE)
 
 
@@ -28,15 +25,17 @@ COMMANDS = (
     Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
     Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),
     Command("serve", "latencies, throughput and acceptance of an engine", serve.run, (*serve.OPTIONS, *pair.OPTIONS)),
-    Command("eval", "whether a score or the probabilities are the same", eval.run, (*eval.OPTIONS, *pair.OPTIONS)),
-    Command("startup", "seconds until engines serve, without and with a cache", startup.run, startup.OPTIONS),
     Command("train", "speed and memory of training a head", train.run, train.OPTIONS),
     Command("inflate", "a small model in a larger shape that computes the same", inflate.run, inflate.OPTIONS),
 )
+GONE = {  # commands of earlier versions, and what does the same
+    "eval": "lm-eval, with the address of jspec serve (jspec/server/README.md)",
+    "startup": "jspec bench step --measure startup",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the nine subcommands of `jspec bench` on a parser."""
+    """Declare the seven subcommands of `jspec bench` on a parser."""
     commands: Any = parser.add_subparsers(dest="bench", required=True)
     for command in COMMANDS:
         command.add_to(commands)

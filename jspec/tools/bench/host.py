@@ -2,7 +2,7 @@
 
 Functions that return a ready result replace the compiled programs. What is timed is a turn of the server's engine
 thread: a step, and making and handing over its output. CPU time of the thread hardly depends on other processes; wall
-time does. With ``--tokenizer`` the results are tokens of English text, which are decoded; otherwise output is ids.
+time does. With ``--tokenizer`` the results are tokens of English text, which are decoded.
 """
 
 from __future__ import annotations
@@ -121,25 +121,23 @@ def _answer(rows: int, length: int, accepted: int, ids: Sequence[int]) -> Callab
 
 def run(arguments: argparse.Namespace) -> Report:
     """Measure the host's time of a turn; the model is the smallest, as the device computes nothing."""
-    if any(tree and not tree.is_chain for tree in arguments.tree):
-        raise ValueError(f"host: expected chains or none, got {' '.join(map(tree_name, arguments.tree))}")
-    return Report("host time of a step and its delivery over programs that return at once", _times(arguments))
+    a, tokenizer = arguments, load_tokenizer(arguments.tokenizer)
+    if any(tree and not tree.is_chain for tree in a.tree):
+        raise ValueError(f"host: expected chains or none, got {' '.join(map(tree_name, a.tree))}")
 
+    def times() -> Iterator[HostTime]:
+        for rows, tree in product(a.batch, a.tree):
+            cases = [step.Case("least", rows, context, tree, dtype="float32") for context in a.context]
+            max_len = max(a.context) + max_tokens(cases[0], WARM_UP + a.steps)
+            with ExitStack() as stack:
+                engines = [stack.enter_context(ready_engine(case, max_len, tokenizer)) for case in cases]
+                yield from measure_host(engines, cases, a.steps, a.blocks)
 
-def _times(a: argparse.Namespace) -> Iterator[HostTime]:
-    tokenizer = load_tokenizer(a.tokenizer)
-    for rows, tree in product(a.batch, a.tree):
-        cases = [step.Case("least", rows, context, tree, dtype="float32") for context in a.context]
-        max_len = max(a.context) + max_tokens(cases[0], WARM_UP + a.steps)
-        with ExitStack() as stack:
-            engines = [stack.enter_context(ready_engine(case, max_len, tokenizer)) for case in cases]
-            yield from measure_host(engines, cases, a.steps, a.blocks)
+    return Report("host time of a step and its delivery over programs that return at once", times())
 
 
 OPTIONS = (
     option("--steps", type=count, default=50, help="host: steps of a block"),
     option("--blocks", type=count, default=5, help="host: blocks of each context"),
-    option(
-        "--tokenizer", help='host: folder of a tokenizer that decodes the output, or "bytes"; default: output is ids'
-    ),
+    option("--tokenizer", help='host: folder of a tokenizer that decodes output, or "bytes"; default: output is ids'),
 )

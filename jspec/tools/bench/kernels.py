@@ -2,7 +2,7 @@
 
 One program holds many calls, each on its own data, so no call finds its data in a cache or waits for another's result.
 On a GPU the time is the sum of the kernels' times in the device's trace, launch gaps excluded; elsewhere it is the
-host's. With `--power` each kernel also runs for some seconds, to measure its energy.
+host's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pallas_kernels.layers.quantized import KINDS, matmul, quantize
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
 MOST_CALLS = 64
 REPEATS = 10
-DISPATCHED = 32  # programs between two looks at the clock, where the device is kept busy
 SPLIT = ("qkv", "o", "down")  # products that the decoder leaves as partial sums
 ATTENTION = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "page_size", "dtype", "kv", "implementation")
 
@@ -48,20 +47,14 @@ class Result:
     # Least time of a call, seconds; None: the device's rates are unknown.
     floor_seconds: Annotated[float | None, Column("least us", scaled(1e6, ".1f"))]
     seconds: Annotated[float, Column("us", scaled(1e6, ".1f"))]  # measured time of a call, seconds
-    byte_rate: Annotated[float, Column("TB/s", scaled(1e-12, ".2f"))]  # bytes a second
-    flop_rate: Annotated[float, Column("TFLOP/s", scaled(1e-12, ".1f"))]  # flops a second
     share: Annotated[float | None, Column("share", ".0%")]  # least time over measured time
     timer: Annotated[str, Column("timed by")]  # "device" or "host"
-    # Host's time of a call in a long run, seconds; None: not requested, or no NVIDIA GPU.
-    long_seconds: Annotated[float | None, Column("long us", scaled(1e6, ".1f"))]
-    clock: profiling.Clock | None  # GPU clock in the long run
-    joules: Annotated[float | None, Column("mJ", scaled(1e3, ".1f"))]  # energy of a call in the long run
 
 
-def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
+def attention(settings: dict[str, Any]) -> Result:
     """Time attention of ``rows`` new tokens a sequence to ``context`` committed ones, with pages in random order.
 
-    The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches. Power: run for some seconds too.
+    The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches.
     """
     batch, rows, context, heads, kv_heads, head_dim, page_size, dtype, kv, how = (settings[name] for name in ATTENTION)
     widths = roofline.Widths(cache=jnp.dtype(kv).itemsize)
@@ -79,10 +72,10 @@ def attention(settings: dict[str, Any], *, power: bool = False) -> Result:
         return [paged_attention(queries, k, v, page_table, lengths, None, implementation=how) for k, v in pairs]
 
     lengths = jnp.full(batch, context, jnp.int32)
-    return _timed(cost, settings, run, (queries, pools, page_table, lengths), power)
+    return _timed(cost, settings, run, (queries, pools, page_table, lengths))
 
 
-def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
+def gemm(name: str, settings: dict[str, Any]) -> Result:
     """Time the product of activations [rows, inner] and a weight [out, inner], with the decoder's function."""
     keys = ("rows", "out", "inner", "dtype", "quantize", "implementation")
     rows, out, inner, dtype, kind, how = (settings[key] for key in keys)
@@ -101,7 +94,7 @@ def gemm(name: str, settings: dict[str, Any], *, power: bool = False) -> Result:
     def run(inputs: Any, weights: Any) -> list[Any]:
         return [multiply(x, weight, implementation=how) for x, weight in zip(inputs, weights, strict=True)]
 
-    return _timed(cost, settings, run, (inputs, weights), power)
+    return _timed(cost, settings, run, (inputs, weights))
 
 
 def calls_for(bytes_read: float) -> int:
@@ -110,19 +103,15 @@ def calls_for(bytes_read: float) -> int:
 
 
 def _timed(
-    cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...], power: bool
+    cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Result:
     """Time the program ``run``, which calls one kernel several times; return the times of one call."""
     calls, program = calls_for(cost.bytes), jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
         jax.block_until_ready(program(*arguments))
-    groups: list[float] = []
-    busy = partial(_seconds, program, arguments, DISPATCHED)
-    clock = profiling.watch_clock(lambda: groups.append(busy())) if power else None
-    long_seconds = statistics.median(groups) / DISPATCHED / calls if clock else None
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            times = [_seconds(program, arguments, 1) for _ in range(REPEATS)]
+            times = [_seconds(program, arguments) for _ in range(REPEATS)]
         computed = sum(event.duration_ns for event in profiling.gpu_events(folder)) / 1e9 / REPEATS
     seconds, timer = (computed / calls, "device") if computed else (statistics.median(times) / calls, "host")
     floor = roofline.seconds([cost])
@@ -133,21 +122,14 @@ def _timed(
         flops=cost.flops,
         floor_seconds=floor,
         seconds=seconds,
-        byte_rate=cost.bytes / seconds,
-        flop_rate=cost.flops / seconds,
         share=None if floor is None else floor / seconds,
         timer=timer,
-        long_seconds=long_seconds,
-        clock=clock,
-        joules=long_seconds * clock.watts if long_seconds and clock else None,
     )
 
 
-def _seconds(program: Any, arguments: tuple[Any, ...], dispatched: int) -> float:
+def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
     began = time.perf_counter()
-    for _ in range(dispatched):
-        results = program(*arguments)
-    jax.block_until_ready(results)
+    jax.block_until_ready(program(*arguments))
     return time.perf_counter() - began
 
 
@@ -161,18 +143,18 @@ def _results(a: argparse.Namespace) -> Iterator[Result]:
     points = product(a.page_size, dims, a.context, a.batch, a.rows) if "attention" in a.kernel else ()
     for page, dim, context, batch, rows in points:
         values = (batch, rows, context, *heads, dim, page, a.dtype, a.kv_dtype or a.dtype, a.implementation)
-        yield attention(dict(zip(ATTENTION, values, strict=True)), power=a.power)
+        yield attention(dict(zip(ATTENTION, values, strict=True)))
     sizes = roofline.block_products(c, c.hidden_size) | {"head": (c.vocab_size, c.hidden_size)}
     common = dict(dtype=a.dtype, quantize=a.quantize, implementation=a.implementation)
     for rows, (name, (out, inner)) in product(a.rows, sizes.items()) if "gemm" in a.kernel else ():
-        yield gemm(name, dict(rows=rows, out=out, inner=inner) | common, power=a.power)
+        yield gemm(name, dict(rows=rows, out=out, inner=inner) | common)
 
 
 OPTIONS = (
     option("--kernel", nargs="+", choices=("attention", "gemm"), default=("attention", "gemm"), help="what is timed"),
     option("--shape", choices=random_models.DENSE, help=f"model sizes; {random_models.DEFAULT_SHAPE}"),
-    option("--rows", type=counts, default=[1, 5], metavar="1,5", help="rows of a product, new tokens a sequence"),
-    option("--batch", type=counts, default=[1, 8, 32, 64], metavar="1,8", help="sequences in attention"),
+    option("--rows", type=counts, default="1,5", metavar="1,5", help="rows of a product, new tokens a sequence"),
+    option("--batch", type=counts, default="1,8,32,64", metavar="1,8", help="sequences in attention"),
     option("--context", type=counts, default=[1024], metavar="1024", help="committed tokens of a sequence"),
     option("--page-size", type=counts, default=[16], metavar="16", help="tokens of a cache page"),
     option("--head-dim", type=counts, metavar="64,128", help="channels of a head; default: the shape's"),
@@ -182,5 +164,4 @@ OPTIONS = (
     option("--kv-dtype", choices=KV_DTYPES, help="dtype of attention's caches; default: --dtype"),
     option("--quantize", choices=KINDS, help="quantise the products' weights; default: no"),
     step.IMPLEMENTATION,
-    option("--power", action="store_true", help="run each for some seconds too: clock, watts, millijoules"),
 )

@@ -35,12 +35,11 @@ class Load:
     rate: float = math.inf  # requests a second, a Poisson process that begins with the first request; inf: all at once
     temperature: float = 0.0
     seed: int = 0  # seed of lengths, prompts and arrivals
-    scrambled: float = 0.0  # share of the prompts whose tokens are put into a random order, so that drafts are poor
 
     def __post_init__(self) -> None:
-        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0, scrambled=0)
+        least = dict(num_prompts=1, input_len=1, output_len=1, range_ratio=0, rate=math.ulp(0), seed=0)
         for name, low in least.items():
-            value, high = getattr(self, name), 1 if name in ("range_ratio", "scrambled") else math.inf
+            value, high = getattr(self, name), 1 if name == "range_ratio" else math.inf
             if not low <= value <= high:
                 raise ValueError(f"{name}: expected at least {low} and at most {high}, got {value}")
 
@@ -59,22 +58,13 @@ class Load:
             start = 0 if text is None else int(rng.integers(0, len(text) - size + 1))
             prompt = rng.integers(0, vocab_size, size).tolist() if text is None else list(text[start : start + size])
             found.append(Arrival(at, prompt, replace(common, max_tokens=output)))
-        return self._scramble(found)
+        return found
 
     def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
         """Return requests with given prompts, which end at an end token or after `output_len` tokens."""
         params = SamplingParams(max_tokens=self.output_len, temperature=self.temperature, seed=self.seed)
         times = self._times(np.random.default_rng(self.seed))
-        return self._scramble([Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)])
-
-    def _scramble(self, arrivals: list[Arrival]) -> list[Arrival]:
-        """Put the tokens of some prompts, `scrambled` of all, into a random order."""
-        rng = np.random.default_rng((self.seed, 1))
-        chosen = set(rng.permutation(len(arrivals))[: round(self.scrambled * len(arrivals))].tolist())
-        return [
-            one._replace(prompt=rng.permutation(one.prompt).tolist()) if index in chosen else one
-            for index, one in enumerate(arrivals)
-        ]
+        return [Arrival(at, prompt, params) for at, prompt in zip(times, prompts, strict=True)]
 
     def _times(self, rng: np.random.Generator) -> list[float]:
         return [0.0, *np.cumsum(rng.exponential(1 / self.rate, self.num_prompts - 1)).tolist()]
@@ -98,10 +88,6 @@ class Served:
     first_token = property(lambda self: self.pieces[0][0] - self.began)  # seconds to the first token
     latency = property(lambda self: self.pieces[-1][0] - self.began)  # seconds to the last token
 
-    def count_at(self, when: float) -> int:
-        """Return the number of tokens that the request had emitted at time ``when``, seconds from the start."""
-        return max((count for at, count in self.pieces if at <= when), default=0)
-
 
 class Log(NamedTuple):
     """The requests and step times of one run of a load."""
@@ -119,14 +105,6 @@ class Log(NamedTuple):
     def output_tokens(self) -> int:
         """The number of tokens of the requests that ended without an error."""
         return sum(one.pieces[-1][1] for one in self.good)
-
-    @property
-    def full_batch_throughput(self) -> float:
-        """The tokens a second while all requests decode; nan if they never do at once."""
-        begin = max((one.pieces[0][0] for one in self.served if one.pieces), default=0.0)
-        end = min((one.pieces[-1][0] for one in self.served if one.pieces), default=0.0)
-        tokens = sum(one.count_at(end) - one.count_at(begin) for one in self.served)
-        return tokens / (end - begin) if end > begin else math.nan
 
 
 def serve(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,15 @@ from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
 from jspec.tools.bench import random_models
-from jspec.tools.bench.report import count, option
+from jspec.tools.bench.report import option
 
 PROMPT_FIELDS = "turns (a list of texts, of which the first is taken), prompt (a text) or question (a text)"
+DRAFT = "head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: the embedded EAGLE-3 head"
 OPTIONS = (
     option("--target", metavar="PATH", help='folder, hub id or "demo"; default: the embedded one'),
     option("--tokenizer", help='"bytes" for byte-level models; default: the folder\'s own'),
     option("--dtype", help="dtype of the weights; default: float32 on CPU, bfloat16 elsewhere"),
-    option(
-        "--draft",
-        metavar="PATH",
-        help="EAGLE, DFlash or Medusa head, draft model, ngram or suffix; dflash: the embedded DFlash head; default: "
-        "the embedded EAGLE-3 head",
-    ),
-)
-ENGINE_OPTIONS = (
-    option("--slots", type=count, default=32, help="requests that run at once"),
-    option("--page-size", type=count, default=16, help="tokens of a cache page"),
-    option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
+    option("--draft", metavar="PATH", help=DRAFT),
 )
 
 
@@ -97,9 +87,6 @@ class Pair:
         Args:
             tree: draft tree.
             quantize: how the weights of a drafter that --draft names by its folder are quantised; None: as stored.
-
-        Raises:
-            ValueError: there is nothing that drafts, or nothing to quantise.
         """
         if tree is None:
             return None
@@ -113,37 +100,25 @@ class Pair:
         return own(tree) if own else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
 
 
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments of `Engine` from the parsed command line (`ENGINE_OPTIONS`)."""
-    return {name: getattr(arguments, name) for name in ("slots", "page_size", "prefill_budget")}
-
-
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
     """Read the first ``count`` prompts of a file with one JSON object a line; all prompts if None."""
     found = []
-    for where, record in records(path):
-        match record:
-            case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
-                found.append(text)
-            case _:
-                got = ", ".join(record) or "no field"
-                raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
-    if count is not None and len(found) < count:
-        raise ValueError(f"{path}: expected {count} prompts, got {len(found)}; ask for no more")
-    return found[:count]
-
-
-def records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place (file and line, for error messages) and the content of each JSON object of a file."""
-    lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
-    if not lines:
-        raise ValueError(f"{path}: expected a JSON object a line, got an empty file")
-    for number, line in lines:
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             record = None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
-        yield where, record
+        match record:
+            case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
+                found.append(text)
+            case dict():
+                got = ", ".join(record) or "no field"
+                raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
+            case _:
+                raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+    if len(found) < (count or 1):
+        raise ValueError(f"{path}: expected {count or 1} prompts or more, got {len(found)}")
+    return found[:count]

@@ -39,97 +39,27 @@ def _published(model_type: str, hidden: int, inner: int, layers: int, heads: tup
     return read_config({"model_type": model_type, **sizes, **dict(zip(names, heads, strict=True)), **more})
 
 
+QWEN3 = dict(vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960)
+GPT_OSS = dict(vocab_size=201088, num_local_experts=32, max_position_embeddings=131072)
+LITE_YARN = dict(type="yarn", factor=40, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096)
+LITE = dict(vocab_size=102400, rms_norm_eps=1e-6, max_position_embeddings=163840, rope_scaling=LITE_YARN)
+LITE |= dict(q_lora_rank=None, num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1)
+TINY, LONG = dict(vocab_size=512, num_experts_per_tok=2), dict(max_position_embeddings=65536)
+TINY_MOE = TINY | LONG | dict(num_experts=8, moe_intermediate_size=64, norm_topk_prob=True)
+TINY_MLA = TINY | LONG | dict(n_routed_experts=8, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=32)
+TINY_MLA |= dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
 TARGETS = {
     "llama3-8b": _config(128256, 4096, 14336, 32, (32, 8, 128), rope=LLAMA3, max_position=131072),
     "llama3-70b": _config(128256, 8192, 28672, 80, (64, 8, 128), rope=LLAMA3, max_position=131072),
-    "qwen3-8b": _published(
-        "qwen3",
-        4096,
-        12288,
-        36,
-        (32, 8, 128),
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        max_position_embeddings=40960,
-    ),
-    "qwen3-30b-a3b": _published(
-        "qwen3_moe",
-        2048,
-        6144,
-        48,
-        (32, 4, 128),
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        max_position_embeddings=40960,
-        norm_topk_prob=True,
-    ),
-    "gpt-oss-20b": _published(
-        "gpt_oss",
-        2880,
-        2880,
-        24,
-        (64, 8, 64),
-        vocab_size=201088,
-        num_local_experts=32,
-        max_position_embeddings=131072,
-    ),
+    "qwen3-8b": _published("qwen3", 4096, 12288, 36, (32, 8, 128), **QWEN3),
+    "qwen3-30b-a3b": _published("qwen3_moe", 2048, 6144, 48, (32, 4, 128), norm_topk_prob=True, **QWEN3),
+    "gpt-oss-20b": _published("gpt_oss", 2880, 2880, 24, (64, 8, 64), **GPT_OSS),
     "gemma3-12b": _published("gemma3_text", 3840, 15360, 48, (16, 8, 256), vocab_size=262208, sliding_window=1024),
-    "deepseek-v2-lite": _published(
-        "deepseek_v2",
-        2048,
-        10944,
-        27,
-        (16, 16, 128),
-        vocab_size=102400,
-        rms_norm_eps=1e-6,
-        q_lora_rank=None,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1408,
-        first_k_dense_replace=1,
-        max_position_embeddings=163840,
-        rope_scaling={
-            "type": "yarn",
-            "factor": 40,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-        },
-    ),
+    "deepseek-v2-lite": _published("deepseek_v2", 2048, 10944, 27, (16, 16, 128), **LITE),
     "tiny": _config(512, 64, 192, 8, (4, 2, 16), rope=Rope(), max_position=65536),
     "tiny-gemma3": _published("gemma3_text", 64, 192, 8, (4, 2, 16), vocab_size=512, sliding_window=64),
-    "tiny-moe": _published(
-        "qwen3_moe",
-        64,
-        192,
-        8,
-        (4, 2, 16),
-        vocab_size=512,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        max_position_embeddings=65536,
-    ),
-    "tiny-mla": _published(
-        "deepseek_v2",
-        64,
-        192,
-        4,
-        (4, 4, 16),
-        vocab_size=512,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        max_position_embeddings=65536,
-    ),
+    "tiny-moe": _published("qwen3_moe", 64, 192, 8, (4, 2, 16), **TINY_MOE),
+    "tiny-mla": _published("deepseek_v2", 64, 192, 4, (4, 4, 16), **TINY_MLA),
     "least": _config(64, 16, 16, 1, (1, 1, 8), rope=Rope(), max_position=65536),  # for measurements of the host
 }
 PEAGLE_LAYERS = 4  # of published P-EAGLE heads
@@ -138,6 +68,7 @@ DEFAULT_SHAPE = "default: tiny on a CPU, llama3-8b elsewhere"  # words of the he
 DENSE = sorted(name for name, c in TARGETS.items() if all(isinstance(layer.mlp, Dense) for layer in c.layers))
 DRAFT_VOCAB = dict.fromkeys(TARGETS, 32000) | dict.fromkeys(("tiny", "tiny-gemma3", "tiny-moe", "tiny-mla"), 128)
 DRAFT_VOCAB["least"] = 16
+BLOCK_HEADS: dict[str, Any] = {"dflash": DFlashHead, "dspark": DSparkHead}
 # Intermediate channels of heads for targets with experts.
 HEAD_WIDTH = {"qwen3-30b-a3b": 6144, "gpt-oss-20b": 17280, "tiny-moe": 192}
 
@@ -147,63 +78,24 @@ def default_shape() -> str:
     return "tiny" if jax.default_backend() == "cpu" else "llama3-8b"
 
 
-def _sizes(name: str) -> dict[str, Any]:
-    """Return the sizes that a head has in common with its target."""
+def head_config(name: str, method: str = "eagle3") -> Any:
+    """Return the config of a head, as published heads of its method have it, for a named target shape."""
     c, same = TARGETS[name], "vocab_size hidden_size num_heads num_kv_heads head_dim norm_eps"
-    width, attention = HEAD_WIDTH.get(name, c.intermediate_size), c.layers[0].attention
-    own = {size: getattr(c, size) for size in same.split()} | {"intermediate_size": width}
-    if isinstance(attention, MLA):  # published heads have key-value heads of their own
-        own |= {"num_kv_heads": attention.heads, "head_dim": attention.value_dim}
-    return own
-
-
-def head_config(name: str) -> Eagle3Config:
-    """Return the config of an EAGLE-3 head, as published heads have it, for a named target shape."""
-    return Eagle3Config.of_sizes(**_eagle3_fields(name))
-
-
-def peagle_config(name: str) -> PEagleConfig:
-    """Return the config of a P-EAGLE head, as published heads have it, for a named target shape."""
-    return PEagleConfig.of_sizes(**_eagle3_fields(name), num_layers=PEAGLE_LAYERS, mask_token_id=0)
-
-
-def _eagle3_fields(name: str) -> dict[str, Any]:
-    c = TARGETS[name]
-    return {
-        **_sizes(name),
-        "target_hidden_size": c.hidden_size,
-        "draft_vocab_size": DRAFT_VOCAB[name],
-        "rope": Rope(),
-        "feature_layers": None,
-        "source_format": "random",
-    }
-
-
-def dflash_config(name: str) -> DFlashConfig:
-    """Return the config of a DFlash head, as published heads have it, for a named target shape."""
-    return DFlashConfig.of_sizes(**_block_sizes(name), block_size=16)
-
-
-def dspark_config(name: str) -> DSparkConfig:
-    """Return the config of a DSpark head, as published heads have it, for a named target shape."""
-    return DSparkConfig.of_sizes(**_block_sizes(name), block_size=7, markov_rank=min(256, TARGETS[name].hidden_size))
-
-
-def _block_sizes(name: str) -> dict[str, Any]:
-    """Return the values that configs of DFlash and DSpark heads have in common."""
-    c = TARGETS[name]
+    sizes: dict[str, Any] = {size: getattr(c, size) for size in same.split()}
+    sizes |= dict(target_hidden_size=c.hidden_size, rope=Rope(), feature_layers=None, source_format="random")
+    sizes |= dict(intermediate_size=HEAD_WIDTH.get(name, c.intermediate_size), draft_vocab_size=DRAFT_VOCAB[name])
+    if isinstance(attention := c.layers[0].attention, MLA):  # published heads have key-value heads of their own
+        sizes |= dict(num_kv_heads=attention.heads, head_dim=attention.value_dim)
+    if method == "eagle3":
+        return Eagle3Config.of_sizes(**sizes)
+    if method == "peagle":
+        return PEagleConfig.of_sizes(**sizes, num_layers=PEAGLE_LAYERS, mask_token_id=0)
     spread = (c.num_layers - 4) / (DFLASH_LAYERS - 1)  # between the layers whose outputs are read: 1 to N - 3
-    return dict(
-        **_sizes(name),
-        num_layers=DFLASH_LAYERS,
-        target_hidden_size=c.hidden_size,
-        draft_vocab_size=c.vocab_size,
-        rope=Rope(),
-        qk_norm="head",
-        feature_layers=tuple(2 + round(index * spread) for index in range(DFLASH_LAYERS)),
-        source_format="random",
-        mask_token_id=0,
-    )
+    layers = tuple(2 + round(index * spread) for index in range(DFLASH_LAYERS))
+    sizes |= dict(num_layers=DFLASH_LAYERS, feature_layers=layers, draft_vocab_size=c.vocab_size, qk_norm="head")
+    if method == "dflash":
+        return DFlashConfig.of_sizes(**sizes, mask_token_id=0, block_size=16)
+    return DSparkConfig.of_sizes(**sizes, mask_token_id=0, block_size=7, markov_rank=min(256, c.hidden_size))
 
 
 def random_target(
@@ -227,27 +119,8 @@ def random_target(
     return Model.from_weights(TARGETS[name], weights, mesh)
 
 
-def random_dflash(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DFlashHead:
-    """Return a target's DFlash head with random weights, whose drafts are practically never accepted."""
-    config = dflash_config(name)
-    return DFlashHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
-
-
-def random_dspark(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> DSparkHead:
-    """Return a target's DSpark head with random weights, whose drafts are practically never accepted."""
-    config = dspark_config(name)
-    return DSparkHead.from_weights(config, random_weights(block_params(config), dtype, seed, quantize))
-
-
-def random_head(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
-    """Return a target's EAGLE-3 head with random weights, whose drafts are practically never accepted."""
-    return _random_eagle(head_config(name), dtype, quantize, seed)
-
-
-def random_peagle(name: str, dtype: str, quantize: str | None = None, *, seed: int = 1) -> EagleHead:
-    """Return a target's P-EAGLE head with random weights, whose drafts are practically never accepted."""
-    return _random_eagle(peagle_config(name), dtype, quantize, seed)
-
-
-def _random_eagle(config: Eagle3Config, dtype: str, quantize: str | None, seed: int) -> EagleHead:
-    return EagleHead.from_weights(config, random_weights(head_params(config), dtype, seed, quantize))
+def random_head(name: str, dtype: str, quantize: str | None = None, *, method: str = "eagle3", seed: int = 1) -> Any:
+    """Return a target's head with random weights, whose drafts are practically never accepted."""
+    config = head_config(name, method)
+    head, params = (EagleHead, head_params) if method in ("eagle3", "peagle") else (BLOCK_HEADS[method], block_params)
+    return head.from_weights(config, random_weights(params(config), dtype, seed, quantize))

@@ -52,7 +52,7 @@ def cells(record: Any) -> dict[str, str]:
         column = next((one for one in get_args(hint) if isinstance(one, Column)), None)
         if column is None:
             found |= cells(value)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and not column.format:
             found |= {key: "" if own is None else str(own) for key, own in value.items()}
         else:
             found[column.heading] = column.cell(value)
@@ -67,7 +67,6 @@ class Report:
     results: Iterable[Any]  # records; a generator measures one after the other
     text: str | Callable[[Sequence[Any]], str] = ""  # text printed after the table, or a function of the results
     about: Mapping[str, Any] = field(default_factory=dict)  # further members of the JSON object
-    code: int = 0  # exit code
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Command:
         parser.set_defaults(run=self)
 
     def __call__(self, arguments: argparse.Namespace) -> int:
-        """Measure, print the table, write the JSON file; return the exit code.
+        """Measure, print the table, write the JSON file; return the exit code, 0.
 
         Each result goes to the JSON file, and its row to the standard error, as soon as it is measured.
         """
@@ -108,17 +107,11 @@ class Command:
         text = report.text if isinstance(report.text, str) else report.text(results)
         parts = (f"{report.headline}; {environment_text()}", table_of(results), text)
         print("\n".join(part for part in parts if part))
-        return report.code
+        return 0
 
 
 def option(*flags: str, help: str, **settings: Any) -> Option:
-    """Return a command-line option and add its default to its help; for a default None, ``help`` states it."""
-    if settings.get("action") == "store_true":
-        help = f"{help}; default: off"
-    elif (default := settings.get("default")) is not None:
-        many = default if isinstance(default, (list, tuple)) else [default]
-        text = (" " if "nargs" in settings else ",").join(str(one).lower() for one in many)
-        help = f"{help}; default: {text}"
+    """Return a command-line option; its help states a default of None, and the parser adds any other."""
     return flags, settings | {"help": help}
 
 

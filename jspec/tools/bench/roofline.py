@@ -90,16 +90,12 @@ def verify_costs(
         own = _block(c, product, c.hidden_size)
         own, mlp = own[:2], own[2:]
         if isinstance(layer.attention, MLA):
-            own = [product(name, out=out, inner=inner) for name, (out, inner) in latent_products(c, layer.attention)]
+            declared = layer_params(LayerConfig(layer.attention, Dense(1)), c.hidden_size, c.hidden_size)
+            sizes = {name: declared[name].shape for name in LATENT if name in declared}
+            own = [product(name, out=shape[0], inner=shape[1]) for name, shape in sizes.items()]
         own += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp
         costs += [*own, attention(layer.attention, batch, nodes, context, widths)]
     return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
-
-
-def latent_products(c: ModelConfig, attention: MLA) -> list[tuple[str, tuple[int, int]]]:
-    """Return the name and the sizes (out, inner) of each product of latent attention, from its declarations."""
-    params = layer_params(LayerConfig(attention, Dense(1)), c.hidden_size, c.hidden_size)
-    return [(name, (params[name].shape[0], params[name].shape[1])) for name in LATENT if name in params]
 
 
 def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cost]:

@@ -31,7 +31,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.sizes import halvings, portions
 from jspec.tools.bench import random_models
 from jspec.tools.bench.load import Arrival, Load, Log, serve
-from jspec.tools.bench.pair import ENGINE_OPTIONS, PROMPT_FIELDS, Pair, engine_options, read_prompts
+from jspec.tools.bench.pair import PROMPT_FIELDS, Pair, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
 from jspec.tools.table import table
@@ -134,7 +134,6 @@ def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
         "request_throughput": len(good) / log.seconds if good else math.nan,
         "output_throughput": outputs / log.seconds,
         "total_token_throughput": (inputs + outputs) / log.seconds,
-        "full_batch_throughput": log.full_batch_throughput,
         **{name: getattr(metrics, name) for name in (*DRAFTS, "prefix_hit_rate", "num_preemptions")},
         "acceptance_per_position": shares + [0.0] * ((setting.tree.depth if setting.tree else 0) - len(shares)),
     }
@@ -217,7 +216,7 @@ def _warm_up(engine: Engine) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed", "scrambled")
+    names = ("input_len", "output_len", "range_ratio", "rate", "temperature", "seed")
     texts = None if a.prompts is None else read_prompts(a.prompts, a.num_prompts)
     requests = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
     load = Load(requests, **{name: getattr(a, name) for name in names})
@@ -232,7 +231,8 @@ def run(arguments: argparse.Namespace) -> Report:
         encoded = map(pair.tokenizer.chat, chats) if a.chat else map(pair.tokenizer.encode, texts)
         arrivals = load.arrivals_of([list(tokens) for tokens in encoded])
         longest = max(len(one.prompt) for one in arrivals)
-    options = engine_options(a) | {"max_len": longest + load.output_len}
+    options = dict(max_len=longest + load.output_len, slots=a.slots, page_size=a.page_size)
+    options["prefill_budget"] = a.prefill_budget
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)
     about = {"load": load, "prompts": a.prompts or a.text or "random tokens", "repeats": a.repeats}
     return Report(f"{load}, spreads from least to largest with quartiles", results, text, about)
@@ -251,16 +251,15 @@ OPTIONS = (
     option("--input-len", type=count, default=1024, help="tokens of a prompt at most"),
     option("--output-len", type=count, default=1024, help="tokens of an answer at most"),
     option("--range-ratio", type=float, default=0.7, help="lengths are uniform from int(ratio * len) to len"),
-    option("--max-concurrency", type=count, nargs="+", default=(None,), help="requests in the engine at most"),
-    option("--depth", type=_depth, nargs="+", default=(None,), help=f"drafted depth, {AUTO}, or none: the tree's"),
+    option("--max-concurrency", type=count, nargs="+", default=(None,), help="most in the engine; default: all"),
+    option("--depth", type=_depth, nargs="+", default=(None,), help=f"drafted depth or {AUTO}; default: the tree's"),
     option("--overlap", nargs="+", choices=("yes", "no"), default=("yes",), help="dispatch before reading results"),
     option("--repeats", type=count, default=1, help="times that the load is served, all configurations in turns"),
     option("--temperature", type=float, default=0.0, help="temperature of sampling, 0: greedy"),
     option("--seed", type=int, default=0, help="seed of lengths, prompts and arrivals"),
-    option(
-        "--scrambled", type=float, default=0.0, help="share of the prompts with tokens in random order: hard to draft"
-    ),
     TREES(default=(None, Tree.chain(1), Tree.topk(16, 4, 4))),
     option("--shape", choices=sorted(random_models.TARGETS), help="random weights of this shape; default: none"),
-    *ENGINE_OPTIONS,
+    option("--slots", type=count, default=32, help="requests that run at once"),
+    option("--page-size", type=count, default=16, help="tokens of a cache page"),
+    option("--prefill-budget", type=count, help="prompt tokens between two steps; default: the engine's"),
 )

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -29,7 +29,6 @@ from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.draft.head_config import HeadConfig
 from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -43,21 +42,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers import mxfp4
 from pallas_kernels.layers.quantized import KINDS
 
-
-class Kind(NamedTuple):
-    """A kind of head."""
-
-    drafter: Callable[..., Drafter]
-    config: Callable[[str], HeadConfig]  # config for a named target shape
-    random: Callable[..., EagleHead | DFlashHead]  # head with random weights for a named target shape
-
-
-HEADS = {  # by method
-    "eagle3": Kind(Eagle3, random_models.head_config, random_models.random_head),
-    "peagle": Kind(PEagle, random_models.peagle_config, random_models.random_peagle),
-    "dflash": Kind(DFlash, random_models.dflash_config, random_models.random_dflash),
-    "dspark": Kind(DSpark, random_models.dspark_config, random_models.random_dspark),
-}
+DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
@@ -84,7 +69,7 @@ class Case:
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
     depth: Annotated[int | None, Column("depth")] = None
     nodes: Annotated[int | None, Column("nodes")] = None  # draft nodes verified per row, on average; None: all
-    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `HEADS`
+    drafter: Annotated[str, Column("drafter")] = "eagle3"  # kind of the head, by its name in `DRAFTERS`
     deterministic: bool = False
     tensor_parallel: Annotated[int, Column("devices")] = 1  # number of devices over which weights are divided
 
@@ -103,7 +88,6 @@ class Timing:
     clock: profiling.Clock | None  # clock of the GPU, during further steps that are not timed
     tokens: Annotated[float, Column("tokens", ".2f")]  # mean number of tokens emitted a step and row
     host: Annotated[float, Column("host ms", ".2f")]  # median time in which the host dispatches a step, milliseconds
-    compile_seconds: Annotated[float, Column("compile s", ".1f")]  # time to compile the step, seconds
 
 
 def build(
@@ -115,7 +99,7 @@ def build(
     assert case.tree is None or head is not None
     drafter: Drafter = NoDraft()
     if case.tree is not None and head is not None:
-        drafter = HEADS[head.config.method].drafter(head, case.tree)
+        drafter = DRAFTERS[head.config.method](head, case.tree)
     mesh = mesh_of(case.tensor_parallel) if case.tensor_parallel > 1 else None
     if mesh is not None:
         target, drafter = place(target, mesh), drafter.on_mesh(mesh)
@@ -185,11 +169,9 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
     """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
     state = filled_state(make_state(program, params, pool), case)
-    started = time.perf_counter()
     if case.depth is not None:
         program = replace(program, drafter=program.drafter.cut(case.depth))
     run = Runner(compile_step(program, params, state, case.batch), params, state, case)
-    compile_seconds = time.perf_counter() - started
     ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
     times, emitted, host = zip(*groups, strict=True)
     clock = profiling.watch_clock(run)
@@ -206,7 +188,6 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
         clock=clock,
         tokens=statistics.fmean(emitted),
         host=statistics.median(host),
-        compile_seconds=compile_seconds,
     )
 
 
@@ -226,7 +207,7 @@ def floor_milliseconds(case: Case) -> float | None:
     costs = roofline.verify_costs(target, rows, tree.nodes, case.context, widths(case.quantize), rows=packed)
     layers = target.num_layers  # that run in a step
     if tree.depth:
-        head = HEADS[case.drafter].config(case.shape)
+        head = random_models.head_config(case.shape, case.drafter)
         costs += roofline.head_costs(head, rows, tree, case.context, draft_widths)
         layers += head.num_layers * (tree.depth if case.drafter == "eagle3" else 1)
     seconds = roofline.seconds(costs, devices=case.tensor_parallel, sums=2 * layers)
@@ -261,17 +242,12 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases that the parsed command line asks for."""
-    given = vars(arguments)
-    names = {"dtype", "implementation", "quantize", "draft_quantize", "kv_dtype", "depth", "deterministic"}
-    names |= {"tensor_parallel", "nodes", "drafter"}
-    common = {name: given[name] for name in names & given.keys()} | {"greedy": not given.get("sampled")}
-    shapes = given["shape"] or random_models.default_shape()
-    shapes = [shapes] if isinstance(shapes, str) else shapes
-    grid = product(shapes, given["page_size"], given["context"], given["batch"], given["tree"], given.get("idle", [0]))
-    return [
-        Case(shape=shape, context=context, batch=batch, tree=tree, page_size=page, idle=idle, **common)
-        for shape, page, context, batch, tree, idle in grid
-    ]
+    given = vars(arguments) | {"shape": arguments.shape or random_models.default_shape()}
+    given["greedy"] = not given.get("sampled")
+    first = ("shape", "page_size", "context", "batch", "tree")  # varies slowest
+    names = [*first, *(one.name for one in fields(Case) if one.name in given and one.name not in first)]
+    values = [given[name] if isinstance(given[name], (list, tuple)) else [given[name]] for name in names]
+    return [Case(**dict(zip(names, choice, strict=True))) for choice in product(*values)]
 
 
 def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
@@ -279,7 +255,8 @@ def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
     one, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
-    head = HEADS[one.drafter].random(one.shape, one.dtype, one.draft_quantize or one.quantize) if drafts else None
+    quantize = one.draft_quantize or one.quantize
+    head = random_models.random_head(one.shape, one.dtype, quantize, method=one.drafter) if drafts else None
     mesh = mesh_of(one.tensor_parallel) if one.tensor_parallel > 1 else None
     return random_models.random_target(one.shape, one.dtype, one.quantize, mesh=mesh), head
 
@@ -326,7 +303,7 @@ OPTIONS = (
     option("--idle", type=ints, default=[0], metavar="0,7", help="rows of the batch without a request"),
     option("--depth", type=int, help="depth at which steps cut their trees, 0: draft nothing; default: the tree's"),
     option("--nodes", type=int, help="draft nodes that steps verify per row, on average; default: all"),
-    option("--drafter", choices=sorted(HEADS), default="eagle3", help="kind of the head"),
+    option("--drafter", choices=sorted(DRAFTERS), default="eagle3", help="kind of the head"),
     option("--deterministic", action="store_true", help="steps whose tokens are the same in every program"),
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices over which weights are divided"),
     option("--sampled", action="store_true", help="temperature 1 instead of greedy"),

@@ -1,28 +1,33 @@
-"""`jspec bench step --measure controls|overlap`: time that sampling controls and the host add to a step.
+"""`jspec bench step --measure controls|overlap|startup`: what controls and the host add to a step; an engine's start.
 
 Controls: steps of programs with sampling and its controls are timed in turns, on the same weights. The first program
 has no controls, and a cost is the median of the differences to its steps.
 
 Overlap: the share of time in which the GPU waits for the host is 1 - loop / engine. "Loop" is the time of a step with
 64 steps in one dispatch, which the host cannot delay; "engine" is that of a step with a dispatch of its own.
+
+Startup: the seconds that an engine takes to compile all its programs before any runs, with an empty folder of compiled
+programs ("cold") and with that folder once more ("warm").
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from jspec.core.records import Grammars, SlotState
-from jspec.draft.eagle import Eagle3
+from jspec.core.tree import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.api import Engine
 from jspec.engine.metrics import LowAcceptanceWarning
@@ -31,13 +36,14 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.step.program import Program, init_state
 from jspec.tools.bench import profiling, random_models, step
-from jspec.tools.bench.report import Column, Report, option
+from jspec.tools.bench.report import Column, Report, option, tree_name
 
 CELLS, STATES = 4096, 16  # entries and states of a grammar's table
 LOOP, LOOPS, LOOP_WARM_UP = 64, 4, 2  # steps of one dispatch; dispatches that are timed, and before these
 STEPS = 200  # steps that are timed, each in a dispatch of its own
 CHUNK = 2048  # tokens of a prefill
 SPARE = 4  # steps for which a request has tokens left
+ASKED, HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
 
 class Variant(NamedTuple):
@@ -167,9 +173,7 @@ def bench_engine(
     case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any
 ) -> Engine:
     """Return an engine that prefills the prompts of all batch rows, ``chunk`` tokens at once, before the first step."""
-    return Engine(
-        target,
-        drafter=None if case.tree is None or head is None else Eagle3(head, case.tree),
+    sizes: dict[str, Any] = dict(
         slots=case.batch,
         buckets=(case.batch,),
         prefill_buckets=(chunk,),
@@ -181,8 +185,9 @@ def bench_engine(
         draft_kv_dtype=case.kv_dtype,
         log_interval=None,
         compile_ahead=True,
-        **options,
     )
+    drafter = None if case.tree is None or head is None else step.DRAFTERS[head.config.method](head, case.tree)
+    return Engine(target, drafter=drafter, **sizes | options)
 
 
 def max_tokens(case: step.Case, steps: int, size: int = 1) -> int:
@@ -237,6 +242,51 @@ def run_overlap(arguments: argparse.Namespace) -> Report:
     text = "" if profiling.has_gpu() else "idle share: not measured, as host and device are the same processor"
     headline = "the device's waiting for the host, random weights, acceptance about 0"
     return Report(headline, results, text)
+
+
+@dataclass(frozen=True)
+class Startup:
+    """The seconds of the start of an engine."""
+
+    start: Annotated[str, Column("start")]  # "cold" (empty folder of compiled programs) or "warm"
+    tree: Annotated[Tree | None, Column("tree", tree_name)]
+    seconds: Annotated[float, Column("engine s", ".1f")]  # until the engine can serve
+    answer: Annotated[float, Column("first answer s", ".1f")]
+    asked: Annotated[int, Column("programs")]  # number of programs looked up in the folder, small ones included
+    hits: Annotated[int, Column("found")]  # number of programs found there
+    # Seconds to trace and lower each program, one after the other, and to compile or load each, side by side.
+    lower: Annotated[dict[str, float], Column("lower s", lambda own: f"{sum(own.values()):.1f}")]
+    compile: Annotated[dict[str, float], Column("compile s", lambda own: f"{sum(own.values()):.1f}")]
+
+
+def measure_startup(case: step.Case, target: Model, head: EagleHead | None, **options: Any) -> Iterator[Startup]:
+    """Make an engine twice, and answer a short request; ``options`` are the engine's."""
+    events: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        events.append(event)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for start in ("cold", "warm"):
+            events.clear()
+            jax.clear_caches()  # or the second engine would trace and lower less than the first one of a process
+            jax.monitoring.register_event_listener(listen)
+            began = time.perf_counter()
+            with bench_engine(case, target, head, case.context, CHUNK, compile_cache=folder, **options) as engine:
+                ready = time.perf_counter()
+                engine.generate([1], SamplingParams(max_tokens=2, temperature=0.0))
+            seconds, answer = ready - began, time.perf_counter() - ready
+            jax.monitoring.unregister_event_listener(listen)
+            programs = engine.lower_seconds, engine.compile_seconds
+            yield Startup(start, case.tree, seconds, answer, events.count(ASKED), events.count(HIT), *programs)
+
+
+def run_startup(arguments: argparse.Namespace) -> Report:
+    cases = {case.tree: case for case in step.cases_of(arguments)}  # by tree: the largest batch and context
+    models = step.models_of(list(cases.values()))
+    options: dict[str, Any] = dict(buckets=tuple(arguments.batch), prefill_buckets=None)
+    results = (start for case in cases.values() for start in measure_startup(case, *models, **options))
+    return Report(f"start of an engine for batches of {arguments.batch}, texts up to --context", results)
 
 
 OPTIONS = (option("--no-overlap", action="store_true", help="overlap: read every result before the next dispatch"),)

@@ -44,6 +44,8 @@ def rates_of(tree: Tree | None, positions: Sequence[float], length: float | None
     A length of 2.5 tokens a step gives the rates 1, .5, 0, as vLLM's ``synthetic_acceptance_length`` does.
     """
     depth = (tree or ROOT_ONLY).depth
+    if tree is not None and tree.paths is None:  # its depth depends on scores of random weights
+        raise ValueError(f"throughput: expected no tree, a chain or a static one, got {tree}; take chain:LENGTH")
     if tree is not None and length is not None:
         if not 1 <= length <= depth + 1:
             raise ValueError(f"length: expected 1 to {depth + 1} tokens a step of {tree}, got {length:g}")
@@ -103,14 +105,6 @@ class Case:
     tokens: Annotated[int, Column("new tokens")] = TOKENS  # number of tokens that each row emits
     seed: int = 0  # seed of the accepted numbers
 
-    def __post_init__(self) -> None:
-        tree = self.point.tree
-        if tree is not None and tree.paths is None:
-            raise ValueError(
-                f"throughput: expected no tree, a chain or a static one, got {tree}, whose depth depends on scores "
-                "of random weights; take chain:LENGTH"
-            )
-
 
 @dataclass(frozen=True)
 class Throughput:
@@ -126,16 +120,13 @@ class Throughput:
     floor: Annotated[float | None, Column("floor", ".3f")]  # of a step midway in the text; None: unknown device
     milliseconds_per_token: Annotated[float, Column("ms/token", ".3f")]  # mean time between two tokens of a row
     tokens_per_second: Annotated[float, Column("tokens/s", ".0f")]  # of all rows
-    compile_seconds: float  # time to compile the step, seconds
 
 
 def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
     """Compile a case's step, decode all its tokens `REPEATS` times and return the throughput."""
     program, params, pool = step.build(case.point, target, head, growth=case.tokens)
     state = step.filled_state(init_state(program, params, pool), case.point)
-    started = time.perf_counter()
     executable = step.compile_step(program, params, state, case.point.batch, synthetic_step, inputs=2)
-    compile_seconds = time.perf_counter() - started
     accepted = draw(case.rates, case.point.batch, case.tokens, case.seed)
     state, _, _ = run_steps(executable, params, restart(state, case), accepted[: step.WARM_UP])
     seconds = []
@@ -157,7 +148,6 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
         length=float(np.mean(seen.accept_len[active] + 1)),
         rounds=steps,
         live=float(active.sum() / steps),
-        compile_seconds=compile_seconds,
     )
 
 
@@ -206,6 +196,6 @@ OPTIONS = (
     *step.POINT_OPTIONS,
     option("--tokens", type=count, default=TOKENS, help="tokens that each row emits"),
     option("--length", type=float, help="stated mean acceptance length of every tree; default: by --positions"),
-    option("--positions", type=_rates, default=RATES, metavar=".75,.55", help="stated share of steps that accept each"),
+    option("--positions", type=_rates, default=".75,.55,.42,.31", help="share of the steps that accept each position"),
     option("--seed", type=int, default=0, help="seed of the acceptance"),
 )

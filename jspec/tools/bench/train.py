@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools.bench import random_models, roofline
 from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
@@ -62,7 +63,7 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
     """
     from jspec.train.program import Program  # here, because it imports the optimiser, which no other command needs
 
-    target = random_models.random_target(shape, dtype or default_dtype())
+    target = random_models.random_target(shape, load.dtype_name(dtype))
     method = METHODS[config.method](config)
     vocab, size = target.config.vocab_size, config.draft_vocab or target.config.vocab_size
     head = method.create(target, np.sort(np.random.default_rng(0).choice(vocab, size, replace=False)))
@@ -113,10 +114,6 @@ def _time(
     jax.block_until_ready(report)
     assert bool(report.is_finite), "the loss of random tokens is finite"
     return report, updates, (time.perf_counter() - began) / updates
-
-
-def default_dtype() -> str:
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _flops(config: TrainConfig, target: Model, head: Any) -> float:

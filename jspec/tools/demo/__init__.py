@@ -1,11 +1,12 @@
 """Runs `jspec demo`, which shows speculative decoding with a small pair of models of this package.
 
-The target is a Llama model with 7 layers and 2,048 tokens, which writes Python; `jspec.tools.demo.training` made it of
-the sources and the documentation of Python (their licence is beside the weights), and tuned it on functions that end:
-of 100 functions and classes that it writes greedily behind first lines of modules that it did not read, 95 end and
-parse. Its logits are sharpened: at temperature 1 it writes as the trained weights do at 1 / 1.5, as models that are
-trained to answer are sharper than those that only read text. The drafter is an EAGLE-3.1 head of two layers that `jspec
-train` made for this target, as it made the DFlash head that is also here.
+The target is a Llama model with 7 layers and 2,048 tokens, which writes Python. It was trained on the sources and the
+documentation of Python (their licence is beside the weights), and tuned on functions that end: of 100 functions and
+classes that it writes greedily behind first lines of modules that it did not read, 95 end and parse. The code that
+trained it is in git, last in commit 5d6877e5 (`jspec/tools/demo/training`). Its logits are sharpened: at temperature 1
+it writes as the trained weights do at 1 / 1.5, as models that are trained to answer are sharper than those that only
+read text. The drafter is an EAGLE-3.1 head of two layers that `jspec train` made for this target, as it made the DFlash
+head that is also here.
 """
 
 from __future__ import annotations
