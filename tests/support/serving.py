@@ -23,10 +23,10 @@ from jspec.server.app import make_app
 from jspec.server.run import Server, bind
 from jspec.server.service import Service
 from jspec.server.settings import Settings
-from tests.support import tiny, tokenizer_folders
+from tests.support import engines, tiny, tokenizer_folders
 
 NAME = "tiny"
-SLOTS, MAX_LEN, VOCAB = 4, 192, 1200
+SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
 
 
 @cache
@@ -46,7 +46,7 @@ def small_engine(slots: int, max_len: int, template: str | None = None, **option
     if template is not None:
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    return Engine(
+    return engines.make(
         tiny.model(VOCAB, layers=1, sharpness=3.0),
         drafter=NGram(Tree.chain(2)),
         tokenizer=str(folder),
