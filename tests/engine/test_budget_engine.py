@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import DFlash, DraftModel, Eagle3, Engine, Model, NGram, SamplingParams, Tree
+from jspec import DFlash, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.draft.base import Drafter
 from jspec.engine import sizes
 from jspec.engine.draft_length import DispatchResult, Policy
@@ -104,7 +104,7 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
     folder, sizes = golden / "families" / family, [RoundSize(2, 1)]
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
-    drafter = NGram(Tree.chain(2))
+    drafter = DraftModel(target, Tree.chain(2))
     with engines.make(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
         engine.policy = policy = Random(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]

@@ -30,7 +30,7 @@ from jspec import (
 )
 from jspec.draft.eagle_head import EagleHead
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
-from tests.support import byte_pair, cover, tiny
+from tests.support import byte_pair, cover, engines, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # together these are slow
 LONGEST_PROMPT = 250
@@ -150,10 +150,14 @@ SHORT = Size(prompts=20, longest=120, tokens=48)
 Sizes = dict[float, Size]  # for each temperature
 
 
+def undrafted(target: Model, longest: int) -> Engine:
+    options: dict[str, Any] = dict(slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,))
+    return engines.make(target, prefill_buckets=(longest,), **options)
+
+
 @cache
 def plain(name: str, longest: int) -> Engine:
-    target = pair(name).target
-    return Engine(target, slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,), prefill_buckets=(longest,))
+    return undrafted(pair(name).target, longest)
 
 
 @cache
@@ -289,8 +293,7 @@ def test_lossless_comparison_with_a_changed_target_fails() -> None:
     """Negative control: the target differs in one weight."""
     one = pair("trained")
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
-    engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
-    expected = baseline("trained", SHORT, 0.0)
+    engine, expected = undrafted(other, SHORT.longest), baseline("trained", SHORT, 0.0)
     done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):
         same_tokens(one.target, expected, done, parameters(20, 64, 0.0))
