@@ -27,6 +27,7 @@ from tests.support import engines, tiny, tokenizer_folders
 
 NAME = "tiny"
 SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
+PREFILL = 192  # tokens of a prefill
 
 
 @cache
@@ -54,7 +55,7 @@ def small_engine(slots: int, max_len: int, template: str | None = None, **option
         slots=slots,
         max_len=max_len,
         buckets=(slots,),
-        prefill_buckets=(max_len,),
+        prefill_buckets=(min(max_len, PREFILL),),
         grammar_cells=2**16,
         **options,
     )
