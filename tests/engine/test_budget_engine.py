@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
     folder, sizes = golden / "families" / family, [RoundSize(2, 1)]
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
-    drafter = DraftModel(target, Tree.chain(2))
+    first = replace(target, layers=target.layers[:1], config=replace(target.config, layers=target.config.layers[:1]))
+    drafter = DraftModel(first, Tree.chain(2))
     with engines.make(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
         engine.policy = policy = Random(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
