@@ -25,7 +25,7 @@ from jspec.tools.bench.acceptance import SOURCE_TEXT
 from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import Pair, read_prompts
 from jspec.tools.bench.serve import Setting, Spread, figures_of
-from tests.support import folders, small
+from tests.support import engines, folders
 
 pytestmark = pytest.mark.once
 
@@ -106,7 +106,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
     monkeypatch.setattr(Engine, "step", steps)
     yield clock
-    assert small.plain().pages_in_use == 0
+    assert engines.plain().pages_in_use == 0
 
 
 def arrival(at: float, prompt: list[int], output_len: int) -> Arrival:
@@ -114,7 +114,7 @@ def arrival(at: float, prompt: list[int], output_len: int) -> Arrival:
 
 
 def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
-    return serve(small.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
+    return serve(engines.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
 
 
 def test_serve_request_times_are_measured_from_the_due_time_to_each_chunk(clock: Clock) -> None:
@@ -143,7 +143,7 @@ def test_serve_request_times_under_max_concurrency_begin_when_a_place_is_free(cl
 
 def test_serve_answers_have_the_requested_number_of_tokens(clock: Clock) -> None:
     load = Load(num_prompts=30, input_len=20, output_len=8, rate=0.5)
-    arrivals = load.arrivals(small.VOCAB)
+    arrivals = load.arrivals(engines.VOCAB)
     log = run(clock, arrivals, most=5)
     assert len(log.served) == 30
     for one in log.served:

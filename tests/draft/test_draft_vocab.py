@@ -34,7 +34,7 @@ from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.quantized import Quantized, reduce_partials
 from tests.draft import test_borrowed_head as borrowed
 from tests.draft.test_head_options import TOKENS, computed
-from tests.support import small, tiny
+from tests.support import engines, tiny
 from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
@@ -64,14 +64,14 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 def run(target: Model, drafter: Drafter, accept: str = "coupled") -> list[Completion]:
     engine = Engine(
-        target, drafter=drafter, accept=accept, slots=4, max_len=small.MAX_LEN, buckets=(4,), prefill_buckets=(6,)
+        target, drafter=drafter, accept=accept, slots=4, max_len=engines.MAX_LEN, buckets=(4,), prefill_buckets=(6,)
     )
     return engine.generate(PROMPTS, PARAMS, trace=True)
 
 
 @cache
 def plain() -> list[list[int]]:
-    return [done.token_ids for done in small.plain().generate(PROMPTS, PARAMS)]
+    return [done.token_ids for done in engines.plain().generate(PROMPTS, PARAMS)]
 
 
 def drafted(done: list[Completion]) -> set[int]:
@@ -125,7 +125,7 @@ def test_dflash_head_with_a_reduced_vocabulary_drafts_the_likeliest_of_the_kept_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: a map that is shifted by one gives other tokens."""
-    target = tiny.model(small.VOCAB)
+    target = tiny.model(engines.VOCAB)
     _, whole = draft_of(dflash(target, STATIC), target)
     found, logits = draft_of(dflash(target, STATIC, draft_vocab=IDS), target)
     assert logits.shape[1] == len(IDS) < whole.shape[1]
@@ -138,7 +138,7 @@ def test_dflash_head_with_a_reduced_vocabulary_drafts_the_likeliest_of_the_kept_
 
 def test_dspark_head_with_a_reduced_vocabulary_corrects_the_logits_of_the_kept_ids() -> None:
     """The oracle adds the vanilla correction of all ids to the logits of all ids, then leaves out ids."""
-    target = tiny.model(small.VOCAB)
+    target = tiny.model(engines.VOCAB)
     head = tiny.dspark_head(target, block_size=4, feature_layers=(0, 1))
     assert head.markov is not None
     embed, project = np.asarray(head.markov.embed), np.asarray(head.markov.project)
@@ -153,7 +153,7 @@ def test_dspark_head_with_a_reduced_vocabulary_corrects_the_logits_of_the_kept_i
 
 
 def test_eagle3_head_with_a_reduced_vocabulary_drafts_as_one_with_these_rows_in_its_file() -> None:
-    target = small.target()
+    target = engines.target()
     head, ids = eagle3_head(target), jnp.asarray(KEPT)
     config = replace(head.config, draft_vocab_size=len(KEPT))
     own = head.replace(head=target.output_head[ids], draft_to_target=ids, config=config)
@@ -166,8 +166,8 @@ def test_eagle3_head_with_a_reduced_vocabulary_drafts_as_one_with_these_rows_in_
 
 @pytest.mark.parametrize("kind", ["int8", "fp8_dynamic"])
 def test_quantised_output_head_with_a_reduced_vocabulary_has_the_rows_of_the_kept_ids(kind: str) -> None:
-    target = quantize_weights(small.target(), kind)
-    bound = Eagle(tiny.eagle1_head(small.target()), draft_vocab=IDS).bind(target)
+    target = quantize_weights(engines.target(), kind)
+    bound = Eagle(tiny.eagle1_head(engines.target()), draft_vocab=IDS).bind(target)
     assert isinstance(bound.head, Quantized) and isinstance(target.output_head, Quantized) and bound.head.kind == kind
     np.testing.assert_array_equal(bound.head.values, target.output_head.values[np.array(KEPT)])
     np.testing.assert_array_equal(bound.head.scale, target.output_head.scale[np.array(KEPT)])
@@ -201,7 +201,7 @@ def test_engine_with_a_reduced_draft_vocabulary_emits_the_tokens_of_plain_decodi
     method: str, tree: str, accept: str
 ) -> None:
     """With draft ids that the texts contain, and with others; sampled rows of other rules have other noise."""
-    done = run(small.target(), DRAFTERS[method](small.target(), tree, draft_vocab=IDS), accept)
+    done = run(engines.target(), DRAFTERS[method](engines.target(), tree, draft_vocab=IDS), accept)
     equal = slice(None) if accept == "coupled" else slice(2)
     assert [one.token_ids for one in done][equal] == plain()[equal]
     assert set().union(*plain()) - set(IDS), "the texts have ids that cannot be drafted"
@@ -209,14 +209,14 @@ def test_engine_with_a_reduced_draft_vocabulary_emits_the_tokens_of_plain_decodi
 
 
 def test_drafter_whose_reduced_vocabulary_is_the_whole_one_is_not_reduced() -> None:
-    target = small.target()
-    drafter = Eagle(tiny.eagle1_head(target), draft_vocab=small.VOCAB)
+    target = engines.target()
+    drafter = Eagle(tiny.eagle1_head(target), draft_vocab=engines.VOCAB)
     assert drafter.draft_vocab is None and drafter.bind(target).head is target.output_head
 
 
 def test_drafter_with_a_window_keeps_its_reduced_vocabulary() -> None:
     for make in DRAFTERS.values():
-        drafter: Any = make(small.target(), "chain:2", draft_vocab=IDS)
+        drafter: Any = make(engines.target(), "chain:2", draft_vocab=IDS)
         assert drafter.with_window(4).draft_vocab.tolist() == drafter.cut(1).draft_vocab.tolist() == KEPT
 
 
@@ -252,7 +252,7 @@ BAD: tuple[tuple[Any, str], ...] = (
 @pytest.mark.parametrize(("given", "message"), BAD, ids=lambda value: str(value)[:20])
 def test_drafter_with_an_invalid_draft_vocabulary_raises(method: str, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}"):
-        DRAFTERS[method](small.target(), "topk:4,1,3", draft_vocab=given)
+        DRAFTERS[method](engines.target(), "topk:4,1,3", draft_vocab=given)
 
 
 def test_draft_vocabulary_in_a_damaged_file_raises(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_draft_vocabulary_in_a_damaged_file_raises(tmp_path: Path) -> None:
 
 
 def test_head_with_an_output_head_of_its_own_refuses_a_draft_vocabulary() -> None:
-    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+    head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
     with pytest.raises(ValueError, match=r"Eagle3: draft_vocab: expected a head that uses .* of its own for 12 tokens"):
         Eagle3(head, draft_vocab=IDS)
 

@@ -19,7 +19,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix, append_to_corpus, search_text
 from jspec.tools.testing import check_lossless
 from tests.reference.lookup import length_at
-from tests.support import small
+from tests.support import engines
 from tests.support.lookup_runs import CORPUS, MAX_LEN, POOL, SLOTS, run_random_requests, view_of
 
 pytestmark = pytest.mark.once
@@ -181,13 +181,13 @@ def test_lookup_draft_program_with_state_as_argument_has_no_large_constant(metho
 
 
 PROMPTS = [[3, 1, 4, 3, 1], [1, 5], [9, 2, 6, 5, 9, 2, 6, 5, 9, 2], [3]]
-OPTIONS: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(8,), controls=False)
+OPTIONS: dict[str, Any] = dict(slots=2, max_len=engines.MAX_LEN, buckets=(2,), prefill_buckets=(8,), controls=False)
 TOKENS = 20
 
 
 @pytest.fixture(scope="module")
 def plain() -> Engine:
-    return small.plain()
+    return engines.plain()
 
 
 ENGINES: dict[str, tuple[Drafter, dict[str, Any]]] = {
@@ -200,7 +200,7 @@ ENGINES: dict[str, tuple[Drafter, dict[str, Any]]] = {
 @cache
 def engine_of(name: str) -> Engine:
     drafter, options = ENGINES[name]
-    return Engine(small.target(), drafter=drafter, **(OPTIONS | options))
+    return Engine(engines.target(), drafter=drafter, **(OPTIONS | options))
 
 
 @pytest.mark.parametrize("name", ["chain", pytest.param("static", marks=pytest.mark.long), "topk"])
@@ -212,5 +212,5 @@ def test_engine_with_lookup_drafter_is_lossless_and_accepts_drafts(name: str, pl
     def make_engine(target: Model, **given: Any) -> AbstractContextManager[Engine]:
         return nullcontext(engine if "drafter" in given else plain)
 
-    check_lossless(ENGINES[name][0], small.target(), PROMPTS, max_tokens=TOKENS, make_engine=make_engine)
+    check_lossless(ENGINES[name][0], engines.target(), PROMPTS, max_tokens=TOKENS, make_engine=make_engine)
     assert engine.metrics.num_accepted_tokens > before + 20

@@ -11,7 +11,7 @@ import pytest
 
 from jspec import Engine, SamplingParams, Tree
 from jspec.draft.ngram import NGram
-from tests.support import small
+from tests.support import engines
 from tests.support.lookup_runs import POOL, LookupRun
 
 pytestmark = pytest.mark.once
@@ -35,8 +35,8 @@ def test_ngram_chain_that_reaches_the_root_is_extended_only_by_a_second_match() 
 
 @cache
 def engine() -> Engine:
-    options: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(8,))
-    return Engine(small.target(), drafter=NGram(Tree.chain(4)), **options)
+    options: dict[str, Any] = dict(slots=2, max_len=engines.MAX_LEN, buckets=(2,), prefill_buckets=(8,))
+    return Engine(engines.target(), drafter=NGram(Tree.chain(4)), **options)
 
 
 @pytest.mark.parametrize("draft", [True, False])

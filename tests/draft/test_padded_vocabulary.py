@@ -13,12 +13,12 @@ import pytest
 from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.draft.draft_model import MAX_PADDING, BoundModel
 from jspec.models.quantize import quantize_weights
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
 SHARP = 3.0  # the padding rows' logits are larger than those of most tokens
-SMALLER, LARGER = small.VOCAB - 4, small.VOCAB + 5
+SMALLER, LARGER = engines.VOCAB - 4, engines.VOCAB + 5
 PROMPTS = [[15, 3, 14], [1, 2, 3, 4], [13], [12, 15, 12, 15, 2]]  # also with ids that the smaller model lacks
 PARAMS = [SamplingParams(max_tokens=24, temperature=t, seed=seed) for seed, t in enumerate((0, 0, 1.0, 1.0))]
 
@@ -26,8 +26,8 @@ PARAMS = [SamplingParams(max_tokens=24, temperature=t, seed=seed) for seed, t in
 @cache
 def padded(size: int) -> Model:
     """Return a copy of the target with fewer tokens, or with further ones that are as likely as the likeliest."""
-    target = small.target()
-    gap = max(size - small.VOCAB, 0)
+    target = engines.target()
+    gap = max(size - engines.VOCAB, 0)
     rows = np.random.default_rng(0).normal(0, 1, (gap, target.embed.shape[1]))
     head = jnp.concatenate([target.output_head, SHARP * jnp.asarray(rows, jnp.float32)])[:size]
     embed = jnp.concatenate([target.embed, jnp.asarray(rows, jnp.float32)])[:size]
@@ -36,11 +36,11 @@ def padded(size: int) -> Model:
 
 def run(model: Model, tree: str, accept: str = "coupled") -> list[Completion]:
     engine = Engine(
-        small.target(),
+        engines.target(),
         drafter=DraftModel(model, tree),
         accept=accept,
         slots=4,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=16,
         buckets=(4,),
         prefill_buckets=(6,),
@@ -50,7 +50,7 @@ def run(model: Model, tree: str, accept: str = "coupled") -> list[Completion]:
 
 @cache
 def plain() -> list[list[int]]:
-    return [done.token_ids for done in small.plain().generate(PROMPTS, PARAMS)]
+    return [done.token_ids for done in engines.plain().generate(PROMPTS, PARAMS)]
 
 
 def drafted(done: list[Completion]) -> set[int]:
@@ -85,7 +85,7 @@ def test_draft_model_with_padded_vocabulary_gives_tokens_of_plain_decoding_from_
     assert ids(done) == plain()
     assert max(map(max, plain())) >= SMALLER, "the texts have ids that the smaller model lacks"
     found = drafted(done)
-    assert found and max(found) < min(size, small.VOCAB)
+    assert found and max(found) < min(size, engines.VOCAB)
     assert sum(one.metrics.num_accepted_tokens for one in done) > 10
     if size == LARGER and tree == CHAIN:  # without its padding it is the target
         assert all(r.accept_len == 3 for one in done for r in (one.rounds or ())[:-1])
@@ -99,7 +99,7 @@ def test_greedy_rows_under_other_accept_rules_with_padded_vocabulary_are_those_o
 ) -> None:
     done = run(padded(size), CHAIN, accept)
     assert ids(done)[:2] == plain()[:2]
-    assert max(drafted(done)) < min(size, small.VOCAB)
+    assert max(drafted(done)) < min(size, engines.VOCAB)
 
 
 def test_draft_model_with_more_tokens_than_the_target_whose_padding_is_kept_drafts_it(
@@ -107,12 +107,12 @@ def test_draft_model_with_more_tokens_than_the_target_whose_padding_is_kept_draf
 ) -> None:
     """Negative control: the padding is likely enough to be drafted."""
     monkeypatch.setattr(BoundModel, "common", lambda self, logits: logits)
-    assert max(drafted(run(padded(LARGER), CHAIN))) >= small.VOCAB
+    assert max(drafted(run(padded(LARGER), CHAIN))) >= engines.VOCAB
 
 
 def test_bound_model_reads_its_last_row_for_ids_that_it_lacks() -> None:
-    tokens = jnp.asarray([0, SMALLER - 1, SMALLER, small.VOCAB - 1])
-    smaller, larger = (BoundModel(padded(size), small.VOCAB) for size in (SMALLER, LARGER))
+    tokens = jnp.asarray([0, SMALLER - 1, SMALLER, engines.VOCAB - 1])
+    smaller, larger = (BoundModel(padded(size), engines.VOCAB) for size in (SMALLER, LARGER))
     assert smaller.known(tokens).tolist() == [0, SMALLER - 1, SMALLER - 1, SMALLER - 1]
     assert larger.known(tokens).tolist() == tokens.tolist()
 
@@ -120,15 +120,17 @@ def test_bound_model_reads_its_last_row_for_ids_that_it_lacks() -> None:
 def test_draft_model_with_a_quantised_head_and_padding_gives_tokens_of_plain_decoding() -> None:
     done = run(quantize_weights(padded(LARGER), "int8"), CHAIN)
     assert ids(done) == plain()
-    assert max(drafted(done)) < small.VOCAB
+    assert max(drafted(done)) < engines.VOCAB
 
 
 def test_draft_model_with_another_vocabulary_or_a_tree_wider_than_the_common_ids_raises() -> None:
-    target = small.target()
-    for size in (small.VOCAB + MAX_PADDING, small.VOCAB - 1):
+    target = engines.target()
+    for size in (engines.VOCAB + MAX_PADDING, engines.VOCAB - 1):
         DraftModel(tiny.model(size, layers=1)).bind(target)
-    with pytest.raises(ValueError, match=rf"vocabulary of {small.VOCAB} tokens, .* at most 512 rows .*, got 529; use"):
-        DraftModel(tiny.model(small.VOCAB + MAX_PADDING + 1, layers=1)).bind(target)
+    with pytest.raises(
+        ValueError, match=rf"vocabulary of {engines.VOCAB} tokens, .* at most 512 rows .*, got 529; use"
+    ):
+        DraftModel(tiny.model(engines.VOCAB + MAX_PADDING + 1, layers=1)).bind(target)
     wide = DraftModel(padded(LARGER), Tree.topk(18, 1, 17))
     with pytest.raises(ValueError, match=r"needs 17 children of a node, the vocabulary has 16 tokens; take a narrower"):
         wide.bind(target)

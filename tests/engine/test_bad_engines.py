@@ -17,7 +17,7 @@ from jspec.engine.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS
-from tests.support import folders, small, tiny
+from tests.support import engines, folders, tiny
 from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
@@ -37,7 +37,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engine_with_valid_options_starts_to_compile() -> None:
     """Negative control of the fixture that forbids compilation."""
     with pytest.raises(AssertionError, match="it came to compiling"):
-        Engine(small.target())
+        Engine(engines.target())
 
 
 @pytest.mark.parametrize("given", ["bytes", ByteTokenizer()])
@@ -55,10 +55,10 @@ def test_engine_given_bytes_for_a_folder_with_a_tokenizer_warns(given: Any, tmp_
 
 def test_deterministic_engine_with_unsupported_weight_shape_on_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="it came to compiling"):
-        Engine(small.target(), deterministic=True)
+        Engine(engines.target(), deterministic=True)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match=r"deterministic: on a GPU the weight must be \[multiple of 64"):
-        Engine(small.target(), deterministic=True)
+        Engine(engines.target(), deterministic=True)
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -107,7 +107,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
 def test_engine_with_impossible_option_raises_naming_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(small.target(), **options)
+        Engine(engines.target(), **options)
 
 
 def test_engine_config_with_each_kind_of_quantisation_raises_nothing() -> None:
@@ -116,13 +116,13 @@ def test_engine_config_with_each_kind_of_quantisation_raises_nothing() -> None:
 
 def test_engine_with_unknown_option_raises_naming_the_option() -> None:
     with pytest.raises(TypeError, match=r"^Engine: expected slots=.*, got slot_count=$"):
-        Engine(small.target(), slot_count=3)
+        Engine(engines.target(), slot_count=3)
 
 
 def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() -> None:
     """With the number of pages in the message the engine starts."""
     options: dict[str, Any] = dict(memory_fraction=0.001, slots=8, page_size=16)
-    target = small.target().replace(config=replace(small.target().config, max_position=2**31 - 1))
+    target = engines.target().replace(config=replace(engines.target().config, max_position=2**31 - 1))
     with pytest.raises(ValueError, match="pass pages=") as error:
         Engine(target, max_len=100_000 * 16, **options)
     pages = int(str(error.value).split("pass pages=")[1])
@@ -130,14 +130,14 @@ def test_engine_with_too_many_slots_raises_naming_a_number_of_pages_that_fits() 
         Engine(target, max_len=1000, pages=pages - 8, **options)
 
 
-def eagle3(*, vocab: int = small.VOCAB, hidden: int = 16, layers: tuple[int, ...] = (0, 1)) -> Eagle3:
+def eagle3(*, vocab: int = engines.VOCAB, hidden: int = 16, layers: tuple[int, ...] = (0, 1)) -> Eagle3:
     """Return an EAGLE-3 drafter whose head is made for a target of these sizes."""
     made_for = tiny.model(vocab, layers=1, hidden=hidden)
     return Eagle3(tiny.eagle_head(made_for, draft_vocab=8, feature_layers=layers), CHAIN)
 
 
 def with_default_layers() -> Eagle3:
-    head = tiny.eagle_head(small.target(), draft_vocab=8, feature_layers=(0, 1))
+    head = tiny.eagle_head(engines.target(), draft_vocab=8, feature_layers=(0, 1))
     return Eagle3(head.replace(config=replace(head.config, feature_layers=None)), CHAIN)
 
 
@@ -171,7 +171,7 @@ BAD_PAIRS: dict[str, tuple[Any, str]] = {
         r"Eagle: target hidden size: the target needs 16, the head has 32; use a head made",
     ),
     "EAGLE-1 head as EAGLE-3": (
-        lambda: Eagle3(tiny.eagle1_head(small.target()), CHAIN),
+        lambda: Eagle3(tiny.eagle1_head(engines.target()), CHAIN),
         r"Eagle3: expected a head of method 'eagle3', got 'eagle'",
     ),
     "head with default layers for a shallow target": (with_default_layers, r"needs at least 7 layers"),
@@ -182,12 +182,12 @@ BAD_PAIRS: dict[str, tuple[Any, str]] = {
 def test_engine_with_drafter_for_another_target_raises(pair: str) -> None:
     make, message = BAD_PAIRS[pair]
     with pytest.raises(ValueError, match=message):
-        Engine(small.target(), drafter=make())
+        Engine(engines.target(), drafter=make())
 
 
 @pytest.mark.parametrize("method", ["Medusa", "Random", "Scripted"])
 def test_drafter_without_scores_with_a_dynamic_tree_raises(method: str) -> None:
-    heads = tiny.medusa_heads(small.target(), heads=2)
+    heads = tiny.medusa_heads(engines.target(), heads=2)
     make = {
         "Medusa": lambda: Medusa(heads, DYNAMIC),
         "Random": lambda: Random(DYNAMIC),
@@ -201,20 +201,20 @@ def test_medusa_drafter_with_a_tree_deeper_than_its_heads_raises() -> None:
     with pytest.raises(
         ValueError, match=r"Medusa: expected a tree at most 2 deep.*, got chain:3, which is 3 deep; cut the tree"
     ):
-        Medusa(tiny.medusa_heads(small.target(), heads=2), Tree.chain(3))
+        Medusa(tiny.medusa_heads(engines.target(), heads=2), Tree.chain(3))
 
 
 @pytest.mark.parametrize("tree", [Tree.topk(20, 1, 19), Tree.static([(18,), (0,)])])
 def test_drafter_with_a_tree_wider_than_the_vocabulary_raises(tree: Tree) -> None:
     with pytest.raises(ValueError, match=r"DraftModel: .* needs 19 children of a node, the vocabulary has 16"):
-        DraftModel(small.target(), tree)
+        DraftModel(engines.target(), tree)
     with pytest.raises(ValueError, match=r"Eagle3: .* needs 19 children of a node, the draft vocabulary has 8"):
         Eagle3(eagle3().head, tree)
 
 
 def test_engine_that_is_closed_raises_on_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with Engine(small.target(), slots=1, max_len=16, buckets=(1,), prefill_buckets=(8,)) as engine:
+    with engines.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
         late, begun = engine.stream([1]), engine.stream([1], SamplingParams(max_tokens=9))
         next(begun)
     assert [chunk.finish_reason for chunk in begun][-1] == "abort"
@@ -235,7 +235,7 @@ def test_engine_that_is_closed_has_no_threads_and_refuses_tasks(monkeypatch: pyt
     async def ask() -> None:
         await asyncio.gather(*(engine.agenerate([1], SamplingParams(max_tokens=2)) for _ in range(3)))
 
-    with Engine(small.target(), slots=1, max_len=16, buckets=(1,), prefill_buckets=(8,)) as engine:
+    with engines.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
         asyncio.run(ask())
         assert checks(), "control"
     wait_until(lambda: not checks())

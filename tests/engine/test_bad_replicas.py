@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jspec import Engine, Replicas
-from tests.support import lettered, small, tiny
-from tests.support.small import byte_engine
+from tests.support import engines, lettered, tiny
+from tests.support.engines import byte_engine
 
 BAD: tuple[tuple[Any, Any, dict[str, Any], str], ...] = (
     (byte_engine, 5, {}, "devices: expected 1 to 4, the number of cpu devices, got 5"),
@@ -93,7 +93,7 @@ def test_replicas_compare_tokenizers_by_the_texts_of_their_tokens(equal: bool) -
 def test_replicas_refuse_engines_with_other_models() -> None:
     def factory(mesh: Any) -> Engine:
         layers = 1 + (mesh.devices[0] != jax.devices()[0])
-        return Engine(tiny.model(256, layers=layers), mesh=mesh, **small.BYTE_OPTIONS)
+        return engines.make(tiny.model(256, layers=layers), mesh=mesh, **engines.BYTE_OPTIONS)
 
     with pytest.raises(ValueError, match="factory: expected engines with equal target"):
         Replicas(factory, 2)
@@ -101,4 +101,4 @@ def test_replicas_refuse_engines_with_other_models() -> None:
 
 def test_name_of_vllm_is_answered_with_ours() -> None:
     with pytest.raises(TypeError, match=r"expected jspec\.Replicas\(.*\), .* got data_parallel_size="):
-        Engine(tiny.model(256), data_parallel_size=2)  # type: ignore[call-arg]
+        engines.make(tiny.model(256), data_parallel_size=2)  # type: ignore[call-arg]

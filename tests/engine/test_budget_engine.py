@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jspec.draft.base import Drafter
 from jspec.engine import sizes
 from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.sizes import RoundSize
-from tests.support import small, tiny
+from tests.support import engines, tiny
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -44,7 +45,7 @@ class Random(Policy):
 
 
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
-    "draft model, tree": lambda target: DraftModel(tiny.model(small.VOCAB, layers=1, seed=3), Tree.topk(9, 3, 3)),
+    "draft model, tree": lambda target: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=3), Tree.topk(9, 3, 3)),
     "draft model, chain": lambda target: DraftModel(target, Tree.chain(3)),
     "eagle3": lambda target: Eagle3(tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1)), Tree.topk(9, 3, 3)),
     "dflash": lambda target: DFlash(tiny.dflash_head(target, block_size=4, feature_layers=(0, 1)), Tree.chain(3)),
@@ -59,8 +60,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make(name: str, **options: Any) -> Engine:
     base = dict(slots=SLOTS, max_len=MAX_LEN, page_size=4, buckets=(SLOTS,), prefill_buckets=(16,), controls=False)
-    drafter = DRAFTERS[name](small.target())
-    return Engine(small.target(), drafter=drafter, **{**base, "adaptive": True, "draft_nodes": (1, 2), **options})
+    drafter = DRAFTERS[name](engines.target())
+    return engines.make(
+        engines.target(), drafter=drafter, **{**base, "adaptive": True, "draft_nodes": (1, 2), **options}
+    )
 
 
 @cache
@@ -70,7 +73,7 @@ def made(name: str) -> Engine:
 
 @cache
 def plain(temperature: float, penalty: float) -> list[list[int]]:
-    return generate(small.plain(), temperature, penalty)
+    return generate(engines.plain(), temperature, penalty)
 
 
 def generate(engine: Engine, temperature: float, penalty: float) -> list[list[int]]:
@@ -86,7 +89,8 @@ def generate(engine: Engine, temperature: float, penalty: float) -> list[list[in
 )
 def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str) -> None:
     engine = made(name)
-    sizes = [RoundSize(3), *(RoundSize(3, nodes) for nodes in engine.config.draft_nodes or ()), RoundSize(0)]
+    sizes = [*(RoundSize(3, nodes) for nodes in engine.config.draft_nodes or ()), RoundSize(0)]
+    sizes += [RoundSize(3)] * name.startswith("draft model")  # whole rounds between the others
     for temperature in (0.0, 1.0):
         engine.policy = policy = Random(sizes)
         penalty = 1.3 if engine.config.controls else 1.0
@@ -102,13 +106,15 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
     folder, sizes = golden / "families" / family, [RoundSize(2, 1)]
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=SLOTS, max_len=64, buckets=(SLOTS,), prefill_buckets=(32,), adaptive=True)
-    drafter = DraftModel(target, Tree.chain(2))
-    with Engine(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
+    first = replace(target, layers=target.layers[:1], config=replace(target.config, layers=target.config.layers[:1]))
+    drafter = DraftModel(first, Tree.chain(2))
+    with engines.make(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
         engine.policy = policy = Random(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
     assert [one.token_ids for one in done] == [data[f"greedy{i}"].tolist()[:32] for i in (0, 1, 0, 1)]
     assert {result.size for result in policy.results} == set(sizes)
+    assert engine.metrics.num_accepted_tokens > 10
 
 
 def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:

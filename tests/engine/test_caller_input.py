@@ -22,7 +22,7 @@ from jspec.draft.named import make_drafter
 from jspec.engine import caller_input
 from jspec.engine.request import Completion
 from jspec.engine.sampling_fields import SamplingFields
-from tests.support import byte_pair, small, tiny
+from tests.support import byte_pair, engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -218,7 +218,7 @@ def test_cancelled_agenerate_aborts_its_requests(engine: Engine) -> None:
 
 
 def test_every_drafter_without_a_tree_drafts_the_default_chain() -> None:
-    target = small.target()
+    target = engines.target()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
     drafters = [NGram(), Suffix(), DraftModel(target), Eagle3(head), Eagle(tiny.eagle1_head(target))]
     assert {drafter.tree for drafter in drafters} == {DEFAULT_TREE}
@@ -230,7 +230,7 @@ def test_every_drafter_without_a_tree_drafts_the_default_chain() -> None:
 
 
 def test_every_drafter_accepts_its_tree_as_text() -> None:
-    target = small.target()
+    target = engines.target()
     head = tiny.eagle_head(target, draft_vocab=12, feature_layers=(0, 1))
     makes: list[Callable[[str], Any]] = [
         *(NGram, Suffix),

@@ -14,7 +14,7 @@ from jspec import Engine
 from jspec.__main__ import main
 from jspec.step.compile_cache import keep_compiled, user_folder
 from jspec.step.executables import Executables
-from tests.support import folders, small
+from tests.support import engines, folders
 
 pytestmark = pytest.mark.once
 
@@ -48,7 +48,7 @@ def test_engine_with_a_compile_cache_folder_stores_compiled_programs_there(
     monkeypatch.setattr(Executables, "__init__", compiled)
     for folder, expected in ((False, 0), (tmp_path / "a" / "b", 1), (str(tmp_path / "c"), 1)):
         with pytest.raises(ValueError, match="that will do"):
-            Engine(small.target(), compile_cache=folder)
+            Engine(engines.target(), compile_cache=folder)
         own = 0 if folder is False else len(list(Path(folder).glob("jit__lambda*-cache")))
         assert own == expected
 
@@ -90,9 +90,9 @@ def test_train_command_sets_the_compile_cache(tmp_path: Path, monkeypatch: pytes
 def test_engine_with_a_wrong_compile_cache_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"compile_cache: expected None, False or a folder's path, got 3"):
-        Engine(small.target(), compile_cache=3)
+        Engine(engines.target(), compile_cache=3)
     with pytest.raises(ValueError, match=r"compile_cache: expected a folder that exists or can be made, got .*file"):
-        Engine(small.target(), compile_cache=tmp_path / "file")
+        Engine(engines.target(), compile_cache=tmp_path / "file")
 
 
 @pytest.mark.usefixtures("restored")

@@ -12,7 +12,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.request import Request
-from tests.support import small
+from tests.support import engines
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [3, 8, 4, 6, 2, 6, 4], [3, 3]]
 PARAMS = [
@@ -26,13 +26,13 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return small.eagle3(rounds=1, page_size=16)
+    return engines.eagle3(rounds=1, page_size=16)
 
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
     """Return an engine with three rounds per dispatch and pages of one row."""
-    return small.eagle3(rounds=3, page_size=1)
+    return engines.eagle3(rounds=3, page_size=1)
 
 
 @pytest.fixture(params=["engine", "engine_of_three"])
@@ -110,9 +110,9 @@ def test_engine_given_requests_in_another_order_emits_equal_tokens(engine: Engin
 def test_engine_with_prompts_in_chunks_emits_tokens_of_plain_decoding(either: Engine) -> None:
     """Chunks of 16 and 6 tokens end at page ends and inside pages; the last chunk has 1 to 16 tokens."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 37]
-    prompts = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in lengths]
+    prompts = [np.random.default_rng(n).integers(0, engines.VOCAB, n).tolist() for n in lengths]
     greedy = SamplingParams(max_tokens=10, temperature=0)
-    expected = small.plain().generate(prompts, greedy)
+    expected = engines.plain().generate(prompts, greedy)
     for prompt, one in zip(prompts, expected, strict=True):
         assert tokens(either, [prompt], [greedy]) == [one.token_ids]
     assert tokens(either, prompts, [greedy] * len(prompts)) == [one.token_ids for one in expected]
@@ -128,7 +128,7 @@ def test_page_pool_after_every_step_is_consistent_with_running_requests(either: 
         held = {page for r in running for page in pages.pages_of(r.id)}
         assert either.pages_in_use == len(held)
         for r in running:
-            least, enough = r.rows_committed, r.rows_needed + small.LENGTH + 1
+            least, enough = r.rows_committed, r.rows_needed + engines.LENGTH + 1
             assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
         most = max(most, len(running))
     assert most == 2
@@ -156,7 +156,7 @@ def test_request_aborted_at_any_step_leaves_other_requests_unchanged(either: Eng
 def test_request_with_too_few_free_pages_waits(engine_of_three: Engine, expected: list[list[int]]) -> None:
     """Two slots are free, but there are not always enough free pages for two requests."""
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
-    longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + small.LENGTH + 1
+    longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + engines.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)
     requests, waited = queue(engine), False
     while engine.scheduler.has_work:

@@ -13,21 +13,21 @@ from jax._src.array import ArrayImpl
 
 from jspec import Engine, SamplingParams
 from jspec.core.records import KVCache, PrefillInput, SlotState
-from tests.support import small
+from tests.support import engines
 
-VOCAB, MAX_LEN = small.VOCAB, small.MAX_LEN
+VOCAB, MAX_LEN = engines.VOCAB, engines.MAX_LEN
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return small.eagle3(rounds=1, page_size=16)
+    return engines.eagle3(rounds=1, page_size=16)
 
 
 @pytest.fixture(scope="module")
 def engine_of_three() -> Engine:
     """Return an engine with three rounds per dispatch and pages of one row."""
-    return small.eagle3(rounds=3, page_size=1)
+    return engines.eagle3(rounds=3, page_size=1)
 
 
 @pytest.fixture(params=["engine", pytest.param("engine_of_three", marks=pytest.mark.long)])

@@ -16,7 +16,7 @@ from jspec.distributed.job import END_SECONDS
 from jspec.distributed.link import SILENT_SECONDS
 from jspec.models import load
 from jspec.tools import convert
-from tests.support import byte_pair, processes, small
+from tests.support import byte_pair, engines, processes
 from tests.support.grammar_cases import PROMPTS, masked
 from tests.support.process_scripts import ASKED, OPTIONS, PARAMS, PLAIN
 from tests.support.processes import Ended, run_script
@@ -26,7 +26,7 @@ BOUND = 30.0  # seconds in which a process ends after another one was lost
 
 
 def expected_of_one_device() -> list[list[int]]:
-    with Engine(small.target(), **OPTIONS) as engine:
+    with Engine(engines.target(), **OPTIONS) as engine:
         return [one.token_ids for one in engine.generate(PROMPTS, PLAIN)]
 
 

@@ -202,13 +202,12 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "accept", "tree"),
     [
-        ("dspark", "rejection", Tree.chain(3)),
         *(
-            pytest.param(name, accept, tree, marks=pytest.mark.long)
+            (name, accept, tree)
             for name in ("dflash", "dspark")
             for accept, tree in (
                 ("block", Tree.chain(3)),
@@ -217,12 +216,13 @@ BLOCKS: dict[str, Callable[[Model, Tree], Drafter]] = {
                 ("coupled", Tree.topk(6, 3, 2)),
             )
         ),
-        pytest.param("dflash", "rejection", Tree.chain(3), marks=pytest.mark.long),
-        pytest.param("rnn", "rejection", Tree.chain(3), marks=pytest.mark.long),
-        pytest.param("mtp", "rejection", Tree.chain(3), marks=pytest.mark.long),
-        pytest.param("mtp", "multi_candidate", PAIRS, marks=pytest.mark.long),
-        pytest.param("peagle", "rejection", Tree.chain(3), marks=pytest.mark.long),
-        pytest.param("peagle", "multi_candidate", PAIRS, marks=pytest.mark.long),
+        ("dspark", "rejection", Tree.chain(3)),
+        ("dflash", "rejection", Tree.chain(3)),
+        ("rnn", "rejection", Tree.chain(3)),
+        ("mtp", "rejection", Tree.chain(3)),
+        ("mtp", "multi_candidate", PAIRS),
+        ("peagle", "rejection", Tree.chain(3)),
+        ("peagle", "multi_candidate", PAIRS),
     ],
     ids=str,
 )

@@ -21,13 +21,13 @@ from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from pallas_kernels.layers.shard import AXIS
-from tests.support import folders, lettered, small
+from tests.support import engines, folders, lettered
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 TOLERANCE = 1e-4  # rounding of float32 scores with sums in another order
-PROMPTS = [np.random.default_rng(n).integers(0, small.VOCAB, n).tolist() for n in (5, 17, 11, 2)] + [[7, 8, 9] * 4]
+PROMPTS = [np.random.default_rng(n).integers(0, engines.VOCAB, n).tolist() for n in (5, 17, 11, 2)] + [[7, 8, 9] * 4]
 PLAIN = [
     replace(one, max_tokens=14, ignore_eos=True)
     for one in (
@@ -42,7 +42,7 @@ SCORED = [replace(one, logprobs=2) for one in PLAIN]
 TREE = "topk:6,2,2"
 OPTIONS: dict[str, Any] = dict(
     slots=3,
-    max_len=small.MAX_LEN,
+    max_len=engines.MAX_LEN,
     page_size=1,
     pages=60,  # too few for three requests, so some are preempted
     buckets=(3,),
@@ -59,11 +59,11 @@ def draft_model(padding: int = 0) -> Model:
     Args:
         padding: number of tokens after those of the target.
     """
-    rng, own = np.random.default_rng(3), small.target()
+    rng, own = np.random.default_rng(3), engines.target()
     noisy = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(0, np.std(leaf), leaf.shape).astype(np.float32), own)
     rows = [(0, padding), (0, 0)]
     return noisy.replace(
-        config=replace(own.config, vocab_size=small.VOCAB + padding),
+        config=replace(own.config, vocab_size=engines.VOCAB + padding),
         embed=jnp.pad(noisy.embed, rows),
         head=jnp.pad(noisy.head, rows, constant_values=1.0),
     )
@@ -71,7 +71,7 @@ def draft_model(padding: int = 0) -> Model:
 
 def make(device: Any = None, tree: str = TREE, padding: int = 0, **options: Any) -> Engine:
     drafter = DraftModel(draft_model(padding), tree, device=device)
-    return Engine(small.target(), drafter=drafter, **{**OPTIONS, **options})
+    return Engine(engines.target(), drafter=drafter, **{**OPTIONS, **options})
 
 
 @cache
@@ -157,7 +157,7 @@ def test_step_that_fails_on_one_device_loses_running_requests_and_both_states(
     apart: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The state of both devices is made anew, and later requests have their tokens."""
-    expected = tokens(small.plain())
+    expected = tokens(engines.plain())
     assert tokens(apart) == expected  # compiles the programs
     error, runner = RuntimeError("device lost"), apart.core.runner
     with monkeypatch.context() as patch:
@@ -265,7 +265,7 @@ class Alternating(Policy):
 def test_adaptive_engine_with_a_draft_model_apart_drafts_at_all_depths_and_learns_their_times() -> None:
     with make(jax.devices()[1], "chain:1", adaptive=True, draft_depths=(0, 1)) as engine:
         engine.policy = policy = Alternating()
-        assert tokens(engine) == tokens(small.plain())
+        assert tokens(engine) == tokens(engines.plain())
     assert {result.depth for result in policy.seen} == {0, 1}
     assert any(result.seconds is not None for result in policy.seen)
 
@@ -273,7 +273,7 @@ def test_adaptive_engine_with_a_draft_model_apart_drafts_at_all_depths_and_learn
 @pytest.mark.long
 def test_deterministic_engine_with_a_draft_model_apart_has_the_bits_of_one_without_drafter() -> None:
     options: dict[str, Any] = {**OPTIONS, "deterministic": True, "pages": None}
-    plain = Engine(small.target(), **{**options, "page_size": 4, "prefill_buckets": (8,)})
+    plain = Engine(engines.target(), **{**options, "page_size": 4, "prefill_buckets": (8,)})
     one, other = (engine.generate(PROMPTS, SCORED) for engine in (plain, make(jax.devices()[1:3], **options)))
     for wanted, done in zip(one, other, strict=True):
         assert done.token_ids == wanted.token_ids
@@ -296,7 +296,7 @@ def test_memory_plans_count_the_arrays_of_each_side(apart: Engine) -> None:
         assert plan.workspace > 0
     assert (runner.target_side.planner.devices, runner.draft_side.planner.devices) == (1, 2)
     assert str(plans[1]).startswith("memory of the draft model's devices: ")
-    assert small.plain().draft_memory_plan is None
+    assert engines.plain().draft_memory_plan is None
 
 
 @pytest.mark.parametrize("small_side", ["target", "draft"])
@@ -395,4 +395,4 @@ def test_drafters_without_devices_of_their_own_say_why(method: type[Any]) -> Non
 def test_weights_that_are_divided_over_other_devices_are_refused() -> None:
     elsewhere = DraftModel(draft_model(), device=jax.devices()[2:])
     with pytest.raises(ValueError, match="mesh: expected weights that are on one device or over Mesh"):
-        Engine(small.target(), drafter=DraftModel(elsewhere.model), tensor_parallel=2, **OPTIONS)
+        Engine(engines.target(), drafter=DraftModel(elsewhere.model), tensor_parallel=2, **OPTIONS)

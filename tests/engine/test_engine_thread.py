@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec import Chunk, Eagle3, Engine, SamplingParams, Tree
+from jspec import Chunk, Engine, SamplingParams
 from jspec.engine.engine_thread import Delivery, EngineThread
 from jspec.engine.request import Request
 from jspec.engine.round_record import BreakOff, Round
 from jspec.engine.token_logprobs import PromptLogprobs
-from tests.support import brittle, tiny
+from tests.support import brittle, engines, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
 
 pytestmark = pytest.mark.once
@@ -78,16 +78,10 @@ def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
     assert not (one._watch.num_sent or one._watch.started)
 
 
-def make_engine(*, drafted: bool) -> Engine:
-    """Return an engine of eight slots that reads and writes bytes."""
-    target = tiny.model(256, layers=1)
-    head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(0, 1))
-    drafter = Eagle3(head, Tree.chain(3)) if drafted else None
-    sizes: dict[str, Any] = dict(slots=8, buckets=(8,), prefill_buckets=(16,), max_len=64, page_size=4)
-    return Engine(target, drafter=drafter, tokenizer="bytes", **sizes)
-
-
-engine_of = cache(make_engine)
+@cache
+def undrafted() -> Engine:
+    """Return an engine with the slots of `engines.shared_bytes` and without drafter."""
+    return engines.make(tiny.model(256, layers=1), **engines.BYTE_OPTIONS)
 
 
 def params_of(number: int) -> SamplingParams:
@@ -100,7 +94,7 @@ def params_of(number: int) -> SamplingParams:
 
 @pytest.mark.parametrize("drafted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: bool, received: Received) -> None:
-    engine = engine_of(drafted=drafted)
+    engine = engines.shared_bytes() if drafted else undrafted()
     prompts = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(64)]
     params = [params_of(i) for i in range(64)]
     expected = engine.generate(prompts, params)
@@ -126,7 +120,7 @@ def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: b
 
 
 def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Received) -> None:
-    engine = engine_of(drafted=True)
+    engine = engines.shared_bytes()
     thread = EngineThread(engine, received)
     thread.start()
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
@@ -152,7 +146,7 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
 def test_round_that_breaks_off_tells_the_targets_token_and_its_place_in_the_draft() -> None:
     """The formulas are written again here, over the tree's arrays and the completion's log-probabilities."""
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
-    chunks = list(engine_of(drafted=True).stream("once", params, trace=True))
+    chunks = list(engines.shared_bytes().stream("once", params, trace=True))
     scores = [one for chunk in chunks for one in chunk.logprobs or []]
     rounds, breaks = [one for chunk in chunks for one in chunk.rounds or []], []
     for one in rounds:
@@ -293,7 +287,7 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
 
 
 def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all_keys(received: Received) -> None:
-    engine = make_engine(drafted=False)
+    engine = engines.byte_engine()
     thread = EngineThread(engine, received)
     for i in range(20):
         thread.submit(i, engine.prepare([1, 2], max_tokens=8))
@@ -374,7 +368,7 @@ def test_engine_thread_given_a_wrong_request_or_key_raises(engine: Engine, threa
     with pytest.raises(TypeError, match="submit: expected a request"):
         thread.submit("b", PROMPTS[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="submit: expected a request of this engine"):
-        thread.submit("b", engine_of(drafted=False).prepare("x"))
+        thread.submit("b", engines.shared_bytes().prepare("x"))
 
 
 def test_engine_thread_makes_prompt_logprobs_in_another_thread(

@@ -14,7 +14,7 @@ import pytest
 from jspec import DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.tools.convert import main
 from jspec.tools.testing import last_logits
-from tests.support import cover, tiny
+from tests.support import cover, engines, tiny
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -28,12 +28,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": dict(page_size=16, deterministic=True),
 }
 ALWAYS = (
-    ("gemma2", "pages of 1"),
-    ("olmo3", "pages of 16"),
     ("llama4_text", "pages of 1"),
     ("deepseek_v3", "deterministic"),
 )
 LONG = (
+    ("gemma2", "pages of 1"),  # decodes with a drafter by default
+    ("olmo3", "pages of 16"),
     ("gemma3_text", "deterministic"),
     ("gemma4_text", "pages of 16"),  # these three decode on two devices by default
     ("gpt_oss", "pages of 1"),
@@ -55,7 +55,7 @@ def test_engine_of_each_family_emits_the_greedy_tokens_of_transformers_twice(
     prompts = [data[f"prompt{i}"].tolist() for i in range(3)]
     wanted = [data[f"greedy{i}"].tolist() for i in range(3)]
     own: dict[str, Any] = dict(slots=3, max_len=160, buckets=(3,), prefill_buckets=(32,))
-    with Engine(target, **own, **OPTIONS[options]) as engine:
+    with engines.make(target, **own, **OPTIONS[options]) as engine:
         for time in range(2):
             done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
             assert [one.token_ids for one in done] == wanted
@@ -67,15 +67,13 @@ def test_latent_cache_has_one_vector_and_one_key_a_token_and_may_be_float8(golde
     folder = golden / "families" / "deepseek_v3"
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
     own: dict[str, Any] = dict(slots=1, max_len=96, pages=13, page_size=8, buckets=(1,), prefill_buckets=(32,))
-    found = {}
     for dtype, size in (("float32", 4), ("float8_e4m3fn", 1)):
-        with Engine(target, kv_dtype=dtype, **own) as engine:
+        with engines.make(target, kv_dtype=dtype, **own) as engine:
             pools = 13 * 8 * (16 + 16) * size * target.config.num_layers  # latent and rotated channels
             assert engine.memory_plan.target_pool == pools
-            (done,) = engine.generate(data["prompt1"].tolist(), SamplingParams(max_tokens=32, temperature=0))
-            found[dtype] = done.token_ids
-    assert found["float32"] == data["greedy1"].tolist()[:32]
-    assert len(found["float8_e4m3fn"]) == 32 and found["float8_e4m3fn"][0] == found["float32"][0]
+            if size == 1:
+                (done,) = engine.generate(data["prompt1"].tolist(), SamplingParams(max_tokens=32, temperature=0))
+    assert len(done.token_ids) == 32 and done.token_ids[0] == data["greedy1"][0]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_converted_folder_of_a_family_gives_the_same_logits(family: str, golden:
 @pytest.mark.parametrize(
     ("drafter", "prefix_cache", "drops"),
     [
-        (None, False, True),
+        pytest.param(None, False, True, marks=pytest.mark.long),
         pytest.param(None, True, True, marks=pytest.mark.long),
         ("mistral", False, True),
         ("qwen3", False, False),
@@ -115,7 +113,7 @@ def test_engine_gives_back_pages_behind_the_windows_of_all_layers(
     draft_model = tiny.load_target(folder.parent / drafter) if drafter in FAMILIES else None
     chosen = drafter if draft_model is None else DraftModel(draft_model, Tree.chain(2))
     own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=prefix_cache)
-    with Engine(target, drafter=chosen, **own) as engine:
+    with engines.make(target, drafter=chosen, **own) as engine:
         pool, used = engine.core.scheduler.pages, []
         found: list[int] = []
         for chunk in engine.stream(data["prompt2"].tolist(), SamplingParams(max_tokens=64, temperature=0)):
@@ -135,7 +133,7 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
     found, most = [], []
     for drafter in (None, NGram("chain:1")):
         own: dict[str, Any] = dict(slots=1, max_len=160, prefill_buckets=(32,), page_size=4, prefix_cache=False)
-        with Engine(target, drafter=drafter, **own) as engine:
+        with engines.make(target, drafter=drafter, **own) as engine:
             pool, used = engine.core.scheduler.pages, []
             tokens: list[int] = []
             for part in engine.stream(prompt, SamplingParams(max_tokens=64, temperature=0)):
@@ -150,8 +148,8 @@ def test_engine_gives_back_pages_before_the_chunks_of_all_layers(golden: Path) -
 @pytest.mark.parametrize(
     "family",
     [
-        *("llama4_text", "deepseek_v3"),
-        *(pytest.param(family, marks=pytest.mark.long) for family in ("glm4_moe", "deepseek_v2")),
+        "llama4_text",
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v3", "glm4_moe", "deepseek_v2")),
     ],
 )
 def test_engine_that_joins_shared_experts_to_experts_emits_the_greedy_tokens_of_transformers(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jspec import DFlash, Drafter, DraftModel, Eagle3, Engine, Medusa, NGram, SamplingParams, Suffix
 from jspec.models.quantize import check_device, quantize_weights
-from tests.support import folders, lettered, small, tiny
+from tests.support import engines, folders, lettered, tiny
 
 VOCAB = 61
 PROMPTS = [[5, 3, 9, 1], [7, 8, 9] * 5, [2]]
@@ -59,7 +59,7 @@ def exchanges(engine: Engine) -> set[str]:
 )
 def test_engine_on_another_device_emits_the_tokens_of_the_default_device_and_leaves_that_alone(name: str) -> None:
     drafter: Drafter | None = DRAFTERS[name]()
-    first, other = (Engine(target(), drafter=drafter, mesh=own, **OPTIONS) for own in (None, mesh(2)))
+    first, other = (engines.make(target(), drafter=drafter, mesh=own, **OPTIONS) for own in (None, mesh(2)))
     one, two = (engine.generate(PROMPTS, PARAMS) for engine in (first, other))
     assert [done.token_ids for done in two] == [done.token_ids for done in one]
     assert (devices_of(first), devices_of(other)) == ({jax.devices()[0]}, {jax.devices()[2]})
@@ -69,7 +69,7 @@ def test_engine_on_another_device_emits_the_tokens_of_the_default_device_and_lea
 
 def test_programs_for_two_devices_have_exchanges() -> None:
     """A negative control of the search for exchanges."""
-    with Engine(target(), mesh=mesh(0, 1), **OPTIONS) as engine:
+    with engines.make(target(), mesh=mesh(0, 1), **OPTIONS) as engine:
         engine.generate([1, 2], max_tokens=1)
         assert "all-gather" in exchanges(engine)
 
@@ -83,11 +83,16 @@ def test_grammars_and_penalties_on_another_device_give_the_tokens_of_the_default
         SamplingParams(max_tokens=12, temperature=0.7, seed=2, regex="(ab|1){4}"),
         SamplingParams(max_tokens=12, temperature=0.7, seed=3, repetition_penalty=1.3, logit_bias={3: 2.0}),
     ]
-    tokenizer = lettered.Lettered(lettered.JSON_TEXTS[: small.VOCAB])
-    options = OPTIONS | {"controls": True, "max_len": small.MAX_LEN, "tokenizer": tokenizer, "eos_ids": (lettered.END,)}
+    tokenizer = lettered.Lettered(lettered.JSON_TEXTS[: engines.VOCAB])
+    options = OPTIONS | {
+        "controls": True,
+        "max_len": engines.MAX_LEN,
+        "tokenizer": tokenizer,
+        "eos_ids": (lettered.END,),
+    }
     found = []
     for own in (None, mesh(3)):
-        engine = Engine(small.target(), drafter=NGram("chain:2"), mesh=own, **options)
+        engine = engines.make(engines.target(), drafter=NGram("chain:2"), mesh=own, **options)
         found.append([one.raise_for_error().token_ids for one in engine.generate(["{", "ab", "b"], asked)])
     assert found[0] == found[1]
     assert devices_of(engine) == {jax.devices()[3]}
@@ -105,7 +110,10 @@ def test_engine_on_the_device_of_its_model_holds_no_second_copy_of_the_weights()
     def pointers(tree: Any) -> list[int]:
         return sorted(leaf.addressable_data(0).unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree))
 
-    with Engine(target(), mesh=mesh(0), **OPTIONS) as own, Engine(target(), mesh=mesh(1), **OPTIONS) as other:
+    with (
+        engines.make(target(), mesh=mesh(0), **OPTIONS) as own,
+        engines.make(target(), mesh=mesh(1), **OPTIONS) as other,
+    ):
         assert pointers(own.core.runner.params) == pointers(target())
         assert not set(pointers(other.core.runner.params)) & set(pointers(target()))
 

@@ -10,7 +10,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.sampling_params import sample_seed
-from tests.support import lettered, small
+from tests.support import engines, lettered
 from tests.support.grammar_cases import MASKS, PROMPTS, TABLE, Case, check_decoding, masked
 
 pytestmark = pytest.mark.once
@@ -82,4 +82,4 @@ def test_memory_plan_includes_the_grammar_tables() -> None:
     """Every slot has a table, which takes 2 bytes for each cell and for each token of the vocabulary."""
     state, plan = lettered.chain().core.runner.state, lettered.chain().memory_plan
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(state.grammars))
-    assert bytes_ == 2 * 2 * (2**18 + small.VOCAB + 1) and plan.slots > bytes_
+    assert bytes_ == 2 * 2 * (2**18 + engines.VOCAB + 1) and plan.slots > bytes_

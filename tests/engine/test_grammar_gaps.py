@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
-from tests.support import lettered, small
+from tests.support import engines, lettered
 
 pytestmark = [pytest.mark.once, pytest.mark.timing]
 pytest.importorskip("outlines_core")
@@ -49,13 +49,13 @@ class Words(lettered.Lettered):
 
     def token_bytes(self) -> list[bytes | None]:
         rng = random.Random(0)
-        return [*self._texts[: small.VOCAB], *(b"%x" % rng.getrandbits(24) for _ in range(TOKENS))]
+        return [*self._texts[: engines.VOCAB], *(b"%x" % rng.getrandbits(24) for _ in range(TOKENS))]
 
 
 @cache
 def engine() -> Engine:
     made = Engine(
-        small.target(), slots=2, max_len=small.MAX_LEN, page_size=4, tokenizer=lettered.tokenizer(), eos_ids=(0,)
+        engines.target(), slots=2, max_len=engines.MAX_LEN, page_size=4, tokenizer=lettered.tokenizer(), eos_ids=(0,)
     )
     made.generate([[1]], SamplingParams(max_tokens=4, ignore_eos=True))
     made.generate([[1]], SamplingParams(max_tokens=4, regex="a{3}"))
@@ -68,7 +68,7 @@ def refused_or_served(given: dict[str, Any]) -> None:
         engine().input_processor.requests([[1]], SamplingParams(max_tokens=4, **given), trace=False)
 
 
-STREAMED = SamplingParams(max_tokens=small.MAX_LEN - 2, ignore_eos=True, temperature=0)
+STREAMED = SamplingParams(max_tokens=engines.MAX_LEN - 2, ignore_eos=True, temperature=0)
 
 
 def longest_gap(is_over: Callable[[], bool]) -> float:

@@ -18,7 +18,7 @@ from jspec.engine.penalty_input import pack_controls
 from jspec.engine.request import OutputState, Request, RequestState
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
-from tests.support import lettered, small
+from tests.support import engines, lettered
 from tests.support.grammar_cases import LIST
 from tests.support.tables import table
 from tests.support.views import draft_of_rows, view_of_rows
@@ -34,15 +34,15 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
     """Return drafts with many tokens that violate the row's grammar; the last row has no grammar."""
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(n if chain else rng.integers(0, n + 1) for n in range(NODES - 1))]] * ROWS)
-    tokens, requests = rng.integers(0, small.VOCAB, (ROWS, NODES)), []
+    tokens, requests = rng.integers(0, engines.VOCAB, (ROWS, NODES)), []
     expressions = [LIST, "((a|b){2}c)*", '"(a|b|ab|(é)){3,20}"', "(ab|a)(a|ba)*", "c*a*b*"]
     for row in range(ROWS):
         grammar = Grammar("", *[np.zeros(1)] * 2)
         if row < len(expressions):
-            grammar = table(expressions[row], lettered.TEXTS, small.VOCAB, stop_ids=(0, 14))
+            grammar = table(expressions[row], lettered.TEXTS, engines.VOCAB, stop_ids=(0, 14))
         output: list[int] = []
         while len(output) < rng.integers(1, 6) and row < len(expressions):
-            token = int(rng.integers(0, small.VOCAB))
+            token = int(rng.integers(0, engines.VOCAB))
             output += [token] * (token not in (0, 14) and grammar.follow([*output, token]) >= 0)
         output = output or [1]
         for node in range(1, NODES):  # most nodes get a token that may follow their parent
@@ -55,7 +55,7 @@ def random_case(seed: int, *, chain: bool) -> tuple[np.ndarray, Draft, list[Requ
         own = {"state": RequestState(slot=ROWS - 1 - row), "output": OutputState(token_ids=output)}
         request = Request(row, (3,), params, 0, (0, 14), 100, grammar=grammar if params.regex else None, **own)
         requests.append(request)
-    return rng.normal(0, 3, (ROWS, NODES, small.VOCAB)).astype(np.float32), draft_of_rows(tokens, parents), requests
+    return rng.normal(0, 3, (ROWS, NODES, engines.VOCAB)).astype(np.float32), draft_of_rows(tokens, parents), requests
 
 
 def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> list[int]:
@@ -69,12 +69,12 @@ def context(tokens: np.ndarray, parents: np.ndarray, row: int, node: int) -> lis
 
 def view_of(requests: list[Request], **options: Any) -> SlotView:
     """Return a view of the requests' slots, with slots and tables filled as by the engine."""
-    state, grammars = penalties.unused(ROWS, small.VOCAB), grammar_mask.unused(ROWS, 4000, small.VOCAB)
+    state, grammars = penalties.unused(ROWS, engines.VOCAB), grammar_mask.unused(ROWS, 4000, engines.VOCAB)
     for index, request in enumerate(requests):
         if request.grammar is not None:
             packed = grammar_mask.pack(index, request.grammar.class_of, request.grammar.next, 4000)
             grammars = LOAD(grammars, jnp.asarray(packed))
-            state = ADMIT(state, jnp.asarray(pack_controls(request, small.VOCAB, index)))
+            state = ADMIT(state, jnp.asarray(pack_controls(request, engines.VOCAB, index)))
     view = view_of_rows([request.token_ids[-1] for request in requests], **options)
     stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
     slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
@@ -102,7 +102,7 @@ def check_logits(seed: int, *, chain: bool, run: Any) -> None:
                 if set(text) & {0, 14} or not regular.matches(request.params.regex, before, partial=True):
                     violating += 1
                     continue  # an ancestor is banned, so this node's logits are never used
-                expected[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
+                expected[sorted(set(range(engines.VOCAB)) - allowed)] = -np.inf
             np.testing.assert_array_equal(found[row, node], expected)
     assert 0 < violating < ROWS * NODES * 0.7, seed
 
@@ -140,7 +140,7 @@ def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -
     for seed in range(8):
         logits, draft, requests = random_case(seed, chain=rule in drawn)
         if rule in drawn:
-            draft = draft.replace(probs=jnp.full((ROWS, NODES, small.VOCAB), 1 / small.VOCAB))
+            draft = draft.replace(probs=jnp.full((ROWS, NODES, engines.VOCAB), 1 / engines.VOCAB))
         view = view_of(requests, temperature=1.0, accept=rule)
         view = view.replace(sampling=view.sampling.replace(seed=view.sampling.seed + 100 * seed))
         verdict = accept(jnp.asarray(logits), draft, view)

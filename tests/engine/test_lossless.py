@@ -30,9 +30,9 @@ from jspec import (
 )
 from jspec.draft.eagle_head import EagleHead
 from jspec.tools.testing import NEAR_TIE, Random, Scripted, differences
-from tests.support import byte_pair, cover, tiny
+from tests.support import byte_pair, cover, engines, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runs_long")]  # together these are slow
+pytestmark = pytest.mark.slow
 LONGEST_PROMPT = 250
 STATIC = "static:0,1,2,0.0,0.1,1.0,2.0,2.1,2.1.0"  # at every level the last sibling leads to the deepest path
 DYNAMIC = "topk:12,4,3"
@@ -150,10 +150,14 @@ SHORT = Size(prompts=20, longest=120, tokens=48)
 Sizes = dict[float, Size]  # for each temperature
 
 
+def undrafted(target: Model, longest: int) -> Engine:
+    options: dict[str, Any] = dict(slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,))
+    return engines.make(target, prefill_buckets=(longest,), **options)
+
+
 @cache
 def plain(name: str, longest: int) -> Engine:
-    target = pair(name).target
-    return Engine(target, slots=20, max_len=longest + FULL.tokens + 1, buckets=(20,), prefill_buckets=(longest,))
+    return undrafted(pair(name).target, longest)
 
 
 @cache
@@ -228,14 +232,11 @@ def same_tokens(
         assert found.gap < NEAR_TIE, found
 
 
-# Drafters that have a cache. Medusa's, DFlash's and DSpark's tokens are compared in
-# tests/engine/test_adaptive_engine.py and test_budget_engine.py too, those of n-gram and suffix in
-# tests/draft/test_lookup.py.
-COVER = (
-    ("random", "eagle3", DYNAMIC, 64, (20,)),
-    ("trained", "small", "chain:2", 1, (20,)),
-)
+# The tokens of other drafters are compared by default in tests/engine/test_adaptive_engine.py, test_budget_engine.py,
+# test_packed_prompts.py and tests/draft/test_lookup.py.
+COVER = (("random", "eagle3", DYNAMIC, 64, (20,)),)
 MORE = (  # -m long; the whole product: -m matrix
+    ("trained", "small", "chain:2", 1, (20,)),
     ("random", "eagle", DYNAMIC, 1, (20,)),
     ("random", "wrong", "chain:1", 64, (1, 20)),
     ("random", "medusa", STATIC, 64, (20,)),
@@ -260,26 +261,30 @@ MORE = (  # -m long; the whole product: -m matrix
 )
 
 
-def cases() -> list[Any]:
-    """Return the cases; only the first runs in both environments."""
-    marks = [[], *[[pytest.mark.once]] * (len(COVER) - 1), *[[pytest.mark.long]] * len(MORE)]
-    named = [dict(zip(FACTORS, case, strict=True)) for case in COVER + MORE]
-    return [pytest.param(case, marks=own, id=cover.label(case)) for case, own in zip(named, marks, strict=True)]
+def cases(chosen: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    named = [dict(zip(FACTORS, case, strict=True)) for case in chosen]
+    return [pytest.param(case, id=cover.label(case)) for case in named]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases(COVER))
+def test_engine_with_a_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any]) -> None:
+    """This test runs in both environments."""
+    check(case, {0.0: SHORT, 1.0: SHORT})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("runs_long")
+@pytest.mark.parametrize("case", cases(MORE))
 def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, Any]) -> None:
-    is_default = tuple(case.values()) in COVER
-    check(case, {0.0: LONG if is_long(case) and not is_default else SHORT, 1.0: SHORT})
+    check(case, {0.0: LONG if is_long(case) else SHORT, 1.0: SHORT})
 
 
 @pytest.mark.once
 def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
     """In 100 rounds acceptance stays complete only if each round writes the bonus token's draft cache row."""
-    one = pair("trained")
-    drafter = DraftModel(one.target, Tree.chain(2))
-    engine = Engine(one.target, drafter=drafter, slots=1, max_len=400, prefill_buckets=(64,), page_size=64)
-    (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=301, temperature=0))
+    target = engines.target()
+    engine = engines.make(target, DraftModel(target, Tree.chain(2)), slots=1, max_len=400, prefill_buckets=(16,))
+    (done,) = engine.generate(list(range(engines.VOCAB)), SamplingParams(max_tokens=301, temperature=0))
     assert done.metrics.num_drafts == 100
     assert done.metrics.mean_acceptance_length == 3.0
 
@@ -287,10 +292,9 @@ def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
 @pytest.mark.once
 def test_lossless_comparison_with_a_changed_target_fails() -> None:
     """Negative control: the target differs in one weight."""
-    one = pair("trained")
+    one = pair("random")
     other = one.target.replace(norm=one.target.norm.at[0].mul(1.5))
-    engine = Engine(other, slots=20, max_len=SHORT.max_len, buckets=(20,), prefill_buckets=(SHORT.longest,))
-    expected = baseline("trained", SHORT, 0.0)
+    engine, expected = undrafted(other, SHORT.longest), baseline("random", SHORT, 0.0)
     done = engine.generate([c.prompt_token_ids for c in expected], parameters(20, 64, 0.0))
     with pytest.raises(AssertionError):
         same_tokens(one.target, expected, done, parameters(20, 64, 0.0))

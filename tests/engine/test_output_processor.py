@@ -14,7 +14,7 @@ from jspec.engine.output_processor import process_step_output
 from jspec.engine.request import OutputState, Request
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools.testing import Scripted
-from tests.support import tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -30,7 +30,7 @@ def target() -> Model:
 
 
 def make(target: Model, **options: Any) -> Engine:
-    return Engine(
+    return engines.make(
         target, tokenizer="bytes", slots=2, max_len=64, buckets=(2,), prefill_buckets=(16,), eos_ids=(EOS,), **options
     )
 

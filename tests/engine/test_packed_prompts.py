@@ -27,19 +27,19 @@ from jspec import (
 from jspec.core import records
 from jspec.engine.model_runner import ModelRunner
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
-from tests.support import brittle, lettered, small, tiny
+from tests.support import brittle, engines, lettered, tiny
 from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
 
 pytestmark = pytest.mark.once
 
 MAX_LEN, SLOTS = 64, 8
 DRAFTERS: dict[str, Callable[[Tree], Drafter]] = {
-    "eagle3": lambda tree: Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), tree),
-    "eagle": lambda tree: Eagle(tiny.eagle1_head(small.target()), tree),
-    "draft model": lambda tree: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), tree),
-    "dflash": lambda tree: DFlash(tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), tree),
-    "dspark": lambda tree: DSpark(tiny.dspark_head(small.target(), block_size=4, feature_layers=(0, 1)), tree),
-    "medusa": lambda tree: Medusa(tiny.medusa_heads(small.target(), 3), tree),
+    "eagle3": lambda tree: Eagle3(tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1)), tree),
+    "eagle": lambda tree: Eagle(tiny.eagle1_head(engines.target()), tree),
+    "draft model": lambda tree: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), tree),
+    "dflash": lambda tree: DFlash(tiny.dflash_head(engines.target(), block_size=4, feature_layers=(0, 1)), tree),
+    "dspark": lambda tree: DSpark(tiny.dspark_head(engines.target(), block_size=4, feature_layers=(0, 1)), tree),
+    "medusa": lambda tree: Medusa(tiny.medusa_heads(engines.target(), 3), tree),
     "ngram": lambda tree: NGram(tree),
     "suffix": lambda tree: Suffix(tree, scope="engine", corpus_tokens=64),
 }
@@ -47,7 +47,7 @@ CHAIN, DYNAMIC, STATIC = Tree.chain(2), Tree.topk(7, 3, 2), Tree.static([(0,), (
 
 
 def random_prompt(size: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, small.VOCAB, size).tolist()
+    return np.random.default_rng(seed).integers(0, engines.VOCAB, size).tolist()
 
 
 COMMON = random_prompt(32, seed=99)
@@ -69,7 +69,7 @@ def params(index: int, **options: Any) -> SamplingParams:
 
 def engine(drafter: Drafter | None, **options: Any) -> Engine:
     fixed: dict[str, Any] = dict(slots=SLOTS, buckets=(SLOTS,), max_len=MAX_LEN, prefill_buckets=(64,))
-    return Engine(small.target(), drafter=drafter, **fixed | options)
+    return engines.make(engines.target(), drafter=drafter, **fixed | options)
 
 
 @cache
@@ -158,7 +158,7 @@ def test_engine_that_preempts_prompts_of_a_packed_prefill_emits_the_tokens_of_si
 @pytest.fixture(scope="module")
 def failing() -> Engine:
     """Return an engine whose tokenizer can be made to fail."""
-    return Engine(
+    return engines.make(
         tiny.model(brittle.VOCAB, layers=1),
         tokenizer=brittle.BrittleTokenizer(),
         slots=4,
@@ -166,6 +166,7 @@ def failing() -> Engine:
         page_size=4,
         buckets=(4,),
         prefill_buckets=(64,),
+        controls=False,
     )
 
 
@@ -246,7 +247,7 @@ def test_prompt_logprobs_of_packed_prompts_equal_those_of_single_prompts(plans: 
 def test_engine_with_32_short_prompts_runs_a_quarter_of_the_prefills(plans: list[Plan]) -> None:
     """Without packing each prompt would need a prefill of its own."""
     prompts = [random_prompt(20, seed) for seed in range(32)]
-    with Engine(small.target(), slots=32, max_len=MAX_LEN) as one:
+    with engines.make(engines.target(), slots=32, buckets=(32,), max_len=MAX_LEN, controls=False) as one:
         one.generate(prompts, SamplingParams(max_tokens=2))
     assert len(prefills(plans)) <= 32 // 4
     assert sum(len(plan.pieces) for plan in prefills(plans)) == 32

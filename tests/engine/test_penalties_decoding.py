@@ -17,7 +17,7 @@ from jspec.engine.penalty_input import bad_words
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -38,7 +38,7 @@ ENGINE_PARAMS = [
 
 @cache
 def plain_tokens() -> list[list[int]]:
-    done = small.plain().generate(PROMPTS, ENGINE_PARAMS)
+    done = engines.plain().generate(PROMPTS, ENGINE_PARAMS)
     return [completion.raise_for_error().token_ids for completion in done]
 
 
@@ -47,11 +47,11 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
     output: list[int] = []
     while len(output) < params.max_tokens and not set(output[-1:]) & set(params.stop_token_ids):
         text = np.array([[*prompt, *output]])
-        logits = decoder.logits(small.target(), text)[0, -1].astype(np.float32)
+        logits = decoder.logits(engines.target(), text)[0, -1].astype(np.float32)
         logits = processors.edited(logits, prompt, output, params, params.stop_token_ids)
         if params.temperature:
             key = sampler.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([text.shape[1]]))
-            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, small.VOCAB))[0]
+            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, engines.VOCAB))[0]
         output.append(int(logits.argmax()))
     return output
 
@@ -60,7 +60,7 @@ def test_plain_decoding_with_penalties_equals_decoding_with_transformers_process
     """In later runs the prompts' pages are cached and the slots were used before."""
     assert plain_tokens() == [by_processors(*each) for each in zip(PROMPTS, ENGINE_PARAMS, strict=True)]
     for order in (range(8), range(7, -1, -1)):
-        done = small.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
+        done = engines.plain().generate([PROMPTS[i] for i in order], [ENGINE_PARAMS[i] for i in order])
         assert [completion.token_ids for completion in done] == [plain_tokens()[i] for i in order]
 
 
@@ -68,29 +68,29 @@ def test_plain_decoding_without_penalties_emits_other_tokens() -> None:
     """Negative control: the one row that has no penalties keeps its tokens."""
     off = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, bad_words=())
     off |= dict(allowed_token_ids=None, min_tokens=0)
-    done = small.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
+    done = engines.plain().generate(PROMPTS, [replace(params, **off) for params in ENGINE_PARAMS])
     same = [completion.token_ids == expected for completion, expected in zip(done, plain_tokens(), strict=True)]
     assert same == [not params.controls_used for params in ENGINE_PARAMS]
 
 
 def test_chain_drafting_with_penalties_emits_tokens_of_plain_decoding() -> None:
-    engine = small.eagle3(rounds=3, page_size=1)
+    engine = engines.eagle3(rounds=3, page_size=1)
     check_engine(engine)
 
 
 @pytest.mark.long
 def test_dynamic_tree_with_penalties_and_preemption_emits_tokens_of_plain_decoding() -> None:
     """After a preemption the engine counts the prompt's and output's tokens again."""
-    drafter = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
-    engine = Engine(
-        small.target(),
+    drafter = DraftModel(tiny.model(engines.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3))
+    engine = engines.make(
+        engines.target(),
         drafter=drafter,
         slots=4,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=4,
         pages=26,
         buckets=(4,),
-        prefill_buckets=(small.MAX_LEN,),
+        prefill_buckets=(engines.MAX_LEN,),
     )
     check_engine(engine)
     assert engine.metrics.num_preemptions > 0
@@ -134,14 +134,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=str)
 def test_request_with_impossible_penalties_raises_before_queueing(given: dict, message: str) -> None:
-    engine = small.plain()
+    engine = engines.plain()
     with pytest.raises(ValueError, match=message):
         engine.generate([[1], [2]], [SamplingParams(), SamplingParams(**given)])
     assert not engine.scheduler.has_work
 
 
 def test_input_processor_without_controls_raises_naming_the_penalties() -> None:
-    admission = InputProcessor(None, small.VOCAB, (), EngineConfig(controls=False))
+    admission = InputProcessor(None, engines.VOCAB, (), EngineConfig(controls=False))
     admission.requests([1], SamplingParams(top_k=3), trace=False)
     with pytest.raises(ValueError, match="presence_penalty, min_tokens: this engine was built with controls=False"):
         admission.requests([1], SamplingParams(presence_penalty=1, min_tokens=1), trace=False)
@@ -150,7 +150,7 @@ def test_input_processor_without_controls_raises_naming_the_penalties() -> None:
 def test_bad_words_that_ban_every_repetition_make_tokens_alternate() -> None:
     """Each of the two allowed tokens is banned only after itself."""
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[5, 6], bad_words=[[5, 5], [6, 6]])
-    (done,) = small.plain().generate([1, 5], params)
+    (done,) = engines.plain().generate([1, 5], params)
     assert done.token_ids == [6, 5] * 4
 
 

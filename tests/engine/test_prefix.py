@@ -16,7 +16,7 @@ from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engin
 from jspec.core.records import PrefillInput, PromptPiece
 from jspec.engine.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
-from tests.support import cover, small, tiny
+from tests.support import cover, engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -25,17 +25,20 @@ TOLERANCE = 1e-4  # rounding of float32 scores in chunks of other sizes
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "plain": lambda: None,
     "eagle3": lambda: Eagle3(
-        tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(LENGTH)
+        tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(LENGTH)
     ),
     "dflash": lambda: DFlash(
-        tiny.dflash_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.topk(6, LENGTH, 3)
+        tiny.dflash_head(engines.target(), block_size=4, feature_layers=(0, 1)), Tree.topk(6, LENGTH, 3)
     ),
-    "dspark": lambda: DSpark(tiny.dspark_head(small.target(), block_size=4, feature_layers=(0, 1)), Tree.chain(LENGTH)),
-    "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "dspark": lambda: DSpark(
+        tiny.dspark_head(engines.target(), block_size=4, feature_layers=(0, 1)), Tree.chain(LENGTH)
+    ),
+    "draft model": lambda: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3, scope="engine", corpus_tokens=64),
 }
 LONG = ("dflash",)  # keeps the caches that "dspark" keeps
 DEFAULT = [name for name in DRAFTERS if name not in LONG]
+NAMES = [*DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 WITH_CACHE: list[Engine] = []
 GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 
@@ -43,8 +46,8 @@ GREEDY, SAMPLED = dict(temperature=0.0), dict(temperature=1.0, seed=7)
 @cache
 def engine(name: str, *, cached: bool, page_size: int = PAGE) -> Engine:
     """Return an engine with two slots; its draft model samples drafts, which depend on the draft cache."""
-    made = Engine(
-        small.target(),
+    made = engines.make(
+        engines.target(),
         drafter=DRAFTERS[name](),
         slots=2,
         max_len=MAX_LEN,
@@ -71,7 +74,7 @@ def _all_comes_back() -> Iterator[None]:
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, small.VOCAB, size).tolist()
+    return np.random.default_rng(seed).integers(0, engines.VOCAB, size).tolist()
 
 
 def chat(one: Engine, controls: dict[str, Any], turns: tuple[tuple[int, int], ...], *, trace: bool = False) -> Any:
@@ -118,7 +121,7 @@ def test_prefix_cache_in_a_conversation_changes_neither_tokens_nor_drafts(name: 
         assert sum(done.metrics.num_accepted_tokens for done in one) > 0
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("name", NAMES)
 def test_prefix_cache_in_a_conversation_finds_every_full_page_of_earlier_turns(name: str) -> None:
     """Pages that were filled while decoding are found too, including those of a request's last round."""
     done = chat(engine(name, cached=True), SAMPLED, TURNS)
@@ -238,7 +241,7 @@ def test_prompt_with_another_first_token_finds_no_cached_page() -> None:
     """A page is found only if all tokens up to the page's end are equal."""
     one, params = engine("plain", cached=True), SamplingParams(max_tokens=1, **GREEDY)
     one.generate(prompt(16), params)
-    other = [(prompt(16)[0] + 1) % small.VOCAB, *prompt(16)[1:]]
+    other = [(prompt(16)[0] + 1) % engines.VOCAB, *prompt(16)[1:]]
     (done,) = one.generate(other, params)
     assert done.metrics.num_cached_tokens == 0
     (done,) = one.generate([*prompt(16)[:8], *other[8:12], 1], params)
@@ -272,7 +275,7 @@ def test_metrics_after_cached_prompts_count_hits_and_the_hit_rate() -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_requests_preempted_repeatedly_keep_their_tokens_and_drafts(name: str, cached: bool) -> None:
     """Two requests share a pool that holds little more than one, so the later one is preempted."""
     one = engine(name, cached=cached)

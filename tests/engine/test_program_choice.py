@@ -14,16 +14,16 @@ from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, u
 from jspec.engine.request import Request
 from jspec.engine.sizes import RoundSize
 from jspec.step.executable_key import ExecutableKey
-from tests.support import lettered, small, tiny
+from tests.support import engines, lettered, tiny
 
 pytestmark = pytest.mark.once
 
-OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, prefill_buckets=(4, 16))
+OPTIONS: dict[str, Any] = dict(slots=4, max_len=engines.MAX_LEN, prefill_buckets=(4, 16))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 
 def engine(**options: Any) -> Engine:
-    return Engine(small.target(), **OPTIONS | options)
+    return engines.make(engines.target(), **OPTIONS | options)
 
 
 def names(one: Engine) -> set[str]:
@@ -52,8 +52,8 @@ def test_engine_that_compiles_ahead_compiles_all_buckets_at_its_start() -> None:
 
 def test_engine_warmup_compiles_everything_that_later_requests_need() -> None:
     text: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
-    sizes: dict[str, Any] = dict(slots=2, max_len=small.MAX_LEN, buckets=(2,), prefill_buckets=(6,))
-    one = Engine(tiny.model(small.VOCAB, layers=1), drafter=NGram("chain:2"), **sizes, **text)
+    sizes: dict[str, Any] = dict(slots=2, max_len=engines.MAX_LEN, buckets=(2,), prefill_buckets=(6,))
+    one = engines.make(tiny.model(engines.VOCAB, layers=1), drafter=NGram("chain:2"), **sizes, **text)
     one.warmup(logprobs=True, prompt_logprobs=True, trace=True, grammar=True)
     before = names(one)
     params = [

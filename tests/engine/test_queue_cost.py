@@ -15,7 +15,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.engine_thread import EngineThread
-from tests.support import tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -28,7 +28,9 @@ SHORT, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=200)
 
 @cache
 def make_engine() -> Engine:
-    engine = Engine(tiny.model(64, layers=1), slots=2, buckets=(2,), prefill_buckets=(16,), max_len=256, page_size=16)
+    engine = engines.make(
+        tiny.model(64, layers=1), slots=2, buckets=(2,), prefill_buckets=(16,), max_len=256, page_size=16
+    )
     engine.generate([[1, 2], [3]], LONG)  # compiles the programs
     return engine
 

@@ -17,30 +17,39 @@ from itertools import count
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jspec import Eagle3, Engine, Replicas, SamplingParams, Tree
 from jspec.engine import replica_threads
 from jspec.engine.metrics import Metrics
 from jspec.engine.replica_threads import BUSIER, ReplicaThreads, choose
 from jspec.engine.request import Request
-from tests.support import byte_pair, small
+from pallas_kernels.layers.shard import AXIS
+from tests.support import byte_pair, engines
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
 
-SLOTS = small.SLOTS
+SLOTS = engines.SLOTS
 PROMPTS = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(24)]
 PARAMS = [SamplingParams(max_tokens=4 + i % 13, temperature=i % 3 / 2, n=1 + i % 7 // 6) for i in range(24)]
 
 
+def devices() -> list[jax.Device]:
+    """Return the devices of two replicas."""
+    return jax.devices()[1:3]
+
+
 @cache
-def one() -> Engine:
-    return small.byte_engine()
+def alone() -> Engine:
+    """Return one engine on the device of the first replica, whose programs it runs."""
+    return engines.byte_engine(Mesh(np.array(devices()[:1]), (AXIS,)))
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Replicas]:
-    with Replicas(small.byte_engine, jax.devices()[1:3]) as made:
+    with Replicas(engines.byte_engine, devices()) as made:
         yield made
 
 
@@ -64,7 +73,7 @@ def texts(served: Engine | Replicas, params: Sequence[SamplingParams] = PARAMS) 
 
 @cache
 def expected() -> list[list[str | None]]:
-    return texts(one())
+    return texts(alone())
 
 
 def gained(served: Engine | Replicas, before: Metrics, name: str) -> int:
@@ -84,9 +93,7 @@ def test_two_replicas_give_the_texts_of_one_engine_and_both_work(two: Replicas) 
     assert texts(two) == expected()
     tokens = [gained(engine, own, "num_tokens") for engine, own in zip(two.engines, before, strict=True)]
     assert min(tokens) > sum(tokens) / 4
-    assert [engine.core.runner.state.root.devices() for engine in two.engines] == [
-        {device} for device in jax.devices()[1:3]
-    ]
+    assert [engine.core.runner.state.root.devices() for engine in two.engines] == [{device} for device in devices()]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -100,7 +107,7 @@ def test_texts_do_not_depend_on_the_replica(two: Replicas, monkeypatch: pytest.M
 def test_streams_submissions_and_tasks_of_many_threads_give_the_texts_of_generate(two: Replicas) -> None:
     """Two threads with an event loop each, one with streams, one with submissions, all at the same time."""
     params = [SamplingParams(max_tokens=12, temperature=0.7, seed=i) for i in range(8)]
-    wanted = [done.text for done in one().generate(PROMPTS[:8], params)]
+    wanted = [done.text for done in alone().generate(PROMPTS[:8], params)]
 
     async def tasks() -> None:
         async def streamed(i: int) -> str:
@@ -263,8 +270,8 @@ def test_failed_replica_loses_only_its_own_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = [SamplingParams(max_tokens=12, temperature=0.7, seed=i) for i in range(8)]
-    wanted = [done.text for done in one().generate(PROMPTS[:8], params)]
-    with Replicas(small.byte_engine, 2) as two:
+    wanted = [done.text for done in alone().generate(PROMPTS[:8], params)]
+    with Replicas(engines.byte_engine, devices()) as two:
         lose(two.engines[0], monkeypatch, at=3)
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
@@ -278,7 +285,7 @@ def test_failed_replica_loses_only_its_own_requests(
         assert all(done[i].text == wanted[i] for i in set(range(8)) - set(lost))
         with caplog.at_level(logging.ERROR):
             assert [each.text for each in two.generate(PROMPTS[:8], params)] == wanted
-        name = f"replica 0 ({jax.devices()[0]})"
+        name = f"replica 0 ({devices()[0]})"
         assert two.failed == (name,) and two.healthy
         assert [r.message for r in caplog.records if "serve on" in r.message] == [f"{name} has failed; 1 of 2 serve on"]
         lose(two.engines[1], monkeypatch)
@@ -304,7 +311,7 @@ def test_request_that_is_placed_as_a_thread_ends_goes_to_another_replica(
 
     monkeypatch.setattr(first, "submit", submit)
     threads.submit("key", request)
-    assert list(second._requests) == ["key"] and threads.failed == (f"replica 0 ({jax.devices()[1]})",)
+    assert list(second._requests) == ["key"] and threads.failed == (f"replica 0 ({devices()[0]})",)
     threads.stop()
     with pytest.raises(RuntimeError, match="expected running replicas"):
         threads.submit("late", two.prepare("a"))
@@ -326,7 +333,7 @@ def test_key_or_request_that_a_replica_has_is_refused_by_all(two: Replicas) -> N
 
 
 def test_close_ends_open_requests_and_refuses_new_ones() -> None:
-    with Replicas(small.byte_engine, 2) as two:
+    with Replicas(engines.byte_engine, devices()) as two:
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit("abc", max_tokens=60) for _ in range(12)]
             closing = threading.Thread(target=two.close)
@@ -344,17 +351,17 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
 
 
 def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:
-    two = Replicas(small.byte_engine, 2)
-    engines, threads = two.engines, two._threads._threads
+    two = Replicas(engines.byte_engine, devices())
+    made, threads = two.engines, two._threads._threads
     assert all(thread.healthy for thread in threads)
     del two
-    assert [engine.core.runner.state for engine in engines] == [None, None]
+    assert [engine.core.runner.state for engine in made] == [None, None]
     assert not any(thread._thread.is_alive() for thread in threads)
 
 
 @pytest.mark.long
 def test_replicas_of_two_devices_each_give_the_texts_of_one_engine() -> None:
-    with Replicas(small.byte_engine, tensor_parallel=2) as two:
+    with Replicas(engines.byte_engine, tensor_parallel=2) as two:
         assert [engine.core.runner.program.mesh.size for engine in two.engines] == [2, 2]  # type: ignore[union-attr]
         assert texts(two) == expected()
 
@@ -376,7 +383,7 @@ def test_chat_warmup_and_requests_of_other_engines_are_those_of_an_engine(two: R
     with pytest.raises(ValueError, match="byte tokenizer has no chat template"):
         two.chat([{"role": "user", "content": "hello"}])
     with pytest.raises(ValueError, match="of another engine"):
-        two.result(one().prepare("a"))
+        two.result(alone().prepare("a"))
     with pytest.raises(ValueError, match="result: expected a request that submit returned, got request"):
         two.result(two.prepare("a"))
     with pytest.raises(TypeError, match="generate: expected max_tokens=, got max_new_tokens="):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import Engine, Model, SamplingParams
-from tests.support import small
+from tests.support import engines
 
 pytestmark = pytest.mark.once
 
@@ -18,13 +18,13 @@ MAX_LEN = 32
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    return small.target()
+    return engines.target()
 
 
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
     """Return an engine with seven usable pages of four rows, too few for max_len tokens."""
-    return Engine(
+    return engines.make(
         target,
         slots=2,
         max_len=MAX_LEN,

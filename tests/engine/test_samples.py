@@ -9,19 +9,19 @@ import pytest
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.engine.sampling_params import sample_seed
-from tests.support import small
+from tests.support import engines
 
 pytestmark = pytest.mark.once
 
 PAGE, N = 16, 5
-PROMPT = np.random.default_rng(0).integers(0, small.VOCAB, 37).tolist()  # fills two pages and a third of another
+PROMPT = np.random.default_rng(0).integers(0, engines.VOCAB, 37).tolist()  # fills two pages and a third of another
 SAMPLED = SamplingParams(max_tokens=11, temperature=1.0, seed=2**63 + 11, n=N)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """Return an engine with fewer slots, two, than completions."""
-    return small.eagle3(rounds=1, page_size=PAGE)
+    return engines.eagle3(rounds=1, page_size=PAGE)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.engine.request import Request
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -26,7 +26,7 @@ NESTED = 'start: "a" (start | /[c-f]/)* "b"'
 class Letters:
     """A tokenizer with one letter per token that fails once when asked to."""
 
-    vocab_size = small.VOCAB
+    vocab_size = engines.VOCAB
     hidden_ids: frozenset[int] = frozenset()
     byte_ids: frozenset[int] = frozenset()
     fails = False
@@ -59,17 +59,17 @@ class Submission:
 
 def make_submissions(count: int, rng: np.random.Generator) -> Iterator[Submission]:
     """Return submissions whose prompts share prefixes in groups and whose other fields are random."""
-    bases = rng.integers(0, small.VOCAB, (5, 24)).tolist()
+    bases = rng.integers(0, engines.VOCAB, (5, 24)).tolist()
     step = 0
     for index in range(count):
         base = bases[rng.integers(0, len(bases))][: rng.integers(1, 25)]
-        prompt = [*base, *rng.integers(0, small.VOCAB, rng.integers(0, 6)).tolist()]
+        prompt = [*base, *rng.integers(0, engines.VOCAB, rng.integers(0, 6)).tolist()]
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 25)),
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
             top_k=int(rng.choice([0, 5])),
             seed=int(rng.integers(0, 3)),
-            stop_token_ids=(int(rng.integers(0, small.VOCAB)),) if rng.random() < 0.2 else (),
+            stop_token_ids=(int(rng.integers(0, engines.VOCAB)),) if rng.random() < 0.2 else (),
             draft=[True, False, 1, 2][rng.integers(0, 4)],
             priority=int(rng.integers(-1, 2)),
         )
@@ -90,14 +90,14 @@ def some_grammar(rng: np.random.Generator, *, nested: bool) -> dict[str, Any]:
     if rng.random() < 0.9:
         return {}
     if nested and rng.random() < 0.5:
-        return dict(grammar=NESTED, stop_token_ids=(small.VOCAB - 1,), presence_penalty=0.4)
+        return dict(grammar=NESTED, stop_token_ids=(engines.VOCAB - 1,), presence_penalty=0.4)
     regex = str(rng.choice(["(ab|c[d-g]*h)+", "[a-h]{2,12}", "(a|bc){3}(d[e-o]){0,4}"]))
-    return dict(regex=regex, stop_token_ids=(small.VOCAB - 1,), frequency_penalty=0.4)
+    return dict(regex=regex, stop_token_ids=(engines.VOCAB - 1,), frequency_penalty=0.4)
 
 
 def some_output(rng: np.random.Generator) -> dict[str, Any]:
     """Return a stop string for one request in seven, and n=2 for another one in seven."""
-    letters = "".join(chr(97 + token) for token in rng.integers(0, small.VOCAB, 3))
+    letters = "".join(chr(97 + token) for token in rng.integers(0, engines.VOCAB, 3))
     stops = dict(stop=(letters[:1] * 2, letters[1:])) if rng.random() < 0.15 else {}
     return stops | (dict(n=2) if rng.random() < 0.15 else {})
 
@@ -106,27 +106,27 @@ def some_controls(rng: np.random.Generator, limit: int) -> dict[str, Any]:
     """Return penalties or other edits of logits for two requests in five."""
     if rng.random() < 0.6:
         return {}
-    words = [rng.integers(0, small.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
+    words = [rng.integers(0, engines.VOCAB, size).tolist() for size in (1, 2, 2, 3)]
     every = dict(
         repetition_penalty=1.5,
         presence_penalty=0.7,
         frequency_penalty=0.4,
-        logit_bias={int(rng.integers(0, small.VOCAB)): 2.5},
+        logit_bias={int(rng.integers(0, engines.VOCAB)): 2.5},
         bad_words=words,
-        allowed_token_ids=rng.choice(small.VOCAB, 10, replace=False).tolist(),
+        allowed_token_ids=rng.choice(engines.VOCAB, 10, replace=False).tolist(),
         min_tokens=limit,
     )
     return {name: value for name, value in every.items() if rng.random() < 0.4}
 
 
 def head() -> Any:
-    return tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+    return tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
 
 
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "eagle3": lambda: Eagle3(head(), Tree.chain(LENGTH)),
     "tree": lambda: Eagle3(head(), Tree.topk(6, 2, 3)),
-    "draft model": lambda: DraftModel(tiny.model(small.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
+    "draft model": lambda: DraftModel(tiny.model(engines.VOCAB, layers=1, seed=1), Tree.chain(LENGTH)),
     "suffix": lambda: Suffix(Tree.chain(LENGTH), max_n=3),
 }
 
@@ -134,8 +134,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 @cache
 def engine_with(name: str, rounds: int) -> Engine:
     """Return an engine with four slots and pages for little more than two long requests."""
-    return Engine(
-        small.target(),
+    return engines.make(
+        engines.target(),
         drafter=DRAFTERS[name](),
         tokenizer=Letters(),
         slots=4,
@@ -152,8 +152,8 @@ def engine_with(name: str, rounds: int) -> Engine:
 
 def alone(submissions: list[Submission]) -> list[list[list[int]]]:
     """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
-    plain = Engine(
-        small.target(),
+    plain = engines.make(
+        engines.target(),
         tokenizer=Letters(),
         slots=1,
         max_len=MAX_LEN,

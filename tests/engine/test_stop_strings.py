@@ -18,7 +18,7 @@ from jspec.engine.output_processor import make_chunk, make_completion, process_s
 from jspec.engine.request import OutputState, Request
 from jspec.engine.stop_strings import StopStringMatcher
 from jspec.engine.tokenizer import ByteTokenizer
-from tests.support import small
+from tests.support import engines
 
 pytestmark = pytest.mark.once
 
@@ -157,7 +157,7 @@ PARAMS = [SamplingParams(max_tokens=LENGTH, seed=seed, temperature=t) for seed, 
 @pytest.fixture(scope="module")
 def three_rounds() -> Engine:
     """Return an engine with three rounds per dispatch and pages of one row."""
-    return small.eagle3(rounds=3, page_size=1)
+    return engines.eagle3(rounds=3, page_size=1)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def engine(three_rounds: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    return [done.token_ids for done in small.plain().generate(PROMPTS, PARAMS)]
+    return [done.token_ids for done in engines.plain().generate(PROMPTS, PARAMS)]
 
 
 def text_of(ids: Sequence[int]) -> str:

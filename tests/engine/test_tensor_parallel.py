@@ -42,7 +42,7 @@ from jspec.engine.program_choice import gathering
 from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
-from tests.support import cover, lettered, small, tiny
+from tests.support import cover, engines, lettered, tiny
 from tests.support.devices import check_devices_equal
 from tests.support.recordings import recording
 
@@ -309,13 +309,16 @@ def test_quantised_engine_on_four_devices_emits_with_a_draft_the_tokens_without_
 def test_deterministic_engine_on_two_devices_has_equal_bits_with_any_drafter_and_bucket() -> None:
     options: dict[str, Any] = {**LLAMA_OPTIONS, "deterministic": True, "tensor_parallel": 2, "prefill_buckets": (32,)}
     other = {**options, "prefill_buckets": (16,), "page_size": 4}
-    engines = Engine(llama(), **options), Engine(llama(), drafter=DraftModel(small_model(), "chain:2"), **other)
+    both = (
+        Engine(llama(), **options),
+        Engine(llama(), drafter=DraftModel(small_model(), "chain:2"), **other),
+    )
     params = [SamplingParams(max_tokens=12, temperature=index % 2, seed=index, logprobs=1) for index in range(6)]
-    plain, drafted = (engine.generate(PROMPTS, params) for engine in engines)
+    plain, drafted = (engine.generate(PROMPTS, params) for engine in both)
     for one, two in zip(plain, drafted, strict=True):
         assert one.token_ids == two.token_ids
         assert [a.logprob for a in one.logprobs or []] == [b.logprob for b in two.logprobs or []]
-    divided = engines[1].generate(PROMPTS, [replace(one, logprobs=None) for one in params])
+    divided = both[1].generate(PROMPTS, [replace(one, logprobs=None) for one in params])
     assert [one.token_ids for one in divided] == [one.token_ids for one in plain]
 
 
@@ -410,13 +413,13 @@ def test_grammar_that_the_host_follows_gives_the_tokens_of_one_device() -> None:
     made = []
     for devices in (1, 2):
         engine = Engine(
-            small.target(),
+            engines.target(),
             drafter=NGram("chain:2"),
             slots=2,
-            max_len=small.MAX_LEN,
+            max_len=engines.MAX_LEN,
             buckets=(2,),
             prefill_buckets=(16,),
-            tokenizer=lettered.Lettered(lettered.JSON_TEXTS[: small.VOCAB]),
+            tokenizer=lettered.Lettered(lettered.JSON_TEXTS[: engines.VOCAB]),
             eos_ids=(lettered.END,),
             tensor_parallel=devices,
         )

@@ -18,7 +18,7 @@ from jspec.engine import loop, scheduler, token_logprobs
 from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.metrics import Metrics
 from jspec.engine.penalty_input import pack_controls
-from tests.support import brittle, lettered, small
+from tests.support import brittle, engines, lettered
 
 pytestmark = pytest.mark.once
 
@@ -307,12 +307,12 @@ def test_scheduler_removes_a_waiting_request_in_logarithmic_time(monkeypatch: py
 
 def test_packed_controls_of_a_bias_on_the_whole_vocabulary_have_every_value() -> None:
     engine = lettered.chain()
-    bias = {token: token / 8 - 1 for token in reversed(range(small.VOCAB))}
+    bias = {token: token / 8 - 1 for token in reversed(range(engines.VOCAB))}
     params = SamplingParams(logit_bias=bias, allowed_token_ids=[0, 2, 4])
     (request,) = engine.input_processor.requests([1], params, trace=False)
     request.state.slot = 1
-    packed = pack_controls(request, small.VOCAB).view(np.float32)
-    expected = np.full(small.VOCAB, -np.inf, np.float32)
+    packed = pack_controls(request, engines.VOCAB).view(np.float32)
+    expected = np.full(engines.VOCAB, -np.inf, np.float32)
     expected[[0, 2, 4]] = [bias[token] for token in (0, 2, 4)]
-    windows = np.lib.stride_tricks.sliding_window_view(packed, small.VOCAB)
+    windows = np.lib.stride_tricks.sliding_window_view(packed, engines.VOCAB)
     assert (windows == expected).all(axis=1).sum() == 1

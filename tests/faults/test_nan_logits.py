@@ -13,7 +13,7 @@ import pytest
 from jspec import Completion, DraftModel, Eagle3, Engine, NGram, SamplingParams, Tree
 from jspec.core.config import ACCEPT_RULES
 from jspec.sampling.logits_processor import LogitsContext
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:accept=.typical")]
 
@@ -30,8 +30,8 @@ def poison(logits: jax.Array, context: LogitsContext) -> jax.Array:
 
 @cache
 def engine(accept: str, kind: str) -> Engine:
-    sampled = DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.chain(3))
-    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+    sampled = DraftModel(tiny.model(engines.VOCAB, layers=1, seed=2), Tree.chain(3))
+    head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
     drafters: dict[str, Any] = {
         "none": None,
         "model": sampled,
@@ -40,13 +40,13 @@ def engine(accept: str, kind: str) -> Engine:
         "ngram": NGram(Tree.chain(3)),
     }
     return Engine(
-        small.target(),
+        engines.target(),
         drafter=drafters[kind],
         accept=accept,
         slots=3,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         buckets=(3,),
-        prefill_buckets=(small.MAX_LEN,),
+        prefill_buckets=(engines.MAX_LEN,),
         logits_processor=poison,
         processor_args=2,
     )
@@ -102,8 +102,8 @@ def test_nan_tests_cover_every_accept_rule() -> None:
 
 
 def test_engine_with_nan_weights_ends_every_request_with_an_error() -> None:
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, small.target())
-    with Engine(broken, slots=1, max_len=small.MAX_LEN, prefill_buckets=(small.MAX_LEN,)) as one:
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, engines.target())
+    with Engine(broken, slots=1, max_len=engines.MAX_LEN, prefill_buckets=(engines.MAX_LEN,)) as one:
         (done,) = one.generate([PROMPT], SamplingParams(max_tokens=4, temperature=0))
     assert done.finish_reason == "error" and done.token_ids == []
     assert "look for NaN or infinity in the weights" in str(done.error)

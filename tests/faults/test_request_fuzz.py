@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, Engine, SamplingParams
-from tests.support import lettered, random_schemas, small
+from tests.support import engines, lettered, random_schemas
 
 pytestmark = pytest.mark.once
 
@@ -79,9 +79,9 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "repetition_penalty": (0.5, 1.5, 1e-3, 1e3),
     "presence_penalty": (-2, 2, 0.5),
     "frequency_penalty": (-2, 2, 0.5),
-    "logit_bias": ({1: 100}, {0: -100, 2: 5.5}, dict.fromkeys(range(small.VOCAB), 1.0)),
+    "logit_bias": ({1: 100}, {0: -100, 2: 5.5}, dict.fromkeys(range(engines.VOCAB), 1.0)),
     "bad_words": (["a"], [[1, 2], "b"], [[token] for token in range(8)]),
-    "allowed_token_ids": ([1, 2, 3], range(small.VOCAB), np.arange(4), [5]),
+    "allowed_token_ids": ([1, 2, 3], range(engines.VOCAB), np.arange(4), [5]),
     "min_tokens": (0, 1, 2),
     "processor_args": ((), []),
     "skip_special_tokens": (True, False),
@@ -135,10 +135,10 @@ def check_served(engine: Engine, prompt: Any, params: SamplingParams, done: Comp
     assert len(done.samples) == params.n
     for one in done.samples:
         assert one.error is None or isinstance(one.error, ValueError), one.error
-        room = small.MAX_LEN - len(one.prompt_token_ids)
+        room = engines.MAX_LEN - len(one.prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         assert params.min_tokens <= len(one.token_ids) <= limit or one.error is not None
-        assert all(0 <= token < small.VOCAB for token in one.token_ids)
+        assert all(0 <= token < engines.VOCAB for token in one.token_ids)
         assert one.metrics.num_tokens == len(one.token_ids) == len(one.from_draft)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else engine.eos_ids)}
         assert not ends & {*one.token_ids[params.min_tokens : -1]}, "it went on after a stop token"

@@ -20,7 +20,7 @@ from jspec.core.foreign_names import FOREIGN_NAMES, check_names
 from jspec.draft.named import make_drafter
 from jspec.engine.chat_input import TEMPLATE_FIELDS
 from jspec.step.executables import Executables
-from tests.support import brittle, small
+from tests.support import brittle, engines
 from tests.support.odd_values import odd_value
 
 pytestmark = pytest.mark.once
@@ -125,11 +125,11 @@ OBJECTS: list[tuple[Call, str]] = [
     (copy.deepcopy, "Engine: expected an object that can be copied or pickled|make another engine"),
     (lambda e: Engine("path"), "Engine: target: expected a loaded Model, got 'path'|call Engine.from_pretrained(path)"),
     (lambda e: Engine.from_pretrained(None), "path: expected a folder, a hub id (owner/name) or a Model, got None"),
-    (lambda e: Engine.from_pretrained(small.target(), dtype="float32"), "dtype: expected None with a loaded Model"),
-    (lambda e: Engine(small.target(), eos_ids=5), "eos_ids: expected a list of int token ids, got 5"),
-    (lambda e: Engine(small.target(), eos_ids="ab"), "eos_ids: expected a list of int token ids, got 'ab'"),
+    (lambda e: Engine.from_pretrained(engines.target(), dtype="float32"), "dtype: expected None with a loaded Model"),
+    (lambda e: Engine(engines.target(), eos_ids=5), "eos_ids: expected a list of int token ids, got 5"),
+    (lambda e: Engine(engines.target(), eos_ids="ab"), "eos_ids: expected a list of int token ids, got 'ab'"),
     (
-        lambda e: Engine(small.target(), compile_cache="/proc/x"),
+        lambda e: Engine(engines.target(), compile_cache="/proc/x"),
         "compile_cache: expected a folder that exists or can be",
     ),
 ]
@@ -137,7 +137,7 @@ DRAFTERS: list[tuple[Call, str]] = [
     (lambda e: make(drafter="eagle3"), "drafter: expected a Drafter, \"ngram\"|got 'eagle3'; a method with weights"),
     (lambda e: make(drafter=NGram), "drafter: expected a Drafter|NGram'>; pass an object: NGram()"),
     (lambda e: make(drafter=Eagle3), "Eagle3'>; pass an object: Eagle3.from_pretrained(path)"),
-    (lambda e: make(drafter=small.target()), "drafter: expected a Drafter|pass jspec.DraftModel(model)"),
+    (lambda e: make(drafter=engines.target()), "drafter: expected a Drafter|pass jspec.DraftModel(model)"),
     (lambda e: make(drafter={"method": "ngram"}), "drafter: expected a Drafter|got {'method': 'ngram'}"),
     (lambda e: make(drafter="no/such/folder/here"), "no/such/folder/here: expected a folder or a hub id"),
     (lambda e: NGram(4), 'NGram: tree: expected a Tree or a text such as "chain:4", got 4; pass Tree.chain(4)'),
@@ -150,7 +150,7 @@ DRAFTERS: list[tuple[Call, str]] = [
         "Tree.chain: expected at most 256 nodes with the root, got length 300; take a smaller tree",
     ),
     (lambda e: Tree.chain(10**9), "Tree.chain: expected at most 256 nodes with the root, got length 1000000000"),
-    (lambda e: DraftModel(small.target(), 4), "DraftModel: tree: expected a Tree|got 4; pass Tree.chain(4)"),
+    (lambda e: DraftModel(engines.target(), 4), "DraftModel: tree: expected a Tree|got 4; pass Tree.chain(4)"),
     (lambda e: Eagle3("path"), "Eagle3: head: expected EagleHead, got 'path'|call Eagle3.from_pretrained(path)"),
     (
         lambda e: DraftModel("path"),
@@ -189,7 +189,7 @@ CASES = [*PROMPTS, *PARAMETERS, *CHATS, *OBJECTS, *DRAFTERS, *OPTIONS]
 
 def make(**options: Any) -> Engine:
     """Make an engine for the small target."""
-    return Engine(small.target(), **options)
+    return Engine(engines.target(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_public_call_with_wrong_input_raises_an_error_with_the_listed_words(
 
 
 def test_text_prompt_without_tokenizer_raises_before_anything_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine(small.target(), slots=1, max_len=16) as engine:
+    with Engine(engines.target(), slots=1, max_len=16) as engine:
         compiled: list[Any] = []
         monkeypatch.setattr(engine.core.runner, "compile", compiled.append)
         for call in (
@@ -306,7 +306,7 @@ RANDOM_CALLS: dict[str, Callable[[random.Random, Engine, Any], Any]] = {
     "drafter": lambda rng, e, value: make_drafter(value),
     "engine's drafter": lambda rng, e, value: make(drafter=value),
     "tree": lambda rng, e, value: make(drafter=rng.choice([NGram, Suffix])(value)),
-    "draft model's tree": lambda rng, e, value: DraftModel(small.target(), value, draft_window=odd_value(rng)),
+    "draft model's tree": lambda rng, e, value: DraftModel(engines.target(), value, draft_window=odd_value(rng)),
     "lengths": lambda rng, e, value: NGram(max_n=value, min_n=odd_value(rng)),
     "suffix": lambda rng, e, value: Suffix(scope=value, corpus_tokens=odd_value(rng)),
     "Tree.chain": lambda rng, e, value: Tree.chain(value),

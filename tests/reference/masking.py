@@ -10,7 +10,7 @@ import numpy as np
 from jspec import SamplingParams
 from jspec.sampling import sampler
 from tests.reference import decoder, descent, processors, regular
-from tests.support import lettered, small
+from tests.support import engines, lettered
 
 
 def decoded(
@@ -36,20 +36,20 @@ def decoded(
     seed = params.seed if seed is None else seed
     stops = {*params.stop_token_ids, *([] if params.ignore_eos else [lettered.END])}
     while len(output) < params.max_tokens and not set(output[-1:]) & stops:
-        logits = decoder.logits(small.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
+        logits = decoder.logits(engines.target(), np.array([[*prompt, *output]]))[0, -1].astype(np.float32)
         logits = processors.edited(logits, prompt, output, params, sorted(stops))
-        text, allowed = b"".join(texts[token] or b"" for token in output), set(range(small.VOCAB))
+        text, allowed = b"".join(texts[token] or b"" for token in output), set(range(engines.VOCAB))
         if params.regex is not None:
             allowed = regular.allowed(params.regex, texts, text, stops)
         elif params.grammar_field is not None:
             assert readers is not None
             allowed = descent.allowed(readers[getattr(params, params.grammar_field)], texts, text, stops)
-        logits[sorted(set(range(small.VOCAB)) - allowed)] = -np.inf
+        logits[sorted(set(range(engines.VOCAB)) - allowed)] = -np.inf
         logits = edit(logits, prompt, output)
         if params.temperature:
             assert seed is not None
             words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
             key = sampler.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
-            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, small.VOCAB))[0]
+            logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, engines.VOCAB))[0]
         output.append(int(logits.argmax()))
     return output

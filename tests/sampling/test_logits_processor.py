@@ -18,7 +18,7 @@ from jspec.draft.base import NoDraft
 from jspec.engine.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
 from tests.reference.masking import decoded
-from tests.support import byte_pair, lettered, small
+from tests.support import byte_pair, engines, lettered
 from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
@@ -135,10 +135,10 @@ def test_logits_processor_with_a_wrong_context_differs_from_transformers(
 @cache
 def engine(tree: Tree, **options: Any) -> Engine:
     return Engine(
-        small.target(),
+        engines.target(),
         drafter=NGram(tree),
         slots=3,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=4,
         pages=22,
         buckets=(3,),
@@ -215,7 +215,7 @@ BAD = [
 @pytest.mark.parametrize(("processor", "message"), BAD)
 def test_engine_with_invalid_logits_processor_raises(processor: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"logits_processor: .*{message}|logits_processor: {message}"):
-        Engine(small.target(), logits_processor=processor)
+        Engine(engines.target(), logits_processor=processor)
 
 
 def test_request_with_inconsistent_logits_processor_options_raises() -> None:

@@ -14,12 +14,17 @@ from jspec import Completion, Drafter, DraftModel, Engine, Model, NGram, Samplin
 from jspec.core.config import EngineConfig
 from jspec.engine.tokenizer import ByteTokenizer
 from tests.reference import decoder, processors
-from tests.support import byte_pair, small, tiny
+from tests.support import byte_pair, engines, tiny
 
 pytestmark = pytest.mark.once
 
 TOLERANCE = 1e-4
-PROMPTS = [[3, 1, 4], np.random.default_rng(0).integers(0, small.VOCAB, 31).tolist(), [5, 9, 2, 6, 5, 3, 5, 8, 9], [7]]
+PROMPTS = [
+    [3, 1, 4],
+    np.random.default_rng(0).integers(0, engines.VOCAB, 31).tolist(),
+    [5, 9, 2, 6, 5, 3, 5, 8, 9],
+    [7],
+]
 PARAMS = [
     SamplingParams(max_tokens=14, temperature=0, logprobs=3, repetition_penalty=1.4, frequency_penalty=0.3),
     SamplingParams(max_tokens=12, seed=1, temperature=0.8, top_k=6, min_p=0.05, logprobs=16),
@@ -32,10 +37,10 @@ PARAMS = [
 def tree() -> Engine:
     """Return an engine with a dynamic tree, processed log-probabilities, and too few pages for all requests at once."""
     return Engine(
-        small.target(),
-        drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
+        engines.target(),
+        drafter=DraftModel(tiny.model(engines.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
         slots=3,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=4,
         pages=22,
         buckets=(3,),
@@ -45,7 +50,7 @@ def tree() -> Engine:
 
 
 def chain() -> Engine:
-    return small.eagle3(rounds=3, page_size=1)
+    return engines.eagle3(rounds=3, page_size=1)
 
 
 def rows(target: Model, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, mode: str) -> np.ndarray:
@@ -87,7 +92,7 @@ def check_all(engine: Engine, done: Sequence[Completion]) -> None:
             assert one.logprobs is None
             continue
         assert one.logprobs is not None and len(one.token_ids) == params.max_tokens
-        expected = rows(small.target(), prompt, one.token_ids, params, engine.config.logprobs_mode)
+        expected = rows(engines.target(), prompt, one.token_ids, params, engine.config.logprobs_mode)
         check(one.logprobs, one.token_ids, expected, params.logprobs)
         with pytest.raises(AssertionError):  # negative control: one position off
             check(one.logprobs, one.token_ids, np.roll(expected, 1, axis=0), params.logprobs)
@@ -97,7 +102,7 @@ def check_all(engine: Engine, done: Sequence[Completion]) -> None:
 def expected() -> list[list[int]]:
     """Return the tokens of plain decoding without log-probabilities."""
     params = [replace(one, logprobs=None) for one in PARAMS]
-    return [one.token_ids for one in small.plain().generate(PROMPTS, params)]
+    return [one.token_ids for one in engines.plain().generate(PROMPTS, params)]
 
 
 def test_logprobs_rounds_at_the_first_request_are_all_compiled_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,14 +125,14 @@ def test_logprobs_rounds_at_the_first_request_are_all_compiled_or_none(monkeypat
     assert not engine.scheduler.has_work
 
 
-@pytest.mark.parametrize("make", [small.plain, chain, tree], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("make", [engines.plain, chain, tree], ids=["plain", "chain", "tree"])
 def test_logprobs_of_emitted_tokens_equal_those_of_a_dense_forward_pass(make: Any, expected: list[list[int]]) -> None:
     """One request asks for no log-probabilities; all tokens equal those of a run without log-probabilities."""
     engine = make()
     done = engine.generate(PROMPTS, PARAMS)
     assert [one.token_ids for one in done] == expected
     check_all(engine, done)
-    if make is not small.plain:
+    if make is not engines.plain:
         assert engine.metrics.num_accepted_tokens > 0
 
 
@@ -137,11 +142,11 @@ def test_logprobs_of_raw_and_processed_mode_differ(expected: list[list[int]]) ->
         (one,) = make().generate(PROMPTS[1], PARAMS[1])
         assert one.logprobs is not None
         with pytest.raises(AssertionError):
-            check(one.logprobs, one.token_ids, rows(small.target(), PROMPTS[1], one.token_ids, PARAMS[1], mode), 16)
+            check(one.logprobs, one.token_ids, rows(engines.target(), PROMPTS[1], one.token_ids, PARAMS[1], mode), 16)
 
 
 def prompt_rows(prompt: Sequence[int]) -> np.ndarray:
-    return log_softmax(decoder.logits(small.target(), np.array([prompt]))[0])[:-1]
+    return log_softmax(decoder.logits(engines.target(), np.array([prompt]))[0])[:-1]
 
 
 def check_prompt(one: Completion, prompt: Sequence[int], count: int) -> None:
@@ -199,11 +204,11 @@ def test_logprobs_of_a_request_with_stop_string_end_at_the_last_kept_token(
     stop = "".join(map(chr, expected[1][4:6]))
     (done,) = engine.generate(PROMPTS[1], replace(PARAMS[1], stop=stop))
     assert done.logprobs is not None and len(done.token_ids) < PARAMS[1].max_tokens
-    check(done.logprobs, done.token_ids, rows(small.target(), PROMPTS[1], done.token_ids, PARAMS[1], "raw"), 16)
+    check(done.logprobs, done.token_ids, rows(engines.target(), PROMPTS[1], done.token_ids, PARAMS[1], "raw"), 16)
 
 
 def test_completion_with_logprobs_and_trace_contains_both(expected: list[list[int]]) -> None:
-    (done,) = small.plain().generate(PROMPTS[0], PARAMS[0], trace=True)
+    (done,) = engines.plain().generate(PROMPTS[0], PARAMS[0], trace=True)
     assert done.rounds is not None and [round_.emitted[0] for round_ in done.rounds] == done.token_ids[1:]
     assert done.logprobs is not None and done.token_ids == expected[0]
 
@@ -214,7 +219,7 @@ def test_sampling_params_with_invalid_number_of_logprobs_raises(name: str) -> No
         with pytest.raises(ValueError, match=rf"SamplingParams\.{name}: expected None or 0 to 20, got "):
             SamplingParams(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"{name}: expected at most 16, the vocabulary, got 17"):
-        small.plain().generate([1], SamplingParams(**{name: 17}))  # type: ignore[arg-type]
+        engines.plain().generate([1], SamplingParams(**{name: 17}))  # type: ignore[arg-type]
 
 
 def test_engine_config_with_unknown_logprobs_mode_raises() -> None:

@@ -27,7 +27,7 @@ from jspec.step.executable_key import ExecutableKey
 from jspec.step.program import Params, Program
 from jspec.step.same_engine import sample
 from pallas_kernels.layers.shard import AXIS
-from tests.support import small
+from tests.support import engines
 from tests.support.brittle import Fault
 from tests.support.jobs import in_all, jobs
 
@@ -92,7 +92,7 @@ def test_devices_in_another_order_are_refused_in_all_processes() -> None:
     def check(job: Job, order: Sequence[int]) -> None:
         mesh = Mesh(np.array(jax.devices())[list(order)], (AXIS,))
         program = Program(NoDraft(), (), "coupled", "reference", mesh=mesh)
-        calls_of(job).check_same(program, place(Params(target=small.target(), draft=()), mesh), config)
+        calls_of(job).check_same(program, place(Params(target=engines.target(), draft=()), mesh), config)
 
     config = EngineConfig(slots=2, max_len=16)
     with jobs() as (found, _):
@@ -152,7 +152,7 @@ def test_follower_that_is_interrupted_while_it_compiles_tells_the_others_and_doe
 
 
 def test_digest_of_weights_shows_a_change_of_a_weight_without_axes() -> None:
-    digests = [sample(Params(target=small.target(), draft=jnp.float32(value))) for value in (1.0, 1.0, 2.0)]
+    digests = [sample(Params(target=engines.target(), draft=jnp.float32(value))) for value in (1.0, 1.0, 2.0)]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -22,7 +22,7 @@ from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, MemoryPlanner, fit
 from jspec.step.program import Params, Program, init_state
 from jspec.step.program_memory import ProgramMemory, exchange_bytes, program_memory
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once
 
@@ -31,12 +31,12 @@ PLENTY = 2**40
 
 
 def eagle3() -> Eagle3:
-    return Eagle3(tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(3))
+    return Eagle3(tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1)), Tree.chain(3))
 
 
 def planner_of(device: DeviceMemory, drafter: Drafter | None = None, **options: Any) -> tuple[MemoryPlanner, PoolShape]:
     """Return the memory planner and the shape of the pools of an engine that has allocated nothing yet."""
-    target, config = small.target(), EngineConfig(**OPTIONS | options)
+    target, config = engines.target(), EngineConfig(**OPTIONS | options)
     drafter = NoDraft() if drafter is None else drafter
     layers = drafter.feature_layers(target)
     program = Program(drafter, layers, config.accept, "reference", controls=config.controls)
@@ -59,7 +59,7 @@ def state_of(planner: MemoryPlanner, pool: PoolShape) -> Any:
 
 def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="jspec.step.side"):
-        engine = Engine(small.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
+        engine = Engine(engines.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
     caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
     assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
@@ -161,11 +161,11 @@ def test_engine_with_limited_device_memory_allocates_as_many_pages_as_fit(monkey
     for pages in (27, 33):
         monkeypatch.setattr(memory, "device_memory", lambda pages=pages: limit_for(planner, pool, pages))
         with pytest.raises(RuntimeError, match="enough"):
-            Engine(small.target(), **OPTIONS)
+            Engine(engines.target(), **OPTIONS)
     assert made == [27, 33]
     monkeypatch.setattr(memory, "device_memory", lambda: limit_for(planner, pool, 26))
     with pytest.raises(ValueError, match="lower max_len to at most 99"):  # 25 pages, as the root needs a row too
-        Engine(small.target(), **OPTIONS)
+        Engine(engines.target(), **OPTIONS)
 
 
 def out_of_memory() -> None:
@@ -193,7 +193,7 @@ def test_engine_out_of_memory_at_start_raises_naming_settings_that_fit(
     with pytest.raises(
         ValueError, match=f"out of memory at start: missing are {memory.size(missing)} or more"
     ) as found:
-        Engine(small.target(), drafter=eagle3(), **OPTIONS)
+        Engine(engines.target(), drafter=eagle3(), **OPTIONS)
     assert found.value.__cause__ is error
     assert set(named(str(found.value))) == {
         "pages"
@@ -273,7 +273,7 @@ def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> No
 
 def test_engine_when_deleted_frees_device_memory_without_garbage_collection() -> None:
     """The next engine's plan depends on the free memory, so freeing must not wait for garbage collection."""
-    engine = Engine(small.target(), **OPTIONS)
+    engine = Engine(engines.target(), **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine.core.runner.state.root)
     gc.disable()
@@ -291,7 +291,7 @@ def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatc
     """
     read, own = [], program_memory
     monkeypatch.setattr(executables, "program_memory", lambda one, count: read.append(one) or own(one, count))
-    engine, scored = Engine(small.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
+    engine, scored = Engine(engines.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
     side, plan = engine.core.runner.target_side, engine.memory_plan
     count, planner = len(side.programs.compiled), side.planner
     monkeypatch.setattr(side, "planner", replace(planner, device=device(plan.total + 10)))

@@ -22,7 +22,7 @@ from jspec.engine.sizes import RoundSize
 from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent
-from tests.support import lettered, small
+from tests.support import engines, lettered
 from tests.support.grammar_cases import MASKS, PROMPTS, check_decoding, masked
 from tests.support.views import draft_of_rows, view_of_rows
 
@@ -137,13 +137,13 @@ class Alternating(Policy):
 
 def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_all_depths() -> None:
     """A recursive schema needs no grammar tables, so the engine has none."""
-    texts = lettered.JSON_TEXTS[: small.VOCAB]
+    texts = lettered.JSON_TEXTS[: engines.VOCAB]
     engine = Engine(
-        small.target(),
+        engines.target(),
         drafter=NGram(Tree.chain(2), max_n=2),
         slots=1,
-        max_len=small.MAX_LEN,
-        prefill_buckets=(small.MAX_LEN,),
+        max_len=engines.MAX_LEN,
+        prefill_buckets=(engines.MAX_LEN,),
         adaptive=True,
         draft_depths=(0, 2),
         grammar_cells=0,
@@ -229,17 +229,17 @@ def test_executables_that_run_out_of_memory_store_no_new_program(monkeypatch: py
 def test_processed_logprobs_with_host_masks_are_those_of_the_masked_logits() -> None:
     """Each emitted token is scored under the mask of the accepted node before it."""
     rng, tree = np.random.default_rng(0), Tree.static([(0,), (1,), (1, 0), (1, 0, 0)])
-    logits, parents = rng.normal(0, 3, (2, 5, small.VOCAB)).astype(np.float32), np.array([-1, 0, 0, 2, 3])
+    logits, parents = rng.normal(0, 3, (2, 5, engines.VOCAB)).astype(np.float32), np.array([-1, 0, 0, 2, 3])
     flags = rng.random(logits.shape) < 0.5
     flags[..., 3] = True
-    words = (flags * (1 << np.arange(small.VOCAB))).sum(-1).astype(np.uint32)[..., None]
+    words = (flags * (1 << np.arange(engines.VOCAB))).sum(-1).astype(np.uint32)[..., None]
     allowed = np.where(flags, logits, -np.inf)
     best = allowed.argmax(-1)
     tokens = np.concatenate([[[1], [1]], best[:, parents[1:]]], axis=1)
     for row, node in ((0, 1), (1, 1), (1, 3)):  # drafts of wrong tokens, which are rejected
-        tokens[row, node] = (tokens[row, node] + 1) % small.VOCAB
+        tokens[row, node] = (tokens[row, node] + 1) % engines.VOCAB
     draft = draft_of_rows(tokens, np.broadcast_to(parents, (2, 5)))
-    state = penalties.unused(2, small.VOCAB)
+    state = penalties.unused(2, engines.VOCAB)
     view = view_of_rows([1, 1]).replace(controls=state.replace(used=jnp.ones(2, bool)), masks=jnp.asarray(words))
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec import Engine, SamplingParams
 from jspec.engine.tokenizer import ByteTokenizer
-from tests.support import tiny
+from tests.support import engines, tiny
 
 VOCAB = 256
 SLOTS = 3
@@ -46,7 +46,7 @@ class Fault:
 @cache
 def engine() -> Engine:
     """Return an engine for plain decoding in three slots."""
-    return Engine(
+    return engines.make(
         tiny.model(VOCAB, layers=1),
         tokenizer=BrittleTokenizer(),
         slots=SLOTS,

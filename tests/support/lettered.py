@@ -7,7 +7,7 @@ from functools import cache
 
 from jspec import DraftModel, Eagle3, Engine, Tree
 from jspec.engine.tokenizer import Tokenizer
-from tests.support import small, tiny
+from tests.support import engines, tiny
 
 END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
@@ -58,12 +58,12 @@ def tokenizer() -> Tokenizer:
 @cache
 def chain() -> Engine:
     """Return an engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
-    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
-    return Engine(
-        small.target(),
+    head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
+    return engines.make(
+        engines.target(),
         drafter=Eagle3(head, Tree.chain(3)),
         slots=2,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=1,
         buckets=(2,),
         prefill_buckets=(6,),
@@ -76,15 +76,15 @@ def chain() -> Engine:
 @cache
 def tree() -> Engine:
     """Return an engine with a draft model, a dynamic tree, and too few pages for all requests at once."""
-    return Engine(
-        small.target(),
-        drafter=DraftModel(tiny.model(small.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
+    return engines.make(
+        engines.target(),
+        drafter=DraftModel(tiny.model(engines.VOCAB, layers=1, seed=2), Tree.topk(9, 3, 3)),
         slots=4,
-        max_len=small.MAX_LEN,
+        max_len=engines.MAX_LEN,
         page_size=4,
         pages=26,
         buckets=(4,),
-        prefill_buckets=(small.MAX_LEN,),
+        prefill_buckets=(engines.MAX_LEN,),
         tokenizer=tokenizer(),
         eos_ids=(END,),
     )

@@ -19,7 +19,7 @@ from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distri
 from jspec.engine import sizes as round_sizes
 from jspec.engine.sizes import RoundSize
 from jspec.step import memory
-from tests.support import lettered, small, tiny
+from tests.support import engines, lettered, tiny
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, PROMPTS
 
@@ -27,7 +27,7 @@ DEVICES = 4
 TEXT: dict[str, Any] = dict(tokenizer=lettered.tokenizer(), eos_ids=(lettered.END,))
 FEW_PAGES = dict(pages=15)  # of four rows: not enough for two long requests
 OPTIONS: dict[str, Any] = dict(
-    slots=2, max_len=small.MAX_LEN, page_size=4, buckets=(2,), prefill_buckets=(16,), compile_cache=False
+    slots=2, max_len=engines.MAX_LEN, page_size=4, buckets=(2,), prefill_buckets=(16,), compile_cache=False
 )
 LONG = [list(range(1, 12)) + [3] * 5] * 2
 LONG_PARAMS = [
@@ -43,12 +43,12 @@ def say(value: Any) -> None:
 
 
 def engine(**options: Any) -> Engine:
-    return Engine(small.target(), **{"tensor_parallel": DEVICES, **OPTIONS, **options})
+    return Engine(engines.target(), **{"tensor_parallel": DEVICES, **OPTIONS, **options})
 
 
 def drafting_engine() -> Engine:
     """Return an engine with a drafter, grammars, and too few pages for two long requests."""
-    head = tiny.eagle_head(small.target(), draft_vocab=12, feature_layers=(0, 1))
+    head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
     return engine(drafter=Eagle3(head, "chain:2"), **FEW_PAGES, **TEXT)
 
 
@@ -142,7 +142,7 @@ def plain() -> None:
 def sized() -> None:
     """Run rounds of all sizes in turns, timed ahead; some verify a part of the draft nodes."""
     round_sizes.BUDGET_ROWS = 2
-    model = tiny.model(small.VOCAB, layers=1, seed=3)
+    model = tiny.model(engines.VOCAB, layers=1, seed=3)
     own = engine(drafter=DraftModel(model, "topk:9,3,3"), adaptive=True, draft_nodes=(1, 2), compile_ahead=True)
     say(len(own.core.runner.round_seconds))
     if distributed.process_id():
@@ -168,7 +168,7 @@ def altered() -> None:
     def altered_run(key: Any, *inputs: np.ndarray) -> Any:
         if key.kind == "prefill":
             pieces, prompt, *rest = inputs
-            inputs = (pieces, (prompt + 1) % small.VOCAB, *rest)
+            inputs = (pieces, (prompt + 1) % engines.VOCAB, *rest)
         return run_here(key, *inputs)
 
     side.run_here = altered_run  # type: ignore[method-assign]
@@ -244,7 +244,7 @@ def other_options() -> None:
 
 
 def other_weights() -> None:
-    Engine(tiny.model(small.VOCAB, layers=1, seed=distributed.process_id()), tensor_parallel=DEVICES, **OPTIONS)
+    Engine(tiny.model(engines.VOCAB, layers=1, seed=distributed.process_id()), tensor_parallel=DEVICES, **OPTIONS)
 
 
 def other_program() -> None:
@@ -271,7 +271,7 @@ def apart() -> None:
     (other, *_) = [one for one in jax.devices() if one.process_index != own.process_index]
     for device in (own, other):
         try:
-            engine(drafter=DraftModel(small.target(), "chain:2", device=device), tensor_parallel=2)
+            engine(drafter=DraftModel(engines.target(), "chain:2", device=device), tensor_parallel=2)
         except ValueError as error:
             say(str(error))
 

@@ -23,10 +23,11 @@ from jspec.server.app import make_app
 from jspec.server.run import Server, bind
 from jspec.server.service import Service
 from jspec.server.settings import Settings
-from tests.support import tiny, tokenizer_folders
+from tests.support import engines, tiny, tokenizer_folders
 
 NAME = "tiny"
-SLOTS, MAX_LEN, VOCAB = 4, 192, 1200
+SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
+PREFILL = 192  # tokens of a prefill
 
 
 @cache
@@ -46,7 +47,7 @@ def small_engine(slots: int, max_len: int, template: str | None = None, **option
     if template is not None:
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    return Engine(
+    return engines.make(
         tiny.model(VOCAB, layers=1, sharpness=3.0),
         drafter=NGram(Tree.chain(2)),
         tokenizer=str(folder),
@@ -54,7 +55,7 @@ def small_engine(slots: int, max_len: int, template: str | None = None, **option
         slots=slots,
         max_len=max_len,
         buckets=(slots,),
-        prefill_buckets=(max_len,),
+        prefill_buckets=(min(max_len, PREFILL),),
         grammar_cells=2**16,
         **options,
     )

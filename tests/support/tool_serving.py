@@ -14,7 +14,7 @@ import pydantic
 from jspec import Engine
 from tests.support import serving
 
-SLOTS, MAX_LEN = 2, 512
+SLOTS, MAX_LEN = serving.SLOTS, serving.MAX_LEN  # so that both engines run the same programs
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content or '' }}

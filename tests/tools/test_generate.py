@@ -21,7 +21,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
-from tests.support import lettered, small
+from tests.support import engines, lettered
 
 pytestmark = pytest.mark.once
 
@@ -273,8 +273,8 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
 
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are compiled between the first chunk and the second one."""
-    options: dict[str, Any] = dict(slots=1, max_len=small.MAX_LEN, prefill_buckets=(8,), controls=False)
-    engine, clock = Engine(small.target(), tokenizer=lettered.tokenizer(), **options), [0.0]
+    options: dict[str, Any] = dict(slots=1, max_len=engines.MAX_LEN, prefill_buckets=(8,), controls=False)
+    engine, clock = Engine(engines.target(), tokenizer=lettered.tokenizer(), **options), [0.0]
     compiled = engine.core.runner.compile
 
     def slow(*arguments: Any) -> None:

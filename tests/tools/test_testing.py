@@ -15,19 +15,19 @@ from jspec import Drafter, Engine, Model, SamplingParams, Tree
 from jspec.core.records import Draft
 from jspec.tools.testing import Random, Scripted, check_lossless, differences
 from jspec.verify import coupled
-from tests.support import small
+from tests.support import engines
 from tests.tools.test_readmes import REPOSITORY, blocks
 
 pytestmark = pytest.mark.once
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
-OPTIONS: dict[str, Any] = dict(slots=4, max_len=small.MAX_LEN, buckets=(4,), prefill_buckets=(8,), controls=False)
+OPTIONS: dict[str, Any] = dict(slots=4, max_len=engines.MAX_LEN, buckets=(4,), prefill_buckets=(8,), controls=False)
 TOKENS, LENGTH = 20, 2
 
 
 @pytest.fixture(scope="module")
 def plain() -> Engine:
-    return small.plain()
+    return engines.plain()
 
 
 def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
@@ -37,7 +37,7 @@ def check(plain: Engine, drafter: Drafter, **options: Any) -> dict[float, list]:
         return Engine(target, **given) if "drafter" in given else nullcontext(plain)
 
     merged = OPTIONS | options
-    return check_lossless(drafter, small.target(), PROMPTS, max_tokens=TOKENS, make_engine=make_engine, **merged)
+    return check_lossless(drafter, engines.target(), PROMPTS, max_tokens=TOKENS, make_engine=make_engine, **merged)
 
 
 def repeat(tree: Tree) -> Drafter:
@@ -83,7 +83,7 @@ def test_lossless_difference_of_a_changed_token_has_its_position_and_logit_gap(p
     """The gap between the two tokens' logits is larger than at a near tie."""
     (one,) = plain.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0))
     changed = list(one.token_ids)
-    changed[3] = (changed[3] + 1) % small.VOCAB
-    (found,) = differences(small.target(), [one], [replace(one, token_ids=changed)], None)
+    changed[3] = (changed[3] + 1) % engines.VOCAB
+    (found,) = differences(engines.target(), [one], [replace(one, token_ids=changed)], None)
     assert (found.prompt, found.position, found.plain, found.speculative) == (0, 3, one.token_ids[3], changed[3])
     assert found.gap > 1e-5 and np.isfinite(found.gap)

@@ -21,7 +21,7 @@ from jspec.verify import rules
 from jspec.verify.sampled_rule import draw_and_accept
 from jspec.verify.tree_walk import AcceptResult
 from tests.reference import accept, enumeration
-from tests.support import small
+from tests.support import engines
 
 pytestmark = pytest.mark.once
 
@@ -355,19 +355,19 @@ def test_accept_rule_with_an_unsuitable_tree_raises(rule: str, tree: Tree) -> No
 
 def test_engine_with_block_rule_and_branching_tree_raises() -> None:
     with pytest.raises(ValueError, match='accept="block" expects a chain'):
-        Engine(small.target(), drafter=Random(PAIRS), accept="block")
+        Engine(engines.target(), drafter=Random(PAIRS), accept="block")
 
 
 def test_engine_with_typical_rule_warns_once_and_greedy_tokens_are_unchanged(request: pytest.FixtureRequest) -> None:
     with pytest.warns(UserWarning, match='"typical" does not keep the target\'s distribution') as caught:
         engine = Engine(
-            small.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=small.MAX_LEN, buckets=(2,)
+            engines.target(), drafter=Random(PAIRS), accept="typical", slots=2, max_len=engines.MAX_LEN, buckets=(2,)
         )
     assert len(caught) == 1
     if not request.config.getoption("--typecheck"):  # runtime type checking adds frames between the calls
         assert caught[0].filename == __file__
     params = SamplingParams(max_tokens=20, temperature=0)
-    own, plain = (one.generate([3, 1, 4], params)[0].token_ids for one in (engine, small.plain()))
+    own, plain = (one.generate([3, 1, 4], params)[0].token_ids for one in (engine, engines.plain()))
     assert own == plain
 
 
@@ -398,9 +398,9 @@ def test_accept_rule_given_by_name_or_object_is_resolved_to_the_object() -> None
 
 def test_engine_with_a_rule_object_emits_the_tokens_of_the_named_rule() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
-    options = dict(drafter=Random(CHAIN), slots=2, max_len=small.MAX_LEN, buckets=(2,))
+    options = dict(drafter=Random(CHAIN), slots=2, max_len=engines.MAX_LEN, buckets=(2,))
     by_name, by_object = (
-        Engine(small.target(), accept=accept, **options).generate([3, 1, 4], params)[0].token_ids
+        Engine(engines.target(), accept=accept, **options).generate([3, 1, 4], params)[0].token_ids
         for accept in ("block", verify.Block())
     )
     assert by_name == by_object
