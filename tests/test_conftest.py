@@ -55,7 +55,7 @@ def test_costs_are_added_up_by_file_and_a_file_over_its_budget_is_named(tmp_path
     ]
     costs.usual = 1
     (excess,) = costs.excesses
-    assert excess.startswith("b.py: its engines lowered 2 programs, its budget is 1")
+    assert excess.startswith("b.py: its engines have 2 programs, its budget is 1")
 
 
 def test_a_test_without_float16_is_skipped_only_where_xla_cannot_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:

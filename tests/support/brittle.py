@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec import Engine, SamplingParams
 from jspec.engine.tokenizer import ByteTokenizer
-from tests.support import engines, tiny
+from tests.support import costs, engines, tiny
 
 VOCAB = 256
 SLOTS = 3
@@ -44,6 +44,7 @@ class Fault:
 
 
 @cache
+@costs.shared()
 def engine() -> Engine:
     """Return an engine for plain decoding in three slots."""
     return engines.make(

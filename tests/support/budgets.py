@@ -1,7 +1,7 @@
-"""How many programs the engines of a test file may lower in the default run (`tests/support/costs.py`).
+"""How many programs the engines of a test file may have in the default run (`tests/support/costs.py`).
 
-Tracing, lowering and compiling a program takes about a second. What the named engines of `tests/support/engines.py`
-compile is counted apart.
+Tracing, lowering and compiling a program takes about a second, unless an engine of `tests/support/engines.py` in the
+same process has it. What the engines cost that several files share is counted apart.
 """
 
 USUAL = 6

@@ -1,4 +1,4 @@
-"""Count what each test file costs: engines, programs that engines lower, compilations, and the seconds of all these.
+"""Count what each test file costs: engines, programs of engines, compilations, and the seconds of all these.
 
 `tests/conftest.py` registers `Costs` as a plugin. Each worker of pytest-xdist counts its own tests, and sends the
 counts with the report of a test's teardown; the process that prints the results adds them up by file.
@@ -58,14 +58,21 @@ def _counted(column: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch() -> None:
-    """Count from now on what jax compiles and which programs the engines of this process lower."""
+    """Count from now on what jax compiles, and which programs the engines of this process compile or share."""
     import jax
 
     from jspec.step.executables import Executables
 
     jax.monitoring.register_event_duration_secs_listener(_on_event)
     Executables.__init__ = _counted("engines", Executables.__init__)  # type: ignore[method-assign]
-    Executables._lower = _counted("programs", Executables._lower)  # type: ignore[method-assign]
+    compile_programs = Executables.compile
+
+    @functools.wraps(compile_programs)
+    def compile_counted(self: Executables, keys: Any, *arguments: Any, **options: Any) -> None:
+        _add("programs", len(set(keys) - set(self.compiled)))
+        compile_programs(self, keys, *arguments, **options)
+
+    Executables.compile = compile_counted  # type: ignore[method-assign]
 
 
 class Costs:
@@ -73,7 +80,7 @@ class Costs:
 
     Args:
         file: where the whole table is written.
-        budgets: most programs that the engines of a file may lower, by file; None: there are no budgets.
+        budgets: most programs that the engines of a file may have, by file; None: there are no budgets.
         usual: budget of the files that are not among these.
     """
 
@@ -108,7 +115,7 @@ class Costs:
         if self.budgets is None:
             return []
         return [
-            f"{name}: its engines lowered {counts['programs']} programs, its budget is {budget}: use an engine of "
+            f"{name}: its engines have {counts['programs']} programs, its budget is {budget}: use an engine of "
             "tests/support/engines.py, or raise the budget in tests/support/budgets.py"
             for name, counts in sorted(self.of_files.items())
             if name != NAMED and counts["programs"] > (budget := self.budgets.get(name, self.usual))

@@ -17,7 +17,7 @@ from jspec.draft.named import DrafterSource
 from jspec.step import side
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.executables import Executables
-from tests.support import tiny
+from tests.support import costs, tiny
 
 VOCAB, MAX_LEN, LENGTH = 16, 48, 3
 SLOTS = 4  # of `byte_engine`
@@ -97,6 +97,7 @@ def target() -> Model:
 
 
 @cache
+@costs.shared()
 def eagle3(*, rounds: int, page_size: int) -> Engine:
     """Return an engine with a random EAGLE-3 head and two slots."""
     head = tiny.eagle_head(target(), draft_vocab=12, feature_layers=(0, 1))
@@ -113,12 +114,14 @@ def eagle3(*, rounds: int, page_size: int) -> Engine:
 
 
 @cache
+@costs.shared()
 def plain() -> Engine:
     """Return an engine without drafter that prefills each prompt in one chunk."""
     return make(target(), **PLAIN_OPTIONS)
 
 
 @cache
+@costs.shared()
 def shared_bytes() -> Engine:
     """Return the one `byte_engine` that several files share."""
     return byte_engine()

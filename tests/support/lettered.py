@@ -7,7 +7,7 @@ from functools import cache
 
 from jspec import DraftModel, Eagle3, Engine, Tree
 from jspec.engine.tokenizer import Tokenizer
-from tests.support import engines, tiny
+from tests.support import costs, engines, tiny
 
 END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
@@ -56,6 +56,7 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
+@costs.shared()
 def chain() -> Engine:
     """Return an engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
     head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
@@ -74,6 +75,7 @@ def chain() -> Engine:
 
 
 @cache
+@costs.shared()
 def tree() -> Engine:
     """Return an engine with a draft model, a dynamic tree, and too few pages for all requests at once."""
     return engines.make(

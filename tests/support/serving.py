@@ -23,7 +23,7 @@ from jspec.server.app import make_app
 from jspec.server.run import Server, bind
 from jspec.server.service import Service
 from jspec.server.settings import Settings
-from tests.support import engines, tiny, tokenizer_folders
+from tests.support import costs, engines, tiny, tokenizer_folders
 
 NAME = "tiny"
 SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
@@ -31,6 +31,7 @@ PREFILL = 192  # tokens of a prefill
 
 
 @cache
+@costs.shared()
 def engine() -> Engine:
     """Return an engine with a chat template without tools."""
     return small_engine(SLOTS, MAX_LEN)

@@ -12,7 +12,7 @@ from typing import Any
 import pydantic
 
 from jspec import Engine
-from tests.support import serving
+from tests.support import costs, serving
 
 SLOTS, MAX_LEN = serving.SLOTS, serving.MAX_LEN  # so that both engines run the same programs
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
@@ -25,6 +25,7 @@ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
 
 
 @cache
+@costs.shared()
 def engine() -> Engine:
     """Return an engine of a random model with drafts from the text."""
     return serving.small_engine(SLOTS, MAX_LEN, TEMPLATE)
