@@ -235,10 +235,10 @@ def check_mixes(one: Case, prefills: int, seed: int = 0) -> int:
 @pytest.mark.parametrize(
     ("name", "tree", "page", "prefills"),
     [
-        ("eagle3", DYNAMIC, 4, 50),
-        ("draft model", CHAIN, 1, 50),
-        ("suffix", DYNAMIC, 16, 50),
-        ("dflash", DYNAMIC, 4, 50),
+        ("eagle3", DYNAMIC, 4, 20),
+        ("draft model", CHAIN, 1, 20),
+        ("suffix", DYNAMIC, 16, 20),
+        ("dflash", DYNAMIC, 4, 20),
         *(
             pytest.param(name, tree, page, 200, marks=pytest.mark.matrix)
             for name in DRAFTERS
