@@ -418,6 +418,7 @@ def test_engine_config_with_rule_object_and_typical_option_raises() -> None:
         EngineConfig(accept=verify.Typical(), typical_threshold=0.2)
 
 
+@pytest.mark.long
 def test_engine_with_a_rule_object_emits_the_tokens_of_the_named_rule() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
     options = dict(drafter=Random(CHAIN), slots=2, max_len=small.MAX_LEN, buckets=(2,))
