@@ -119,7 +119,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray, *, no
     return differences
 
 
-@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 4, name=cover.label, is_thinned=True))
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 3, name=cover.label, is_thinned=True))
 def test_append_attention_of_random_trees_matches_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**arguments(p), implementation=implementation), p, parents)) < 1
@@ -195,9 +195,15 @@ def test_append_attention_of_unsplit_contexts_matches_float64() -> None:
     check_options(*problem(**FEW, lengths=(0, 62, 255, 632), sinks=True, softcap=2.0), "pallas")
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    ("is_split", "implementation"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.once) for case in ((False, "reference"), (True, "reference"))),
+        pytest.param(False, "pallas", marks=pytest.mark.once),
+        pytest.param(True, "pallas", marks=pytest.mark.newest),  # merging by that kernel: test_paged_attention.py
+        *(pytest.param(is_split, "auto", marks=pytest.mark.gpu) for is_split in (False, True)),
+    ],
+)
 def test_append_attention_with_quantize_output_returns_the_attention_quantised(
     is_split: bool, implementation: str, request: pytest.FixtureRequest
 ) -> None:
