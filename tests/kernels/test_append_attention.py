@@ -119,8 +119,7 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray, *, no
     return differences
 
 
-@pytest.mark.parametrize("case", cover.thinned(CASES, every=4, name=cover.label, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 3, name=cover.label, is_thinned=True))
 def test_append_attention_of_random_trees_matches_float64(case: dict[str, Any], implementation: str) -> None:
     p, parents = problem(**case)
     assert max(errors(append_attention(**arguments(p), implementation=implementation), p, parents)) < 1
@@ -128,12 +127,12 @@ def test_append_attention_of_random_trees_matches_float64(case: dict[str, Any], 
 
 OPTIONS: list[dict[str, Any]] = [
     EXAMPLE | dict(window=70, softcap=2.0, sinks=True, weights="float32"),
-    EXAMPLE | dict(dim=128, dtype="bfloat16", window=24, softcap=2.0, sinks=True, weights="float32"),
     EXAMPLE
     | dict(tree="causal", tokens=8, page=1, group=8, dim=80, dtype="bfloat16", window=5, scale=0.02)
     | dict(weights="bfloat16"),
-    EXAMPLE | dict(tokens=9, window=12, softcap=2.0, sinks=True, weights="float32"),  # two kernels
     EXAMPLE | dict(chunk=64, tokens=8),  # begins at depth 2 of one sequence's tree
+    EXAMPLE | dict(dim=128, dtype="bfloat16", window=24, softcap=2.0, sinks=True, weights="float32"),
+    EXAMPLE | dict(tokens=9, window=12, softcap=2.0, sinks=True, weights="float32"),  # two kernels
     EXAMPLE | dict(tokens=8, tree="causal", chunk=257),
 ]
 
@@ -156,8 +155,7 @@ def check_options(p: dict[str, Any], parents: np.ndarray, implementation: str) -
         assert max(errors(found, p | changed, parents)) > 1.5, changed
 
 
-@pytest.mark.parametrize("case", cover.thinned(OPTIONS, every=4, name=cover.label, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(OPTIONS, 3, name=cover.label, is_thinned=True))
 def test_append_attention_with_options_of_heads_and_scores_matches_float64(
     case: dict[str, Any], implementation: str
 ) -> None:
@@ -197,9 +195,15 @@ def test_append_attention_of_unsplit_contexts_matches_float64() -> None:
     check_options(*problem(**FEW, lengths=(0, 62, 255, 632), sinks=True, softcap=2.0), "pallas")
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("implementation", ["reference", "pallas", pytest.param("auto", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    ("is_split", "implementation"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.once) for case in ((False, "reference"), (True, "reference"))),
+        pytest.param(False, "pallas", marks=pytest.mark.once),
+        pytest.param(True, "pallas", marks=pytest.mark.newest),  # merging by that kernel: test_paged_attention.py
+        *(pytest.param(is_split, "auto", marks=pytest.mark.gpu) for is_split in (False, True)),
+    ],
+)
 def test_append_attention_with_quantize_output_returns_the_attention_quantised(
     is_split: bool, implementation: str, request: pytest.FixtureRequest
 ) -> None:

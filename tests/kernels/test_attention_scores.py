@@ -18,17 +18,17 @@ from tests.kernels.problems import Case, make_problem
 from tests.support import cover
 
 SCORES = [  # options of the scores, alone and together
+    Case(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
+    Case(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
     Case(softcap=2.0, tree="causal", start=1),
     Case(sinks=True, lengths="zero"),
-    Case(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
-    Case(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
     Case(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
     Case(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
 ]
 CHUNKS = [  # chunks that end before, in and after the new rows of a query; the longest contexts are split
     Case(chunk=16, queries=17, tree="random"),
-    Case(chunk=9, queries=60, tree="chain", page=1, start=1),
     Case(chunk=128, queries=17, tree="padded", dtype="bfloat16", dim=64, lengths="full"),
+    Case(chunk=9, queries=60, tree="chain", page=1, start=1),
     Case(chunk=64, queries=1, tree="causal", lengths="full", group=8),
     Case(chunk=40, queries=17, tree="random", window=20, lengths="full", softcap=2.0, sinks=True),
     Case(chunk=17, queries=60, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", dim=64, sinks=True),
@@ -57,16 +57,12 @@ def check_scores(case: Case, implementation: str) -> None:
         assert problem.error(out, finite.expected_with(**changed)) > 2 * problem.tolerance, changed
 
 
-@pytest.mark.parametrize("case", cover.thinned(SCORES, every=3, name=str, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(SCORES, 2, is_thinned=True))
 def test_paged_attention_with_softcap_or_sinks_or_scale_or_window_matches_float64(case, implementation):
     check_scores(case, implementation)
 
 
-@pytest.mark.parametrize(
-    "case", [*CHUNKS, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CHUNKS)], ids=str
-)
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CHUNKS, 2, long=LONG_CHUNKS))
 def test_paged_attention_with_chunks_matches_float64_and_ignores_rows_before_them(case, implementation):
     """Rows before the chunk of the first new row hold NaN."""
     check_scores(case, implementation)

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from tests.kernels.test_rope_append import arguments, oracle, problem
+from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 SHAPES = [(2, 16, 4), (1, 80, 16), (3, 64, 16)]  # kv heads, head_dim, page
@@ -38,17 +39,16 @@ def append_all(layers: list[dict[str, Any]], implementation: str) -> tuple[list[
     return append_layers(*pools, projected, transforms, *rows, implementation=implementation)
 
 
-TYPES = ("float32", None), ("float32", "float32"), ("bfloat16", "bfloat16")  # of rows, and of weights of heads
+TYPES = ("float32", None), ("bfloat16", "bfloat16"), ("float32", "float32")  # of rows, and of weights of heads
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "weights"),
-    [
-        pytest.param(shape, *types, marks=[pytest.mark.long] * ((row + column) % 3 == 1))
-        for row, shape in enumerate(SHAPES)
-        for column, types in enumerate(TYPES)
-    ],
+    ("shape", "dtype", "weights", "implementation"),
+    cover.with_kernel(
+        [(SHAPES[(row + first) % 3], *types) for first in (0, 1) for row, types in enumerate(TYPES)],
+        2,
+        long=[(SHAPES[(row + 2) % 3], *types) for row, types in enumerate(TYPES)],
+    ),
 )
 def test_rows_of_all_layers_equal_those_of_each_layer_by_itself(
     shape: tuple[int, int, int], dtype: str, weights: str | None, implementation: str

@@ -12,23 +12,23 @@ import pytest
 
 from pallas_kernels import paged_attention
 from tests.kernels.problems import Case, Problem, make_problem
+from tests.support import cover
 
 CASES = [
-    Case(queries=5, tree="causal", dim=64),
     Case(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
-    Case(queries=9, tree="padded", group=8, page=64),
-    Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
-    Case(queries=60, tree="chain", lengths="zero"),
     Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
-    Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
     Case(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
+    Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
+    Case(queries=5, tree="causal", dim=64),
+    Case(queries=9, tree="padded", group=8, page=64),
+    Case(queries=60, tree="chain", lengths="zero"),
+    Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
 ]
 LONG = [  # their traits are those of other cases too
     Case(queries=5, tree="random"),
     Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
     Case(queries=17, tree="random", chunk=131, sinks=True),
 ]
-IMPLEMENTATIONS = ("reference", "pallas")
 LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
 
 
@@ -60,8 +60,7 @@ def check(case: Case, implementation: str) -> None:
             assert problem.error(out, problem.finite().expected_with(chunk=chunk)) > 2 * problem.tolerance
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 4, long=LONG))
 def test_deterministic_attention_of_random_problems_matches_float64(case: Case, implementation: str) -> None:
     check(case, implementation)
 
@@ -141,15 +140,14 @@ def in_other_calls(text: Text, *names: str) -> dict[str, np.ndarray]:
     return {name: calls[name]() for name in names or calls}
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("dtype", "implementation", "window"),
     [
-        ("bfloat16", "reference", None),
-        ("bfloat16", "pallas", None),
-        ("bfloat16", "pallas", 64),
-        pytest.param("float32", "reference", None, marks=pytest.mark.slow),
-        pytest.param("float32", "reference", 64, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "reference", None, marks=pytest.mark.once),
+        pytest.param("bfloat16", "pallas", None, marks=pytest.mark.once),
+        pytest.param("bfloat16", "pallas", 64, marks=pytest.mark.newest),
+        pytest.param("float32", "reference", None, marks=[pytest.mark.slow, pytest.mark.once]),
+        pytest.param("float32", "reference", 64, marks=[pytest.mark.slow, pytest.mark.once]),
         pytest.param("float32", "pallas", None, marks=pytest.mark.matrix),
         pytest.param("float32", "pallas", 64, marks=pytest.mark.matrix),
     ],

@@ -19,6 +19,7 @@ from pallas_kernels.layers.shard import AXIS, OwnColumns
 from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN
 from pallas_kernels.sampling.threshold import SLICE
+from tests.support import cover
 from tests.support.h200 import compile_for_h200, h200_mesh
 
 ROWS = 12
@@ -69,8 +70,9 @@ def expected(logits: np.ndarray, ids: np.ndarray | None = None) -> np.ndarray:
     return np.array(sample_tokens(logits, *place(), ids, purpose=PURPOSE, implementation="reference"))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("vocab", "devices"), [(5, 4), (61, 2), (61, 4), (2 * SLICE + 9, 2)])
+@pytest.mark.parametrize(
+    ("vocab", "devices", "implementation"), cover.with_kernel([(2 * SLICE + 9, 2), (5, 4), (61, 2), (61, 4)], 2)
+)
 def test_devices_draw_the_tokens_of_one_device(vocab: int, devices: int, implementation: str) -> None:
     """Of five tokens, the last of four devices has none."""
     logits = rows_of(vocab)
@@ -137,8 +139,10 @@ def test_devices_apply_the_scales_of_their_columns(implementation: str) -> None:
     assert (wanted != expected(logits)).any(), "control"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("vocab", "k", "devices"), [(61, 3, 2), (61, 20, 4), (5, 5, 4), (5000, 10, 2)])
+@pytest.mark.parametrize(
+    ("vocab", "k", "devices", "implementation"),
+    cover.with_kernel([(5000, 10, 2), (5, 5, 4), (61, 20, 4), (61, 3, 2)], 2),
+)
 def test_devices_find_the_most_likely_tokens_of_one_device(
     vocab: int, k: int, devices: int, implementation: str
 ) -> None:

@@ -100,13 +100,26 @@ def test_instructions_that_unpack_mxfp4_compute_all_its_numbers_exactly(scale: i
 
 
 @pytest.mark.parametrize(
-    ("experts", "count", "size"),
+    ("experts", "count", "size", "none"),
     [
-        *((1, 1, 8), (3, 33, 8), (40, 600, 16), (300, 2048, 64)),
-        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, 160, 24), (128, 64, 8))),
+        *((3, 33, 8, 0.0), (3, 33, 8, 1.0), (40, 600, 16, 0.4), (300, 2048, 64, 0.4)),
+        *(
+            pytest.param(*sizes, none, marks=pytest.mark.newest)
+            for sizes, shares in (
+                ((1, 1, 8), (0.0, 0.4, 1.0)),
+                ((3, 33, 8), (0.4,)),
+                ((40, 600, 16), (0.0, 1.0)),
+                ((300, 2048, 64), (0.0, 1.0)),
+            )
+            for none in shares
+        ),
+        *(
+            pytest.param(*sizes, none, marks=pytest.mark.long)
+            for sizes in ((32, 160, 24), (128, 64, 8))
+            for none in (0.0, 0.4, 1.0)
+        ),
     ],
 )
-@pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
 def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     experts: int, count: int, size: int, none: float
 ) -> None:

@@ -19,6 +19,7 @@ from pallas_kernels.layers.expert_matmul import REFERENCE_ROWS, Gate, expert_mat
 from pallas_kernels.layers.expert_rows import MOST_LISTED
 from pallas_kernels.layers.quantized import Quantized, quantize
 from tests.reference.activations import ACTIVATIONS
+from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 LIMITED = Gate("silu", 0.5, 1.7)
@@ -77,12 +78,15 @@ def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inn
     return x, weight, bias, jnp.asarray(rng.uniform(size=(chosen, rows)), jnp.float32)
 
 
-@pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.long), 20])
 @pytest.mark.parametrize(
-    ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
+    ("rows", "shared", "deterministic", "implementation"),
+    cover.with_kernel(
+        [(1, 3, False), (20, 1, True), (20, 3, False), (1, 1, False)],
+        2,
+        long=[(1, 2, False), (3, 1, False), (3, 2, True), (3, 3, True), (20, 2, True)],
+    ),
 )
-def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, implementation: Any, deterministic: bool) -> None:
+def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, deterministic: bool, implementation: Any) -> None:
     """The dense weight [2 shared width, inner], or [width, shared inner], is cut into experts by numpy."""
     x, weight, _, _ = problem(rows, experts=6, out=192)
     first, chosen = 6 - shared, choices("any", 6, 2, rows)
@@ -100,13 +104,14 @@ def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, implementa
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize(
-    ("implementation", "deterministic"), [("reference", False), ("pallas", False), ("pallas", True)]
-)
+FEW = [(20, kind, False) for kind in KINDS]
+FEW += [(3, KINDS[0], True), (1, KINDS[0], False), (20, KINDS[3], True)]
+FEW += [(3, kind, True) for kind in KINDS[1:]]
+
+
+@pytest.mark.parametrize(("rows", "kind", "deterministic", "implementation"), cover.with_kernel(FEW, 7))
 def test_product_of_few_rows_equals_a_loop_over_rows(
-    kind: str, rows: int, implementation: Any, deterministic: bool
+    rows: int, kind: str, deterministic: bool, implementation: Any
 ) -> None:
     x, weight, bias, factors = problem(rows)
     chosen = choices(kind, 5, 2, rows)
@@ -137,8 +142,7 @@ def test_few_rows_start_a_program_for_each_expert_or_choice(rows: int, programs:
     assert set(re.findall(r"grid=\((.*?)\)", text)) == {f"12, {programs}"}
 
 
-@pytest.mark.parametrize("gate", [Gate(), Gate("gelu_tanh"), LIMITED])
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("gate", "implementation"), cover.with_kernel([LIMITED, Gate(), Gate("gelu_tanh")], 1))
 def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementation: Any) -> None:
     x, weight, bias, _ = problem(7)
     chosen = choices("any", 5, 3, 7)
@@ -148,8 +152,7 @@ def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementati
     assert np.abs(got - other).max() > 1e-4, "control: another way to join them"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "implementation"), cover.with_kernel(KINDS[::-1], 2))
 def test_product_of_many_rows_equals_a_loop_over_rows(kind: str, implementation: Any) -> None:
     rows = MOST_CHOICES // 2 + 3
     x, weight, *_ = problem(rows)
@@ -171,8 +174,7 @@ def test_blocks_hold_each_choice_once_with_those_of_its_expert_only(kind: str, s
         assert (listed >= 0).any() == (own <= 5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "implementation"), cover.with_kernel(["fp8", "int8"], 1))
 def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementation: Any) -> None:
     x, weight, bias, _ = problem(6, inner=128)
     stored = quantize(weight, kind)
@@ -200,9 +202,11 @@ def packed(kind: str, inner: int, group: int, out: int = 128) -> tuple[Quantized
     return Quantized(arrays[0], arrays[1], zeros=arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize(("kind", "inner", "group"), [("mxfp4", 96, 32), ("mxfp4", 384, 32), ("int4", 384, 64)])
+PACKED = [("mxfp4", 96, 32, 20), ("int4", 384, 64, 1), ("mxfp4", 384, 32, 1)]
+PACKED += [("mxfp4", 96, 32, 1), ("int4", 384, 64, 20), ("mxfp4", 384, 32, 20)]
+
+
+@pytest.mark.parametrize(("kind", "inner", "group", "rows", "implementation"), cover.with_kernel(PACKED, 2))
 def test_packed_experts_have_the_products_of_their_values(
     kind: str, inner: int, group: int, rows: int, implementation: Any
 ) -> None:

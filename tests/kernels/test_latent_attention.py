@@ -17,9 +17,9 @@ from tests.support import cover
 LATENT = {48: 32, 80: 64, 96: 64, 192: 128}  # channels of a value, by channels of a key
 CASES = [
     Case(dim=48, group=8),
+    Case(dim=96, tree="causal", dtype="bfloat16", pool="float8_e4m3fn", lengths="full"),
     Case(dim=48, queries=17, tree="padded", page=1, start=1),
     Case(dim=80, queries=60, dtype="bfloat16", group=1),
-    Case(dim=96, tree="causal", dtype="bfloat16", pool="float8_e4m3fn", lengths="full"),
     Case(dim=192, queries=1, tree="causal", group=8, page=64, scale=0.3),
     Case(dim=80, queries=17, window=40, softcap=2.0, sinks=True, lengths="full"),
 ]
@@ -49,8 +49,7 @@ def check(case: Case, implementation: str) -> None:
         assert problem.error(attend(wrong, implementation)) > 2 * problem.tolerance
 
 
-@pytest.mark.parametrize("case", cover.thinned(CASES, every=3, name=str, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 2, is_thinned=True))
 def test_attention_over_a_latent_cache_matches_float64(case: Case, implementation: str) -> None:
     check(case, implementation)
 

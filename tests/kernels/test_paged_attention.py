@@ -25,26 +25,26 @@ FP8 = [
 ]
 BETWEEN = [
     Case(dim=80),
-    Case(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
+    Case(dim=400, dtype="bfloat16", tree="padded", queries=5, group=8, lengths="full"),
     Case(dim=80, dtype="bfloat16", tree="padded", queries=60, group=2, lengths="full"),
-    Case(dim=96, queries=1, tree="causal", lengths="zero"),
+    Case(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
     Case(dim=176, window=40, queries=17, tree="random"),
     Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
-    Case(dim=400, dtype="bfloat16", tree="padded", queries=5, group=8, lengths="full"),
+    Case(dim=96, queries=1, tree="causal", lengths="zero"),
     Case(dim=400, dtype="bfloat16", tree="padded", queries=17, group=8, lengths="full"),
 ]
 WINDOWS = [
     Case(window=1, queries=1, tree="causal", page=1, start=1),
-    Case(window=16, queries=1, tree="causal", group=2),
-    Case(window=100, queries=60, tree="causal", start=1),
-    Case(window=7, queries=17, tree="causal", lengths="full"),
-    Case(window=5, tree="random", page=64, lengths="full"),
     Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
-    Case(window=40, queries=17, tree="random", lengths="zero"),
-    Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
     Case(window=17, queries=17, tree="block"),
-    Case(window=70, queries=60, tree="block", start=1, dtype="bfloat16", lengths="full"),
+    Case(window=16, queries=1, tree="causal", group=2),
     Case(window=ROWS, tree="random"),
+    Case(window=7, queries=17, tree="causal", lengths="full"),
+    Case(window=100, queries=60, tree="causal", start=1),
+    Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
+    Case(window=5, tree="random", page=64, lengths="full"),
+    Case(window=70, queries=60, tree="block", start=1, dtype="bfloat16", lengths="full"),
+    Case(window=40, queries=17, tree="random", lengths="zero"),
     Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]
 QUANTIZED_OUTPUT = [  # contexts have three splits
@@ -64,26 +64,22 @@ def check(case: Case, implementation: str) -> None:
     assert problem.error(out) <= problem.tolerance
 
 
-@pytest.mark.parametrize("case", cover.thinned(COVER, every=6, name=str, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(COVER, 4, is_thinned=True))
 def test_paged_attention_of_random_trees_matches_float64(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", cover.thinned(FP8, every=3, name=str))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(FP8, 1))
 def test_paged_attention_of_float8_pools_matches_float64(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", cover.thinned(BETWEEN, every=3, name=str, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(BETWEEN, 2, is_thinned=True))
 def test_paged_attention_of_head_dim_between_powers_of_two_matches_float64(case, implementation):
     check(case, implementation)
 
 
-@pytest.mark.parametrize("case", cover.thinned(WINDOWS, every=5, name=str, is_halved=True))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(WINDOWS, 3, is_thinned=True))
 def test_paged_attention_with_a_window_ignores_older_rows(case, implementation):
     """Cache rows outside the window hold NaN."""
     check(case, implementation)
@@ -104,8 +100,7 @@ def check_quantized_output(case: Case, implementation: str) -> None:
     assert (np.abs(values[problem.real & (largest > 0)]).max(-1) == 448).all()
 
 
-@pytest.mark.parametrize("case", cover.thinned(QUANTIZED_OUTPUT, every=4, name=str))
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(QUANTIZED_OUTPUT, 2))
 def test_paged_attention_with_quantize_output_matches_float64(case, implementation):
     check_quantized_output(case, implementation)
 

@@ -20,6 +20,7 @@ def calls(path: Path, name: str) -> list[ast.Call]:
     return [call for call in found if isinstance(call.func, ast.Attribute) and call.func.attr == name]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_pallas_calls_in_every_file_state_compiler_params(path):
     """No file uses `backend` or `num_programs`."""

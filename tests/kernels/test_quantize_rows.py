@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import quantize_rows
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from tests.reference.activations import ACTIVATIONS
+from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 
@@ -57,10 +58,15 @@ def test_unknown_activation_function_raises_error_that_lists_the_known_ones() ->
         quantize_rows(jnp.zeros((1, 64)), gate="relu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("inner", "gate"), [(64, None), (200, None), (64, "silu"), (200, "silu"), (64, "gelu"), (200, "gelu_tanh")]
+    ("inner", "gate", "dtype", "implementation"),
+    cover.with_kernel(
+        cover.diagonal(
+            [(200, None), (64, "silu"), (64, "gelu"), (200, "gelu_tanh"), (64, None), (200, "silu")],
+            ("float32", "bfloat16"),
+        ),
+        4,
+    ),
 )
 def test_row_quantisation_with_a_scale_per_row_rounds_to_the_nearest_float8(
     inner: int, gate: Activation | None, dtype: str, implementation: str

@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels import add_rms_norm
 from pallas_kernels.layers.quantized import Scaled
 from tests.kernels.test_quantize_rows import half_step_error
+from tests.support import cover
 
 EPS = 1e-5
 
@@ -36,9 +37,10 @@ def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float =
     return total / np.sqrt((total**2).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("hidden", "parts"), [(64, 1), (96, 2), (4096, 4), (4096, 8)])
+@pytest.mark.parametrize(
+    ("hidden", "parts", "dtype", "implementation"),
+    cover.with_kernel(cover.diagonal([(64, 1), (96, 2), (4096, 4), (4096, 8)], ("float32", "bfloat16")), 2),
+)
 def test_residual_norm_of_random_rows_matches_float64(hidden: int, parts: int, dtype: str, implementation: str) -> None:
     x, delta, weight = inputs(hidden, dtype, parts)
     total, normed = add_rms_norm(x, delta, weight, eps=EPS, implementation=implementation)
@@ -62,8 +64,7 @@ def test_residual_norm_of_bfloat16_partial_sums_adds_them_in_float32(implementat
     assert np.any(np.asarray(total != x + sum(others, first))), "control: a sum in bfloat16"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("hidden", "parts"), [(96, 1), (4096, 4)])
+@pytest.mark.parametrize(("hidden", "parts", "implementation"), cover.with_kernel([(4096, 4), (96, 1)], 1))
 def test_residual_norm_with_quantize_output_returns_the_norm_quantised(
     hidden: int, parts: int, implementation: str
 ) -> None:
@@ -78,9 +79,10 @@ def test_residual_norm_with_quantize_output_returns_the_norm_quantised(
     )
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("quantize_output", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("quantize_output", "deterministic", "implementation"),
+    cover.with_kernel(cover.diagonal((False, True), (False, True)), 2),
+)
 def test_residual_norm_with_two_weights_equals_two_separate_norms(
     quantize_output: bool, deterministic: bool, implementation: str
 ) -> None:
@@ -136,23 +138,29 @@ def mean_error(got: Sequence[Any], wanted: Sequence[np.ndarray]) -> float:
     return max(float(np.abs(one - other).mean() / np.abs(other).mean()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "implementation", "deterministic"),
-    [
-        *((family, implementation, False) for family in OPTIONS for implementation in ("reference", "pallas")),
-        ("all", "reference", True),
-    ],
+    ("family", "dtype", "implementation"),
+    cover.with_kernel(cover.diagonal(list(OPTIONS)[::-1], ("bfloat16", "float32")), 2),
 )
 def test_residual_norm_with_options_of_each_family_matches_float64(
-    family: str, implementation: str, deterministic: bool, dtype: str
+    family: str, dtype: str, implementation: str
 ) -> None:
+    check_options(family, dtype, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_residual_norm_with_options_matches_float64(dtype: str) -> None:
+    check_options("all", dtype, implementation="reference", deterministic=True)
+
+
+def check_options(family: str, dtype: str, **fixed: Any) -> None:
+    """Assert that the sum and its norms match float64, and differ from float64 without one of the options."""
     options = OPTIONS[family]
     x, delta, weight = inputs(96, dtype, 2)
     weight = weight.astype(options.get("weights", dtype))
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
     factor = options.get("factor", 1.0)
-    run = partial(add_rms_norm, x, delta, eps=EPS, deterministic=deterministic, implementation=implementation)
+    run = partial(add_rms_norm, x, delta, eps=EPS, **fixed)
     scale = jnp.asarray([options["scale"]], dtype) if "scale" in options else None
     got = run(*weights, post_norm=post, scale=scale, factor=factor)
     assert [(one.shape, one.dtype) for one in got] == [(x.shape, x.dtype)] * (1 + len(weights))
@@ -171,8 +179,7 @@ def test_residual_norm_with_options_of_each_family_matches_float64(
         assert error(outputs(post, factor, scale=1.0)) > 0.1, "control: without the factor of the sum"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("is_post_norm", [False, True])
+@pytest.mark.parametrize(("is_post_norm", "implementation"), cover.with_kernel((True, False), 1))
 def test_residual_norm_multiplies_float32_weights_before_it_rounds(is_post_norm: bool, implementation: str) -> None:
     """One of the sum's operands is zero, so the norm of the other operand is the only operation that rounds."""
     x, _, weight = inputs(4096, "bfloat16")
@@ -196,8 +203,7 @@ def test_residual_norm_multiplies_delta_by_a_factor_that_bfloat16_cannot_represe
     assert np.any(np.asarray(got != delta[0] * jnp.asarray(0.22, x.dtype))), "control: a rounded factor"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("parts", "implementation"), cover.with_kernel((1, 2), 1))
 def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", parts)
     row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
@@ -215,8 +221,7 @@ def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int,
         assert np.abs(np.asarray(call(x, wrong, weight)[0] - call(x, scaled, weight)[0])).max() > 0.1
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(("deterministic", "implementation"), cover.with_kernel((False, True), 1))
 def test_residual_norm_adds_several_arrays_of_partial_sums_and_a_bias(implementation: str, deterministic: bool) -> None:
     x, delta, weight = inputs(96, "bfloat16", 4)
     parts, bias = delta[:3].astype(x.dtype), weight[::-1]

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import HeadTransform, rotate_append
 from pallas_kernels.layers.quantized import Scaled
+from tests.support import cover
 
 SHAPES = [
     (8, 2, 16, 4),
@@ -137,17 +138,17 @@ def check(shape: tuple[int, int, int, int], dtype: str, implementation: str, **o
         np.testing.assert_allclose(np.asarray(one, np.float64), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "implementation"),
+    cover.with_kernel(list(zip(SHAPES * 2, ["bfloat16", "float32"] * 5, strict=True)), 3),
+)
 def test_rotate_append_kernel_of_random_rows_matches_float64(
     shape: tuple[int, int, int, int], dtype: str, implementation: str
 ) -> None:
     check(shape, dtype, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "implementation"), cover.with_kernel(("float32", "bfloat16"), 1))
 def test_rotate_append_kernel_of_four_partial_sums_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[1], dtype, implementation, parts=4)
 
@@ -165,8 +166,7 @@ def test_rotate_append_kernel_of_bfloat16_partial_sums_adds_them_in_float32(impl
     assert np.any(oracle(p | {"qkv": sum(others, first)[None]}, heads)[2] != wanted), "control: a sum in bfloat16"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("parts", "implementation"), cover.with_kernel((2, 1), 1))
 def test_rotate_append_kernel_of_scaled_projection_applies_row_and_column_scales(
     parts: int, implementation: str
 ) -> None:
@@ -185,8 +185,7 @@ def test_rotate_append_kernel_of_scaled_projection_applies_row_and_column_scales
     assert min(errors(dataclasses.replace(scaled, row_scale=row_scale[::-1]))) > 0.1
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "implementation"), cover.with_kernel(("bfloat16", "float32"), 1))
 def test_rotate_append_kernel_with_float8_pools_matches_float64(dtype: str, implementation: str) -> None:
     check(SHAPES[2], dtype, implementation, pool="float8_e4m3fn")
 
@@ -239,11 +238,10 @@ def check_transform(shape: tuple[int, int, int, int], dtype: str, weights: str, 
 
 
 TRANSFORMS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]  # of values, of weights
+TRANSFORMED = [(SHAPES[(first + row) % 2], *types) for first in (0, 1) for row, types in enumerate(TRANSFORMS)]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("dtype", "weights"), TRANSFORMS)
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "weights", "implementation"), cover.with_kernel(TRANSFORMED, 3))
 def test_rotate_append_kernel_with_bias_and_norms_and_tables_of_queries_matches_float64(
     shape: tuple[int, int, int, int], dtype: str, weights: str, implementation: str
 ) -> None:

@@ -92,9 +92,14 @@ def check(rows: Problem, implementation: str) -> None:
     np.testing.assert_array_equal(found[sure], tokens[sure])
 
 
-@pytest.mark.parametrize("vocab", cover.thinned([3000, 4096, 7], every=3, name=str, is_halved=True))
-@pytest.mark.parametrize("make", [problem, mapped])
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(
+    ("make", "vocab", "implementation"),
+    cover.with_kernel(
+        [(mapped, 3000), (problem, 7), (mapped, 7), (problem, 3000)],
+        2,
+        name=lambda case: f"{case[0].__name__}-{case[1]}",
+    ),
+)
 def test_token_sampling_of_random_logits_equals_argmax_with_noise_of_jax_random(
     make: Callable[[int], Problem], vocab: int, implementation: str
 ) -> None:
@@ -148,8 +153,10 @@ def test_token_sampling_without_token_ids_uses_other_noise(implementation: str) 
     assert differs[EACH:].any() and not differs[:EACH].any(), "greedy rows have no noise"
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("reference", marks=pytest.mark.once), pytest.param("pallas", marks=pytest.mark.newest)],
+)
 def test_token_sampling_with_controls_per_group_equals_controls_repeated_per_row(implementation: str) -> None:
     rows = problem()
     own = [*rows[:3], rows[3], *rows[4:]]
@@ -219,7 +226,7 @@ def test_token_sampling_with_logits_of_minus_infinity_never_samples_them(kept: i
     rows = list(problem())
     left = np.array([7, 1999, 2500][:kept], int)
     rows[0] = np.where(np.isin(np.arange(3000), left), rows[0], -np.inf).astype(np.float32)
-    found = np.asarray(sample_tokens(*rows, implementation=implementation))
+    found = np.asarray(draw(*rows, implementation=implementation))
     assert np.isin(found, left if kept else [0]).all()
     assert len(np.unique(found)) == max(kept, 1)
 

@@ -17,6 +17,7 @@ from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, matmul, quantize, reduce_partials
 from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
 from tests.reference.activations import ACTIVATIONS
+from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
@@ -36,10 +37,11 @@ def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
     return float(np.abs(np.asarray(reduce_partials(parts, jnp.float32), np.float64) - wanted).max())
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize(
-    ("rows", "out", "inner", "parts"),
-    [(1, 1024, 2048, 4), (5, 1088, 2048, 4), (60, 1024, 2048, 4), (64, 6144, 2048, 2), (5, 1024, 2112, 11)],
+    ("rows", "out", "inner", "parts", "implementation"),
+    cover.with_kernel(
+        [(5, 1024, 2112, 11), (60, 1024, 2048, 4), (5, 1088, 2048, 4), (1, 1024, 2048, 4), (64, 6144, 2048, 2)], 2
+    ),
 )
 def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     rows: int, out: int, inner: int, parts: int, implementation: str
@@ -52,8 +54,7 @@ def test_split_product_of_random_matrices_has_partial_sums_of_the_product(
     assert error(got[1:], x, weight) > 0.1, "control: without the first partial sum"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize(("rows", "out"), [(5, 1024), (72, 1024), (5, 512)], ids=["few", "many", "one partial sum"])
+@pytest.mark.parametrize(("rows", "out", "implementation"), cover.with_kernel([(5, 1024), (72, 1024), (5, 512)], 1))
 def test_split_product_of_the_last_rows_of_a_weight_is_that_of_a_weight_with_only_these(
     rows: int, out: int, implementation: str
 ) -> None:
@@ -67,8 +68,7 @@ def test_split_product_of_the_last_rows_of_a_weight_is_that_of_a_weight_with_onl
     assert error(got, x, weight[:-192]) > 0.1, "control: the first rows"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("kind", [None, "fp8_dynamic"])
+@pytest.mark.parametrize(("kind", "implementation"), cover.with_kernel((None, "fp8_dynamic"), 1))
 def test_split_product_in_bfloat16_rounds_each_partial_sum_once(kind: Any, implementation: str) -> None:
     x, weight = problem(5, 1024, 2048, "bfloat16")
     stored = quantize(weight, kind) if kind else weight

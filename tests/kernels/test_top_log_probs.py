@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import top_log_probs
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
+from tests.support import cover
 from tests.support.h200 import compile_for_h200
 
 
@@ -26,9 +27,10 @@ def problem(vocab: int, ties: bool) -> np.ndarray:
     return logits.round(0) if ties else logits
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("vocab", "k"), [(7, 7), (1024, 1), (1025, 4), (3000, 10), (5000, 24)])
+@pytest.mark.parametrize(
+    ("vocab", "k", "ties", "implementation"),
+    cover.with_kernel(cover.diagonal([(3000, 10), (1025, 4), (7, 7), (1024, 1), (5000, 24)], (True, False)), 3),
+)
 def test_top_log_probs_of_random_logits_equal_those_by_sorting(
     vocab: int, k: int, ties: bool, implementation: str
 ) -> None:
@@ -46,8 +48,7 @@ def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> N
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("vocab", [50, 2500])
+@pytest.mark.parametrize(("vocab", "implementation"), cover.with_kernel((2500, 50), 1))
 def test_top_log_probs_with_shared_logits_are_those_of_the_sums(vocab: int, implementation: str) -> None:
     logits, shared, places = problem(vocab, ties=False), problem(vocab + 1, ties=False)[:, 1:], np.array([2, 0, 2])
     arrays = jnp.asarray(shared), jnp.asarray(places, jnp.int32)
@@ -57,8 +58,7 @@ def test_top_log_probs_with_shared_logits_are_those_of_the_sums(vocab: int, impl
     np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("ties", "implementation"), cover.with_kernel((True, False), 1))
 def test_top_values_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
     best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
@@ -68,9 +68,10 @@ def test_top_values_function_with_random_values_equals_sorting(ties: bool, imple
     np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, 1))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("size", "k"), [(1, 1), (64, 64), (710, 59), (1030, 1)])
+@pytest.mark.parametrize(
+    ("size", "k", "ties", "implementation"),
+    cover.with_kernel(cover.diagonal([(710, 59), (64, 64), (1, 1), (1030, 1)], (True, False)), 3),
+)
 def test_top_in_order_function_with_random_values_equals_sorting(
     size: int, k: int, ties: bool, implementation: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Model
+from jspec.models.decoder import TargetOut
 from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
 from jspec.models.mlp_config import Experts
 from jspec.tools.replay import run_texts
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.once
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "granite")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
+LONGEST = 75  # tokens of the longest recorded prompt
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
 
@@ -33,19 +35,25 @@ def folder(request: pytest.FixtureRequest, golden: Path) -> Path:
     return golden / "families" / request.param
 
 
-def recorded_logits(target: Model, data: Mapping[str, np.ndarray], prompt: int) -> float:
+def run_prompt(target: Model, data: Mapping[str, np.ndarray], prompt: int, layers: Sequence[int] = ()) -> TargetOut:
+    """Compute a recorded prompt with tokens after it, which no row of the prompt sees: all prompts are equally long."""
+    ids = np.pad(data[f"prompt{prompt}"], (0, LONGEST - len(data[f"prompt{prompt}"])))
+    return run_texts(target, jnp.asarray(ids)[None], layers)
+
+
+def logit_error(found: Any, data: Mapping[str, np.ndarray], prompt: int) -> float:
     """Return the largest difference from the recorded logits of a prompt, of its last rows if not all are recorded."""
-    logits = run_texts(target, jnp.asarray(data[f"prompt{prompt}"])[None]).logits[0]
-    return float(np.abs(logits[-len(data[f"logits{prompt}"]) :] - data[f"logits{prompt}"]).max())
+    own, wanted = found[0, : len(data[f"prompt{prompt}"])], data[f"logits{prompt}"]
+    return float(np.abs(own[-len(wanted) :] - wanted).max())
 
 
 @pytest.mark.parametrize("folder", RECORDED, indirect=True)
 def test_forward_of_each_family_has_the_logits_and_hidden_states_of_transformers(folder: Path) -> None:
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
-    assert [recorded_logits(target, data, prompt) < TOLERANCE for prompt in range(3)] == [True] * 3
-    states = len(data["states"])
-    features = run_texts(target, jnp.asarray(data["prompt0"])[None], range(states)).features
-    found = np.stack(np.split(np.asarray(features)[0], states, axis=-1))
+    states, length = len(data["states"]), len(data["prompt0"])
+    outputs = [run_prompt(target, data, prompt, range(states)) for prompt in range(3)]
+    assert [logit_error(out.logits, data, prompt) < TOLERANCE for prompt, out in enumerate(outputs)] == [True] * 3
+    found = np.stack(np.split(np.asarray(outputs[0].features)[0, :length], states, axis=-1))
     np.testing.assert_allclose(found, data["states"], atol=TOLERANCE)
 
 
@@ -395,7 +403,7 @@ def test_forward_with_a_wrong_reading_of_the_config_differs_from_transformers(
 ) -> None:
     """Negative controls: a trait that is left out or misread moves logits beyond the tolerance."""
     target, data = tiny.load_target(folder), recording(folder / "expect.npz")
-    assert recorded_logits(change(target), data, 2) > LEAST
+    assert logit_error(run_prompt(change(target), data, 2).logits, data, 2) > LEAST
 
 
 SIZES: dict[str, Any] = dict(

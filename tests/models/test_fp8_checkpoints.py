@@ -49,7 +49,7 @@ def widened(weight: Quantized) -> np.ndarray:
 # ---- checkpoints of other libraries
 
 
-@pytest.fixture(params=GOLDEN)
+@pytest.fixture
 def published(request: pytest.FixtureRequest, golden: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """A float8 checkpoint, and what transformers computes with its widened weights."""
     if GOLDEN[request.param] not in families.model_types():
@@ -58,7 +58,8 @@ def published(request: pytest.FixtureRequest, golden: Path) -> tuple[Path, dict[
     return folder, recordings.recording(folder / "expect.npz")
 
 
-def test_float8_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weights(
+@pytest.mark.parametrize("published", GOLDEN, indirect=True)
+def test_float8_checkpoint_has_the_logits_of_its_widened_weights(
     published: tuple[Path, dict[str, np.ndarray]],
 ) -> None:
     folder, recorded = published
@@ -68,6 +69,20 @@ def test_float8_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weigh
         wanted = recorded[f"logits{i}"]
         got = logits(target, recorded[f"prompt{i}"].tolist())[-len(wanted) :]
         np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
+    prompts, tokens = ([recorded[f"{name}{i}"].tolist() for i in range(2)] for name in ("prompt", "greedy"))
+    assert recordings.most_likely(target, prompts, tokens) == tokens
+
+
+@pytest.mark.parametrize(
+    "published",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "qwen3_fp8_block")) for name in GOLDEN],
+    indirect=True,
+)
+def test_engine_with_a_float8_checkpoint_has_the_greedy_tokens_of_its_widened_weights(
+    published: tuple[Path, dict[str, np.ndarray]],
+) -> None:
+    folder, recorded = published
+    target = Model.from_pretrained(folder, dtype="float32")
     drafter = DraftModel(target, Tree.chain(3))  # it has the target's weights, so its tokens are accepted
     with Engine(target, drafter=drafter, slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,)) as engine:
         assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))

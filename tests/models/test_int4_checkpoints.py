@@ -77,14 +77,12 @@ def test_4_bit_checkpoint_has_the_logits_and_greedy_tokens_of_its_widened_weight
     for i in range(2):
         wanted = recorded[f"logits{i}"]
         np.testing.assert_allclose(logits(target, prompts[i])[-len(wanted) :], wanted, atol=TOLERANCE)
-    # The draft model has the target's weights. Without zero points the program is another one: it runs drafted only.
-    drafted = DraftModel(target, Tree.chain(3))
-    for drafter in (drafted,) if name == "qwen2_ct_int4" else (None, drafted):
-        with Engine(target, drafter=drafter, **SIZES) as engine:
-            assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
-            done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
-        assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
-        assert (done[0].metrics.mean_acceptance_length > 3) == (drafter is not None)
+    drafter = DraftModel(target, Tree.chain(3))  # it has the target's weights, so its tokens are accepted
+    with Engine(target, drafter=drafter, **SIZES) as engine:
+        assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
+        done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
+    assert [one.token_ids for one in done] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
+    assert done[0].metrics.mean_acceptance_length > 3
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -241,12 +239,11 @@ def test_converted_4_bit_checkpoint_has_the_same_bytes(name: str, tmp_path: Path
 def test_4_bit_checkpoint_on_four_devices_has_the_tokens_of_one(tmp_path: Path) -> None:
     """Each device has 24 columns of down: neither blocks of 32 columns nor groups of 16 may be cut."""
     folder = made.write(tmp_path, FORMATS["gptq"], quantised("gptq")[0])
-    runs = []
-    for count in (1, 4):
-        with Engine.from_pretrained(folder, tensor_parallel=count, dtype="float32", **SIZES) as engine:
-            runs.append([one.token_ids for one in engine.generate([IDS], SamplingParams(max_tokens=12, temperature=0))])
-            down = engine.core.runner.params.target.layers[0].down
-    assert runs[0] == runs[1]
+    with Engine.from_pretrained(folder, tensor_parallel=4, dtype="float32", **SIZES) as engine:
+        (done,) = engine.generate([IDS], SamplingParams(max_tokens=12, temperature=0))
+        down = engine.core.runner.params.target.layers[0].down
+    target = Model.from_pretrained(folder, dtype="float32")
+    assert recordings.most_likely(target, [IDS], [done.token_ids]) == [done.token_ids]
     np.testing.assert_array_equal(device_weight(down), device_weight(Model.from_pretrained(folder).layers[0].down))
     assert isinstance(down, Quantized) and down.zeros is not None
     assert (down.values.shape, down.scale.shape, down.zeros.shape) == ((64, 12, 4), (64, 12), (64, 12))

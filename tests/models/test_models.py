@@ -69,7 +69,7 @@ def recorded(golden: Path) -> dict[str, np.ndarray]:
     return recordings.recording(golden / "families" / "llama" / "expect.npz")
 
 
-@pytest.mark.once
+@pytest.mark.long
 def test_engine_with_llama3_rope_emits_the_greedy_tokens_of_transformers(
     golden: Path, recorded: dict[str, np.ndarray]
 ) -> None:
@@ -88,11 +88,13 @@ def test_forward_logits_with_llama3_rope_equal_the_recorded_ones_and_differ_with
     target, ids = tiny.load_target(golden / "families" / "llama"), recorded["prompt2"].tolist()
     plain = target.replace(config=target.config.resized(rope=replace(target.config.rope, kind="default")))
     np.testing.assert_allclose(last_logits(target, ids), recorded["logits2"][-1], atol=TOLERANCE)
+    tokens = [recorded["greedy2"].tolist()]
+    assert recordings.most_likely(target, [ids], tokens) == tokens
     assert np.abs(last_logits(plain, ids) - recorded["logits2"][-1]).max() > 100 * TOLERANCE
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["stories260k", "tinystories656k"])
+@pytest.mark.parametrize("name", ["stories260k", pytest.param("tinystories656k", marks=pytest.mark.long)])
 def test_engine_with_published_models_emits_the_greedy_tokens_of_transformers(name: str, data: Path) -> None:
     target, cases = tiny.load_target(data / name), tiny.greedy_cases(data / name)
     engine = Engine(target, slots=4, max_len=256, buckets=(4,), prefill_buckets=(64,))
@@ -100,6 +102,13 @@ def test_engine_with_published_models_emits_the_greedy_tokens_of_transformers(na
     done = engine.generate([case["prompt_ids"] for case in cases], params)
     for completion, case in zip(done, cases, strict=True):
         assert completion.token_ids == case["greedy_ids"]
+
+
+@pytest.mark.once
+def test_forward_of_a_published_model_has_the_greedy_tokens_of_transformers(data: Path) -> None:
+    target, cases = tiny.load_target(data / "tinystories656k"), tiny.greedy_cases(data / "tinystories656k")
+    prompts, tokens = ([case[name] for case in cases] for name in ("prompt_ids", "greedy_ids"))
+    assert recordings.most_likely(target, prompts, tokens) == tokens
 
 
 @pytest.mark.parametrize("is_tree", [False, True])

@@ -14,7 +14,7 @@ import pytest
 from convert.fields import CheckpointError, Fields
 from convert.huggingface import Row, batches, check, mapped, stacked
 from convert.sources import open_source
-from jspec import DraftModel, Engine, Model, SamplingParams, Tree
+from jspec import Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.models.mxfp4_rows import mxfp4_rows, widened
 from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.models.quantized_config import Scheme, read_scheme
@@ -153,21 +153,36 @@ def test_gpt_oss_in_mxfp4_has_the_logits_of_its_widened_experts(quantize: str | 
         np.testing.assert_allclose(last_logits(target, recorded[f"prompt{i}"].tolist(), len(wanted)), wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantize", [None, pytest.param("none", marks=pytest.mark.long)])
-def test_gpt_oss_in_mxfp4_has_the_greedy_tokens_of_its_widened_experts(quantize: str | None, golden: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "draft"),
+    [
+        (None, "n-grams"),
+        *(
+            pytest.param(quantize, draft, marks=pytest.mark.long)
+            for quantize, draft in ((None, "tree"), ("none", "chain"), ("none", "nothing"))
+        ),
+    ],
+)
+def test_gpt_oss_in_mxfp4_has_the_greedy_tokens_of_its_widened_experts(
+    quantize: str | None, draft: str, golden: Path
+) -> None:
     folder = golden / "families" / "quantized" / "gpt_oss_mxfp4"
     recorded = recordings.recording(folder / "expect.npz")
     target = Model.from_pretrained(folder, dtype="float32", quantize=quantize)
     prompts = [recorded[f"prompt{i}"].tolist() for i in range(2)]
     sizes = dict(slots=2, max_len=128, buckets=(2,), prefill_buckets=(48,), prefix_cache=False, controls=False)
-    tree = Tree.chain(3) if quantize else Tree.topk(nodes=6, depth=3, k=2)
-    answers = []
-    for drafter in (None, DraftModel(target, tree)):
-        with Engine(target, drafter=drafter, **sizes) as engine:
-            done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
-        answers.append([one.token_ids for one in done])
-    assert [ids[:32] for ids in answers[0]] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
-    assert answers[1] == answers[0] and len(answers[0][0]) == 64
+    drafters: dict[str, Drafter | None] = {
+        "n-grams": NGram(Tree.chain(3)),
+        "tree": DraftModel(target, Tree.topk(nodes=6, depth=3, k=2)),
+        "chain": DraftModel(target, Tree.chain(3)),
+        "nothing": None,
+    }
+    with Engine(target, drafter=drafters[draft], **sizes) as engine:
+        done = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+    answers = [one.token_ids for one in done]
+    assert [ids[:32] for ids in answers] == [recorded[f"greedy{i}"].tolist() for i in range(2)]
+    assert recordings.most_likely(target, prompts, answers) == answers and len(answers[0]) == 64
+    assert draft == "nothing" or engine.metrics.num_accepted_tokens > 0
 
 
 def test_gpt_oss_with_wrong_bytes_of_its_experts_has_other_logits(golden: Path) -> None:

@@ -36,6 +36,7 @@ from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, matm
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
 from tests.support.h200 import compile_for_h200
+from tests.support.recordings import most_likely
 
 # An input halfway between two float8 numbers may be rounded to either, which changes one product by 1/16.
 TOLERANCE = {"int8": 1e-6, "fp8": 1e-6, "fp8_dynamic": 1e-3, "int4": 1e-6}
@@ -313,32 +314,45 @@ def test_quantised_embedded_target_has_nearly_unchanged_probabilities() -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("kind", "make", "accepted"),
+    ("kind", "make", "accepted", "has_plain"),
     [
         pytest.param(  # the draft model has the target's weights
             "int8",
             partial(DraftModel.from_pretrained, byte_pair.TARGET, tree=Tree.chain(3)),
             3.7,
+            True,
             marks=pytest.mark.long,
         ),
-        ("fp8", partial(Eagle3.from_pretrained, byte_pair.HEAD, tree=Tree.topk(12, 4, 3)), 1.5),
+        *(
+            pytest.param(
+                "fp8",
+                partial(Eagle3.from_pretrained, byte_pair.HEAD, tree=Tree.topk(12, 4, 3)),
+                1.5,
+                has_plain,
+                marks=[pytest.mark.long] * has_plain,
+            )
+            for has_plain in (False, True)
+        ),
     ],
 )
 def test_engine_with_quantised_target_and_drafter_emits_tokens_of_plain_decoding(
-    kind: str, make: Callable[..., Any], accepted: float
+    kind: str, make: Callable[..., Any], accepted: float, has_plain: bool
 ) -> None:
     """Drafters are quantised too; a draft model with the target's weights drafts the target's tokens."""
     options = dict(slots=2, max_len=160, prefill_buckets=(64,), buckets=(2,), tokenizer="bytes", dtype="float32")
     options |= dict(prefix_cache=False, controls=False)
     params = [SamplingParams(max_tokens=64, temperature=t, seed=3) for t in (0.0, 1.0)]
     runs = []
-    for drafter in (None, make(quantize=kind)):
+    for drafter in (make(quantize=kind), None) if has_plain else (make(quantize=kind),):
         with Engine.from_pretrained(byte_pair.TARGET, drafter=drafter, quantize=kind, **options) as engine:
             assert quantized_as(engine.core.runner.params.target) == kind
             assert drafter is None or quantized_as(engine.core.runner.params.draft) == kind
             runs.append(engine.generate([PROMPT, PROMPT], params))
-    plain, drafted = runs
-    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+            target = engine.core.runner.params.target
+    drafted, *plain = runs
+    greedy = drafted[0].token_ids
+    assert most_likely(target, [list(PROMPT.encode())], [greedy]) == [greedy] != [drafted[1].token_ids]
+    assert all([done.token_ids for done in drafted] == [done.token_ids for done in run] for run in plain)
     assert drafted[0].metrics.mean_acceptance_length > accepted
 
 

@@ -21,7 +21,7 @@ from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import byte_pair, tiny
-from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
+from tests.support.recordings import TOLERANCE, engine_of, most_likely, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
 
@@ -63,7 +63,8 @@ def test_eagle3_chain_on_recorded_prompts_has_the_recorded_first_draft_logits(
 
     monkeypatch.setattr(eagle, "write_pending_rows", spy)
     target = tiny.load_target(byte_pair.TARGET)
-    spied = Engine(target, drafter=drafter, slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), overlap=False)
+    sizes = dict(slots=1, max_len=512, buckets=(1,), prefill_buckets=(128,), prefix_cache=False, controls=False)
+    spied = Engine(target, drafter=drafter, overlap=False, **sizes)
     for prompt, ids in enumerate(tiny.recorded_prompts(golden)[:6]):  # these have 157 rounds
         seen.clear()
         tokens = int(np.diff(chain["out_offset"])[prompt]) + 1
@@ -134,6 +135,13 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
     return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())
 
 
+def test_target_after_recorded_prompts_has_the_recorded_tokens(golden: Path) -> None:
+    tokens = recording(golden / "greedy_ar.npz")["greedy"][::4].tolist()
+    target = tiny.load_target(byte_pair.TARGET)
+    assert most_likely(target, [list(ids) for ids in tiny.recorded_prompts(golden)[::4]], tokens) == tokens
+
+
+@pytest.mark.long
 def test_plain_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
     target = tiny.load_target(byte_pair.TARGET)
@@ -145,6 +153,6 @@ def test_plain_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Pa
 
 def test_speculative_decoding_of_recorded_prompts_emits_the_recorded_tokens(golden: Path, engine: Engine) -> None:
     recorded = recording(golden / "greedy_ar.npz")["greedy"]
-    prompts, params = tiny.recorded_prompts(golden)[1::2], SamplingParams(max_tokens=recorded.shape[1], temperature=0)
-    for completion, expected in zip(engine.generate(prompts, params), recorded[1::2], strict=True):
+    prompts, params = tiny.recorded_prompts(golden)[1::4], SamplingParams(max_tokens=recorded.shape[1], temperature=0)
+    for completion, expected in zip(engine.generate(prompts, params), recorded[1::4], strict=True):
         assert completion.token_ids == expected.tolist()

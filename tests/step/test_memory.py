@@ -273,7 +273,7 @@ def test_memory_plan_counts_the_buffers_of_the_exchanges_of_all_programs() -> No
 
 def test_engine_when_deleted_frees_device_memory_without_garbage_collection() -> None:
     """The next engine's plan depends on the free memory, so freeing must not wait for garbage collection."""
-    engine = Engine(engines.target(), **OPTIONS)
+    engine = Engine(engines.target(), prefix_cache=False, controls=False, **OPTIONS)
     engine.generate([1, 2])
     root = weakref.ref(engine.core.runner.state.root)
     gc.disable()
@@ -291,7 +291,8 @@ def test_programs_compiled_for_a_later_request_update_the_memory_plan(monkeypatc
     """
     read, own = [], program_memory
     monkeypatch.setattr(executables, "program_memory", lambda one, count: read.append(one) or own(one, count))
-    engine, scored = Engine(engines.target(), compile_ahead=True, **OPTIONS), SamplingParams(logprobs=3)
+    engine = Engine(engines.target(), compile_ahead=True, controls=False, **OPTIONS)
+    scored = SamplingParams(logprobs=3)
     side, plan = engine.core.runner.target_side, engine.memory_plan
     count, planner = len(side.programs.compiled), side.planner
     monkeypatch.setattr(side, "planner", replace(planner, device=device(plan.total + 10)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,19 +35,60 @@ def product(factors: Factors) -> list[dict[str, Any]]:
     return [dict(zip(factors, case, strict=True)) for case in itertools.product(*factors.values())]
 
 
-def thinned(cases: Iterable[Any], *, every: int, name: Callable[[Any], str], is_halved: bool = False) -> list[Any]:
-    """Return cases as parameters of a test; every ``every``-th case runs in both environments, the others in one.
+def diagonal(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations of the factors' values, beginning with few in which each value occurs.
+
+    They are as many as the longest factor has values. Values that are tuples are joined: a combination is flat.
+    """
+    longest = max(map(len, factors))
+    first = [tuple(values[index % len(values)] for values in factors) for index in range(longest)]
+    ordered = [*first, *(case for case in itertools.product(*factors) if case not in first)]
+    return [tuple(itertools.chain.from_iterable(map(_values, case))) for case in ordered]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if type(case) is tuple else (case,)  # a record stays one value
+
+
+def with_kernel(
+    cases: Sequence[Any],
+    count: int,
+    *,
+    long: Sequence[Any] = (),
+    name: Callable[[Any], str] | None = None,
+    is_thinned: bool = False,
+) -> list[Any]:
+    """Return cases with the implementations "reference" and "pallas" as parameters of a test.
+
+    The interpreter is slow: the default run interprets the first ``count`` cases, the one with the newest jax all.
 
     Args:
-        is_halved: whether every second of the other cases is marked long.
+        cases: the cases, each one parameter or a tuple of several; the first take each path through the kernel.
+        count: how many cases the default run interprets.
+        long: more cases, which are marked long.
+        name: returns the name of a case in the test's id; None: its parameters.
+        is_thinned: whether of the other cases every second is marked long, and one environment runs their references.
     """
 
-    def marks(index: int) -> list[pytest.MarkDecorator]:
-        if index % every == 0:
+    def marks(index: int, implementation: str) -> list[pytest.MarkDecorator]:
+        if index < count:
             return []
-        return [pytest.mark.long if is_halved and index % 2 else pytest.mark.once]
+        if index >= len(cases) or (is_thinned and index % 2):
+            return [pytest.mark.long]
+        if implementation == "pallas":
+            return [pytest.mark.newest]
+        return [pytest.mark.once] if is_thinned else []
 
-    return [pytest.param(case, marks=marks(index), id=name(case)) for index, case in enumerate(cases)]
+    return [
+        pytest.param(
+            *_values(case),
+            implementation,
+            marks=marks(index, implementation),
+            id=f"{name(case) if name else '-'.join(map(str, _values(case)))}-{implementation}",
+        )
+        for implementation in ("reference", "pallas")
+        for index, case in enumerate([*cases, *long])
+    ]
 
 
 def checkerboard(names: Iterable[str], options: Iterable[Any], labels: Iterable[str] | None = None) -> list[Any]:

@@ -396,6 +396,7 @@ def test_accept_rule_given_by_name_or_object_is_resolved_to_the_object() -> None
         verify.resolve("greedy")
 
 
+@pytest.mark.long
 def test_engine_with_a_rule_object_emits_the_tokens_of_the_named_rule() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
     options = dict(drafter=Random(CHAIN), slots=2, max_len=engines.MAX_LEN, buckets=(2,))
