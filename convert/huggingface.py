@@ -1,6 +1,6 @@
 """Reads the tensors of a Hugging Face folder into parameters, piece by piece.
 
-A weight map says from which tensors each parameter is made; it has one `Row` per parameter. Parameters are read in
+A weight map says from which tensors each parameter is made; it has one `MapRow` per parameter. Parameters are read in
 batches. Peak memory is one piece of a tensor and one batch. A batch has at most `BATCH_BYTES` bytes, or the bytes of
 the largest parameter if it has more.
 """
@@ -35,7 +35,7 @@ IGNORED = ("rotary_emb.inv_freq",)  # tensors of old checkpoints; the config det
 
 
 @dataclass(frozen=True)
-class Row:
+class MapRow:
     """A row of a weight map, which says how one parameter is made from tensors.
 
     Attributes:
@@ -50,7 +50,7 @@ class Row:
     parameter: str
     sources: Mapping[str, Shape]
     shape: Shape
-    fill: Callable[[Source, Row, str], np.ndarray]
+    fill: Callable[[Source, MapRow, str], np.ndarray]
     dtype: str | None = None
     kinds: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Row:
         return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize
 
 
-def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = None) -> Row:
+def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = None) -> MapRow:
     """Make a row for a parameter that is one tensor, or several tensors concatenated along axis 0.
 
     Args:
@@ -67,10 +67,10 @@ def stacked(parameter: str, sources: Mapping[str, Shape], dtype: str | None = No
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
     """
     shapes = list(sources.values())
-    return Row(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack, dtype)
+    return MapRow(parameter, sources, (sum(s[0] for s in shapes), *shapes[0][1:]), _stack, dtype)
 
 
-def is_stacked(row: Row) -> bool:
+def is_stacked(row: MapRow) -> bool:
     """Return whether a row is one that `stacked` or `side_by_side` makes."""
     return row.fill is _stack
 
@@ -79,15 +79,15 @@ def is_stacked(row: Row) -> bool:
 class _Selection:
     """A `fill` that keeps some rows of what another one fills, along axis 0."""
 
-    fill: Callable[[Source, Row, str], np.ndarray]
+    fill: Callable[[Source, MapRow, str], np.ndarray]
     index: np.ndarray
     stored: Shape  # shape of what the other one fills
 
-    def __call__(self, source: Source, row: Row, dtype: str) -> np.ndarray:
+    def __call__(self, source: Source, row: MapRow, dtype: str) -> np.ndarray:
         return self.fill(source, replace(row, shape=self.stored), dtype)[self.index]
 
 
-def selected(row: Row, index: np.ndarray) -> Row:
+def selected(row: MapRow, index: np.ndarray) -> MapRow:
     """Return a row whose parameter has some rows of the given row's parameter, in any order.
 
     Args:
@@ -97,14 +97,14 @@ def selected(row: Row, index: np.ndarray) -> Row:
     return replace(row, shape=(len(index), *row.shape[1:]), fill=_Selection(row.fill, index, row.shape))
 
 
-def unselected(row: Row) -> tuple[Row, np.ndarray | None]:
+def unselected(row: MapRow) -> tuple[MapRow, np.ndarray | None]:
     """Return the row that `selected` was called with, and the index; None: the row is not of `selected`."""
     if not isinstance(row.fill, _Selection):
         return row, None
     return replace(row, shape=row.fill.stored, fill=row.fill.fill), row.fill.index
 
 
-def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -> Row:
+def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -> MapRow:
     """Make a row for a parameter that is several tensors of one shape, stacked along a new axis 0.
 
     Args:
@@ -113,15 +113,15 @@ def side_by_side(parameter: str, sources: Mapping[str, Shape], parts: int = 1) -
         parts: number of successive tensors that are concatenated along their axis 0 before they are stacked.
     """
     first, *others = next(iter(sources.values()))
-    return Row(parameter, sources, (len(sources) // parts, parts * first, *others), _stack)
+    return MapRow(parameter, sources, (len(sources) // parts, parts * first, *others), _stack)
 
 
-def flat(parameter: str, name: str, shape: Shape) -> Row:
+def flat(parameter: str, name: str, shape: Shape) -> MapRow:
     """Make a row for a parameter that is one tensor, read as a vector."""
-    return Row(parameter, {name: shape}, (int(np.prod(shape)),), _stack)
+    return MapRow(parameter, {name: shape}, (int(np.prod(shape)),), _stack)
 
 
-def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
+def _stack(source: Source, row: MapRow, dtype: str) -> np.ndarray:
     filled, at = np.empty(row.shape, np.dtype(dtype)), 0
     flat = filled.reshape(-1)  # concatenated and stacked tensors have the same memory layout
     for name in row.sources:
@@ -131,17 +131,17 @@ def _stack(source: Source, row: Row, dtype: str) -> np.ndarray:
     return filled
 
 
-def same(parameter: str, sources: Mapping[str, Shape]) -> Row:
+def same(parameter: str, sources: Mapping[str, Shape]) -> MapRow:
     """Make a row for a parameter that a file may store as several tensors with equal values (tied weights).
 
     Args:
         parameter: name of the parameter.
         sources: shapes of the tensors, by tensor name.
     """
-    return Row(parameter, sources, next(iter(sources.values())), _first_of_same)
+    return MapRow(parameter, sources, next(iter(sources.values())), _first_of_same)
 
 
-def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
+def _first_of_same(source: Source, row: MapRow, dtype: str) -> np.ndarray:
     first, *others = row.sources
     for other in others:
         pairs = zip(source.pieces(first), source.pieces(other), strict=True)
@@ -154,7 +154,7 @@ def _first_of_same(source: Source, row: Row, dtype: str) -> np.ndarray:
     return _stack(source, stacked(row.parameter, {first: row.shape}), dtype)
 
 
-def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray], stored: Shape | None = None) -> Row:
+def mapped(row: MapRow, function: Callable[[np.ndarray], np.ndarray], stored: Shape | None = None) -> MapRow:
     """Return a row whose parameter is a function of the values that the given row fills.
 
     Args:
@@ -164,14 +164,14 @@ def mapped(row: Row, function: Callable[[np.ndarray], np.ndarray], stored: Shape
     """
     sources = row.sources if stored is None else dict.fromkeys(row.sources, stored)
 
-    def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
+    def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
         shape = own.shape if stored is None else next(iter(own.sources.values()))
         return function(row.fill(source, replace(own, shape=shape), dtype))
 
     return replace(row, sources=sources, fill=fill)
 
 
-def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
+def renamed(rows: Iterable[MapRow], names: Mapping[str, str]) -> list[MapRow]:
     """Return the rows of a weight map with renamed tensors.
 
     Args:
@@ -205,7 +205,7 @@ def cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     return rounded
 
 
-def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
+def check(rows: Iterable[MapRow], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors of a folder match a weight map.
 
     Every tensor must occur in a row, or in several rows that `selected` made. Every tensor of a row must exist, and
@@ -236,7 +236,7 @@ def check(rows: Iterable[Row], tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the tensors do not match the config ({found}); check config.json against the weights")
 
 
-def batches(source: Source, rows: Iterable[Row], dtype: str) -> Iterator[dict[str, np.ndarray]]:
+def batches(source: Source, rows: Iterable[MapRow], dtype: str) -> Iterator[dict[str, np.ndarray]]:
     """Yield all parameters in batches of at most `BATCH_BYTES` bytes, or of one larger parameter.
 
     Args:

@@ -11,11 +11,11 @@ import numpy as np
 
 from convert.detect import check_kind, kind_of
 from convert.fields import Fields, named, read_json
-from convert.huggingface import FLOATS, Row, batches, check
+from convert.huggingface import FLOATS, MapRow, batches, check
 from convert.sources import Source, not_found, open_source
 
 # Function (kind, parsed config.json, tensors) -> (config record of the kind, rows of the weight map).
-ReadFormat = Callable[[str, Fields, Source], tuple[Any, list[Row]]]
+ReadFormat = Callable[[str, Fields, Source], tuple[Any, list[MapRow]]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
     folder: Path  # Hugging Face folder
     kind: str  # kind of checkpoint, one of `convert.detect.KINDS`
     config: Any  # config record of the kind
-    rows: tuple[Row, ...]  # weight map: from which tensors each parameter is made
+    rows: tuple[MapRow, ...]  # weight map: from which tensors each parameter is made
     source: Source  # the folder's tensors
 
     def dtype(self, wanted: str | None = None) -> str:
@@ -48,7 +48,7 @@ class Plan:
             )
         return found.pop()
 
-    def row_dtype(self, row: Row) -> str:
+    def row_dtype(self, row: MapRow) -> str:
         """Return the dtype that a row's parameter has if it is not converted."""
         return row.dtype or self.source.tensors[next(iter(row.sources))].dtype
 

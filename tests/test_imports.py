@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,19 @@ def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, sour
 )
 def test_import_violations_of_an_allowed_import_are_empty(module: str, source: str) -> None:
     assert violations(module, source) == []
+
+
+def repeated_classes(files: dict[str, str]) -> list[str]:
+    """Return the class names that stand in several places, with the files."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def test_class_names_stand_once_in_the_repository() -> None:
+    tests = {str(path): path.read_text() for path in (REPOSITORY / "tests").rglob("*.py")}
+    assert repeated_classes(sources() | tests) == []
+    assert repeated_classes({"a": "class Tiles: ...", "b": "def f():\n    class Tiles: ..."}) == ["Tiles: a, b"]

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from convert import orbax
 from convert.fields import Fields
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
 from convert.sources import Source
@@ -159,7 +159,7 @@ def _formats(overrides: Overrides | None) -> FormatOf:
 def _checked(kind: str, form: Format, overrides: Overrides) -> Format:
     """Return a copy of a format that also raises ValueError if ``overrides`` do not apply to the kind."""
 
-    def from_hf(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
         overrides.check(kind)
         return form.from_hf(fields, source)
 

@@ -37,7 +37,7 @@ from pallas_kernels.layers.quantized import PartialSums
 
 
 @struct.dataclass
-class Block:
+class DraftedBlock:
     """What a head computes for a block, at depths 1, 2, ..."""
 
     logits: PartialSums  # logits of the token at each depth [1, batch, depth, draft_vocab]
@@ -179,7 +179,7 @@ class DFlash(Drafter):
         rows = replace(rows, valid=rows.valid & (steps < verdict.counts[:, None]))
         return write_context(params, state, rows, accepted)
 
-    def run_block(self, params: BoundDFlash, cache: KVCache, view: SlotView) -> tuple[Block, KVCache]:
+    def run_block(self, params: BoundDFlash, cache: KVCache, view: SlotView) -> tuple[DraftedBlock, KVCache]:
         """Run the head on the root and the mask tokens; return what drafts, and the draft cache."""
         first = 0 if self.head.config.sample_from_anchor else 1  # place in the block of the first output that drafts
         rows, size = view.root.shape[0], self.tree.depth + first
@@ -191,7 +191,7 @@ class DFlash(Drafter):
         states = (params.model.config.num_layers + 1,)
         out, cache = forward(params.model, cache, block, feature_layers=states, logit_rows=drafting)
         assert out.product is not None and out.features is not None
-        return Block(out.product, out.features[:, first:]), cache
+        return DraftedBlock(out.product, out.features[:, first:]), cache
 
 
 def _new_rows(view: SlotView, tokens: Array) -> TokenBatch:

@@ -15,7 +15,7 @@ from typing import Any
 
 from convert.detect import bare_name
 from convert.fields import CheckpointError, Fields, require
-from convert.huggingface import Row, renamed
+from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.dspark_head import dspark_params
@@ -55,7 +55,7 @@ def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> F
     """
     given = overrides or Overrides()
 
-    def from_hf(fields: Fields, source: Source) -> tuple[DFlashConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[DFlashConfig, list[MapRow]]:
         names = {bare_name(name): name for name in source.tensors}
         check_tensors(names)
         config = read_dflash(fields, given, kind)

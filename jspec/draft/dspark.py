@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jspec.core.ancestors import ancestors, depths
 from jspec.core.records import Draft, KVCache, SlotView
 from jspec.core.shorten import short
-from jspec.draft.dflash import Block, DFlash
+from jspec.draft.dflash import DFlash, DraftedBlock
 from jspec.draft.dspark_head import BoundDSpark, DSparkHead
 from jspec.draft.expand_block import expand_block, expand_corrected
 from jspec.models.decoder import Model
@@ -81,7 +81,7 @@ class DSpark(DFlash):
             draft = expand_corrected(*chosen, correct, markov.start(view.root.shape[0]))
         return replace(draft, confidence=self.confidence(params, block, draft)), cache
 
-    def confidence(self, params: BoundDSpark, block: Block, draft: Draft) -> Float[Array, "batch nodes"] | None:
+    def confidence(self, params: BoundDSpark, block: DraftedBlock, draft: Draft) -> Float[Array, "batch nodes"] | None:
         """Return the confidence of each node as in `Draft`; None if there is no confidence head."""
         if params.confidence is None:
             return None

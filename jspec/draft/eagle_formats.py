@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convert.fields import CheckpointError, Fields, require, short
-from convert.huggingface import Row, renamed
+from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
@@ -132,7 +132,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
     """
     given = overrides or Overrides()
 
-    def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[MapRow]]:
         names = {common_name(name): name for name in source.tensors}
         check_tensors(names)
         config = read_head(fields, method, given, names)

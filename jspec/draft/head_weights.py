@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 
 from convert.detect import bare_name
 from convert.fields import CheckpointError
-from convert.huggingface import Row, flat, side_by_side
+from convert.huggingface import MapRow, flat, side_by_side
 from convert.sources import Shape, Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import HeadConfig
@@ -40,7 +40,7 @@ TENSORS = {
 MASK = "mask_hidden"  # target states of P-EAGLE's mask pairs: tensor and parameter
 
 
-def head_weights(config: HeadConfig, shapes: Mapping[str, Shape]) -> list[Row]:
+def head_weights(config: HeadConfig, shapes: Mapping[str, Shape]) -> list[MapRow]:
     """Make the rows of the weight map of an EAGLE head, for files of any exporter.
 
     Args:
@@ -64,7 +64,7 @@ def head_weights(config: HeadConfig, shapes: Mapping[str, Shape]) -> list[Row]:
     return found
 
 
-def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> list[Row]:
+def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> list[MapRow]:
     """Make the rows of the weight map of a head of any method.
 
     Args:
@@ -86,11 +86,11 @@ def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> l
         maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
         maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
         fill = partial(_fill_vocabulary, config.vocab_size)
-        found.append(Row("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+        found.append(MapRow("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
     return found
 
 
-def _fill_vocabulary(vocab: int, source: Source, row: Row, dtype: str) -> np.ndarray:
+def _fill_vocabulary(vocab: int, source: Source, row: MapRow, dtype: str) -> np.ndarray:
     """Fill `draft_to_target` from `d2t`, or with all ids if there is no `d2t`, and check the ids against `t2d`."""
     tables = {bare_name(name): np.concatenate(list(source.pieces(name))) for name in row.sources}
     ids = draft_to_target(tables.get("d2t", np.zeros(row.shape, np.int64)), vocab)

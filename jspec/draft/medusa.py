@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from convert.detect import MEDUSA_BLOCK, bare_name
 from convert.fields import CheckpointError, Fields, listed
-from convert.huggingface import Row, renamed
+from convert.huggingface import MapRow, renamed
 from convert.sources import Source, Tensor
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
@@ -226,7 +226,7 @@ def head_format(kind: str = "medusa") -> Format:
     return Format(_read_heads, MedusaConfig.from_json, _params)
 
 
-def _read_heads(fields: Fields, source: Source) -> tuple[MedusaConfig, list[Row]]:
+def _read_heads(fields: Fields, source: Source) -> tuple[MedusaConfig, list[MapRow]]:
     names = {bare_name(name): name for name in source.tensors}
     config = medusa_config({bare: source.tensors[name] for bare, name in names.items()})
     return config, renamed(head_weights(config), names)
@@ -274,7 +274,7 @@ def medusa_params(config: MedusaConfig) -> dict[str, ParamSpec]:
     return params
 
 
-def head_weights(config: MedusaConfig) -> list[Row]:
+def head_weights(config: MedusaConfig) -> list[MapRow]:
     """Return the weight map's rows, each of which maps tensors of a file to one parameter."""
     tensors = {}
     for head in range(config.num_heads):

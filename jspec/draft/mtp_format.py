@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 
 from convert.fields import CheckpointError, Fields
-from convert.huggingface import Row, renamed
+from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import MTPConfig
@@ -41,7 +41,7 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
     """
     assert kind == "target", kind
 
-    def from_hf(fields: Fields, source: Source) -> tuple[MTPConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[MTPConfig, list[MapRow]]:
         fields, names = text_model(fields, source)
         config, family = read_mtp(fields, norm_output=norm_output)
         prefix = f"model.layers.{fields.integer('num_hidden_layers')}."

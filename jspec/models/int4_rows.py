@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, short
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
 from jspec.models.layer_config import unsupported
 from jspec.models.quantized_config import Scheme
@@ -72,7 +72,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """One of the weights of which a parameter is fused.
 
     Attributes:
@@ -156,8 +156,8 @@ def packed_name(weight: str, tensors: Mapping[str, object]) -> str | None:
 
 
 def split_int4(
-    row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], known: Set[str], *, by_column: bool
-) -> list[Row]:
+    row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], known: Set[str], *, by_column: bool
+) -> list[MapRow]:
     """Return the rows of a parameter's packed values, its scales, and its zero points if it has any.
 
     Args:
@@ -189,28 +189,28 @@ def split_int4(
     fill_values = partial(_fill_values, parts, by_column)
     fill_scale = partial(_fill_scale, parts, tuple(zero_biases), by_column)
     rows = [
-        Row(f"{row.parameter}.values", values | others, (*out, columns // block, block // 2), fill_values, "uint8"),
-        Row(f"{row.parameter}.scale", scales, shape, fill_scale, "float32"),
+        MapRow(f"{row.parameter}.values", values | others, (*out, columns // block, block // 2), fill_values, "uint8"),
+        MapRow(f"{row.parameter}.scale", scales, shape, fill_scale, "float32"),
     ]
     if scheme.has_zeros:
         zeros = _sources(parts, layout.zeros, groups, layout.axes[1])
-        rows.append(Row(f"{row.parameter}.zeros", zeros, shape, partial(_fill_zeros, parts, by_column), "uint8"))
+        rows.append(MapRow(f"{row.parameter}.zeros", zeros, shape, partial(_fill_zeros, parts, by_column), "uint8"))
     return rows
 
 
-def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Part:
+def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mapping[str, Tensor]) -> FusedPart:
     module, layout = weight.removesuffix(".weight"), LAYOUTS[scheme.method]
     names = (f"{module}.{layout.order}", f"{module}.weight_shape")
     order, stored = (name if name in tensors else None for name in names)
     out, columns = shape
-    return Part(module, out, columns, groups, scheme.zero_offset, layout, order, stored)
+    return FusedPart(module, out, columns, groups, scheme.zero_offset, layout, order, stored)
 
 
-def _sources(parts: list[Part], end: str, columns: int, axis: int | None) -> dict[str, Shape]:
+def _sources(parts: list[FusedPart], end: str, columns: int, axis: int | None) -> dict[str, Shape]:
     return {f"{part.module}.{end}": part.layout.stored(part.out, columns, axis) for part in parts}
 
 
-def _fill_values(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
+def _fill_values(parts: list[FusedPart], by_column: bool, source: Source, row: MapRow, dtype: str) -> np.ndarray:
     filled, first = np.empty(row.shape, np.dtype(dtype)), 0
     flat = filled.reshape(-1, *row.shape[-2:])  # the rows of experts, one expert after another
     for part in parts:
@@ -224,7 +224,7 @@ def _fill_values(parts: list[Part], by_column: bool, source: Source, row: Row, d
 
 
 def _fill_scale(
-    parts: list[Part], zero_biases: tuple[str, ...], by_column: bool, source: Source, row: Row, dtype: str
+    parts: list[FusedPart], zero_biases: tuple[str, ...], by_column: bool, source: Source, row: MapRow, dtype: str
 ) -> np.ndarray:
     for name in zero_biases:
         if any(piece.any() for piece in source.pieces(name)):
@@ -233,13 +233,13 @@ def _fill_scale(
     return _joined(parts, found, by_column, source).reshape(row.shape)
 
 
-def _fill_zeros(parts: list[Part], by_column: bool, source: Source, row: Row, dtype: str) -> np.ndarray:
+def _fill_zeros(parts: list[FusedPart], by_column: bool, source: Source, row: MapRow, dtype: str) -> np.ndarray:
     axis = parts[0].layout.axes[1]
     found = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
     return _joined(parts, found, by_column, source).reshape(row.shape)
 
 
-def _joined(parts: list[Part], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:
+def _joined(parts: list[FusedPart], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:
     """Concatenate arrays [out, groups], with the columns of the weight instead of groups if wanted."""
     pairs = zip(parts, arrays, strict=True)
     return np.concatenate([array[:, part.group_of(source)] if by_column else array for part, array in pairs])

@@ -21,7 +21,7 @@ from convert import orbax
 from convert.detect import check_kind
 from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
-from convert.huggingface import Row, renamed, warn_not_finite
+from convert.huggingface import MapRow, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
@@ -48,7 +48,7 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
 IMAGES = (*PARTS, *(f"model.{part}" for part in PARTS))
 
 
-FromHF = Callable[[Fields, Source], tuple[Any, list[Row]]]
+FromHF = Callable[[Fields, Source], tuple[Any, list[MapRow]]]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def target_format(kind: str, *, rope_theta: float | None = None, dequantize: boo
     """
     assert kind == "target", kind
 
-    def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[Row]]:
+    def from_hf(fields: Fields, source: Source) -> tuple[ModelConfig, list[MapRow]]:
         fields, names = text_model(fields, source)
         names = without_later_layers(fields, source, names)
         config = families.read_config(fields, rope_theta=rope_theta)
@@ -163,7 +163,7 @@ def with_scheme(from_hf: FromHF, *, dequantize: bool = False, is_part: bool = Fa
         is_part: whether ``from_hf`` reads a part of the checkpoint, of which nothing may be quantised.
     """
 
-    def read(fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+    def read(fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
         scheme = read_scheme(fields, source.folder)
         plain = Fields({name: fields[name] for name in fields if name != CONFIG}, fields.place)
         config, rows = from_hf(plain, source)
@@ -364,7 +364,7 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
         kind: required kind of checkpoint; None: any.
     """
 
-    def read_format(found: str, fields: Fields, source: Source) -> tuple[Any, list[Row]]:
+    def read_format(found: str, fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
         return format_of(found).from_hf(fields, source)
 
     return plan_folder(folder, read_format, kind=kind, families=families.model_types())

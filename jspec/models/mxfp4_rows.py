@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from convert.fields import CheckpointError, short
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from convert.sources import Source, Tensor
 from jspec.models.layer_config import unsupported
 from pallas_kernels.layers.expert_bytes import pack
@@ -73,7 +73,7 @@ class _Derived(Source):
         return self._function(*(self._source.read(f"{name}{end}", start, stop) for end in self._ends)).swapaxes(1, 2)
 
 
-def mxfp4_rows(rows: Iterable[Row], tensors: Mapping[str, Tensor], *, dequantize: bool) -> list[Row]:
+def mxfp4_rows(rows: Iterable[MapRow], tensors: Mapping[str, Tensor], *, dequantize: bool) -> list[MapRow]:
     """Return the rows of a weight map, where those of experts in mxfp4 read packed values and scales.
 
     Families know nothing of this: what they do with an unquantised tensor [experts, in, out] is done with its packed
@@ -94,7 +94,7 @@ def mxfp4_rows(rows: Iterable[Row], tensors: Mapping[str, Tensor], *, dequantize
     return found
 
 
-def _rows_of(row: Row, tensors: Mapping[str, Tensor], dequantize: bool) -> list[Row]:
+def _rows_of(row: MapRow, tensors: Mapping[str, Tensor], dequantize: bool) -> list[MapRow]:
     packed = [name for name in row.sources if f"{name}{BLOCKS}" in tensors]
     if not packed:
         return [row]
@@ -104,8 +104,8 @@ def _rows_of(row: Row, tensors: Mapping[str, Tensor], dequantize: bool) -> list[
     shape = experts, out, inner // BLOCK
     sources = {f"{name}{BLOCKS}": (*shape, BLOCK // 2), f"{name}{SCALES}": shape}
 
-    def made(parameter: str, columns: int, dtype: str | None, ends: tuple[str, ...], function: Function) -> Row:
-        def fill(source: Source, own: Row, wanted: str) -> np.ndarray:
+    def made(parameter: str, columns: int, dtype: str | None, ends: tuple[str, ...], function: Function) -> MapRow:
+        def fill(source: Source, own: MapRow, wanted: str) -> np.ndarray:
             file, stored = source.tensors[f"{name}{ends[0]}"].file, (experts, columns, out)
             derived = _Derived(source, name, Tensor(stored, dtype or "float32", file), ends, function)
             values = row.fill(derived, replace(row, sources={name: stored}, shape=stored), wanted)
@@ -116,7 +116,7 @@ def _rows_of(row: Row, tensors: Mapping[str, Tensor], dequantize: bool) -> list[
 
         shapes = {f"{name}{end}": sources[f"{name}{end}"] for end in ends}
         filled = row.shape if dtype is None else (*row.shape[:-1], *next(iter(shapes.values()))[2:])
-        return Row(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"))
+        return MapRow(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"))
 
     if dequantize:
         return [made(row.parameter, inner, None, (BLOCKS, SCALES), widened)]

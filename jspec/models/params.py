@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from convert.huggingface import Row, side_by_side, stacked
+from convert.huggingface import MapRow, side_by_side, stacked
 from convert.orbax import unflatten
 from convert.sources import Shape
 from jspec.models.config import ModelConfig
@@ -177,7 +177,7 @@ def prefixed(prefix: str, params: Params) -> dict[str, ParamSpec]:
     return {f"{prefix}.{name}": spec for name, spec in params.items()}
 
 
-def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
+def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[MapRow]:
     """Return the rows of a weight map, one per parameter.
 
     Args:
@@ -187,7 +187,7 @@ def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[Row]:
     return [_row(name, params[name], names) for name, names in tensors.items()]
 
 
-def _row(parameter: str, spec: ParamSpec, names: Sequence[str]) -> Row:
+def _row(parameter: str, spec: ParamSpec, names: Sequence[str]) -> MapRow:
     """Return the row of one parameter; a parameter of several parts, or of experts, may be stored as one tensor."""
     if spec.axes[0] == "experts" and len(names) > 1:
         parts = len(names) // spec.shape[0]  # tensors of an expert

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from convert.fields import CheckpointError, listed, short
-from convert.huggingface import Row, cast, is_stacked, selected, unselected
+from convert.huggingface import MapRow, cast, is_stacked, selected, unselected
 from convert.sources import FLOAT8, Shape, Source, Tensor
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.layer_config import unsupported
@@ -37,13 +37,13 @@ UNUSED = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 def quantized_rows(
-    rows: Iterable[Row],
+    rows: Iterable[MapRow],
     scheme: Scheme,
     tensors: Mapping[str, Tensor],
     *,
     dequantize: bool = False,
     is_part: bool = False,
-) -> list[Row]:
+) -> list[MapRow]:
     """Replace each row of a weight map whose tensors are quantised by rows of values, of scales and of zero points.
 
     Whether a weight is quantised is seen from its tensors: it is float8 or packed, or there are scales for it.
@@ -62,7 +62,7 @@ def quantized_rows(
     if scheme.method == "mxfp4":
         return mxfp4_rows(rows, tensors, dequantize=dequantize)
     rows = list(rows)
-    found: list[Row] = []
+    found: list[MapRow] = []
     known = {name for row in rows for name in row.sources}
     unused = {name: tensor.shape for name, tensor in tensors.items() if name.endswith(UNUSED)}
     count = 0
@@ -87,12 +87,12 @@ def quantized_rows(
     return found
 
 
-def _dequantized(row: Row, parts: list[Row]) -> Row:
+def _dequantized(row: MapRow, parts: list[MapRow]) -> MapRow:
     """Return a row that reads values, scales and zero points, and fills the parameter with what they stand for."""
     kinds = {name: part.dtype for part in parts for name in part.sources}
     sources = {name: shape for part in parts for name, shape in part.sources.items()}
 
-    def fill(source: Source, own: Row, dtype: str) -> np.ndarray:
+    def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
         values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
         if values.dtype == np.uint8:
             values = expert_bytes.unpack(values) if len(row.shape) == 3 else unpack(values)
@@ -116,7 +116,7 @@ def _scale_names(weight: str, suffixes: Iterable[str] = SCALES) -> list[str]:
     return [f"{weight.removesuffix(WEIGHT)}.{suffix}" for suffix in suffixes]
 
 
-def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor], *, widens: bool) -> None:
+def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[str, Tensor], *, widens: bool) -> None:
     """Raise an error unless a row with quantised tensors can be read as a quantised parameter."""
     name = row.parameter.rpartition(".")[2]
     if name not in (*NAMES, *WIDENED) or not is_stacked(row) or any(len(shape) != 2 for shape in row.sources.values()):
@@ -136,7 +136,7 @@ def _check(row: Row, quantized: list[str], scheme: Scheme, tensors: Mapping[str,
             )  # fmt: skip
 
 
-def _split(row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapping[str, Shape]) -> list[Row]:
+def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapping[str, Shape]) -> list[MapRow]:
     """Return the row of a parameter's values and the row of its scales."""
     *out, inner = row.shape
     groups = () if scheme.block is None else (inner // math.gcd(inner, scheme.block[1]),)
@@ -150,7 +150,7 @@ def _split(row: Row, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapp
     fill = partial(_fill_scales, parts, scheme.block)
     return [
         replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8),
-        Row(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32"),
+        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32"),
     ]
 
 
@@ -165,14 +165,14 @@ def _scale_shape(scheme: Scheme, weight: Shape, found: Tensor | None) -> Shape:
 
 
 def _fill_scales(
-    parts: Mapping[str, Shape], block: tuple[int, int] | None, source: Source, row: Row, dtype: str
+    parts: Mapping[str, Shape], block: tuple[int, int] | None, source: Source, row: MapRow, dtype: str
 ) -> np.ndarray:
     """Read the scales of a parameter, and repeat each for all rows, and all groups of columns, that it belongs to.
 
     Args:
         parts: shapes of the weights that are concatenated along axis 0, by name of their scales.
         block: rows and columns that share a scale; None: a scale per row or per tensor.
-        source, row, dtype: as in `Row.fill`.
+        source, row, dtype: as in `MapRow.fill`.
 
     Raises:
         CheckpointError: a scale is negative, infinite or NaN.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from convert.huggingface import Row, mapped, same, selected, stacked
+from convert.huggingface import MapRow, mapped, same, selected, stacked
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.layer_config import GQA, MLA
 from jspec.models.params import Params, model_params, rows
@@ -39,7 +39,7 @@ NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "
 
 def model_rows(
     config: ModelConfig, names: Collection[str], layer: Names = LAYER, *, norms_less_one: bool = False
-) -> list[Row]:
+) -> list[MapRow]:
     """Return the rows of the weight map of a target or a draft model, one per parameter.
 
     Args:
@@ -52,7 +52,7 @@ def model_rows(
     tensors = {name: [tensor] for name, tensor in TENSORS.items() if name in params}
     for index in range(config.num_layers):
         tensors |= layer_tensors(params, f"layers.{index}", f"model.layers.{index}", layer)
-    tied: list[Row] = []
+    tied: list[MapRow] = []
     if config.tie_word_embeddings:
         del tensors["embed"]
         both = [TENSORS[name] for name in ("embed", "head")]
@@ -88,7 +88,7 @@ def _each_expert(tensors: Sequence[str], count: int) -> list[str]:
     return [tensor.format(expert) for expert in experts for tensor in tensors]
 
 
-def input_major(row: Row) -> Row:
+def input_major(row: MapRow) -> MapRow:
     """Return the row of a parameter of experts [experts, out, in] that the file stores as [experts, in, out]."""
     count, out, inner = row.shape
     return mapped(row, lambda values: np.ascontiguousarray(values.swapaxes(1, 2)), (count, inner, out))
@@ -98,7 +98,7 @@ def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.ones((), values.dtype)
 
 
-def without_values(row: Row, config: DecoderConfig) -> Row:
+def without_values(row: MapRow, config: DecoderConfig) -> MapRow:
     """Make the qkv of a layer whose values are keys from the tensors of queries and keys."""
     prefix, _, name = row.parameter.rpartition(".")
     attention = config.layers[int(prefix.rpartition(".")[2])].attention if name == "qkv" else None
@@ -109,7 +109,7 @@ def without_values(row: Row, config: DecoderConfig) -> Row:
     return selected(own, np.concatenate([np.arange(q + kv), np.arange(q, q + kv)]))
 
 
-def rotated_first(row: Row, config: DecoderConfig) -> Row:
+def rotated_first(row: MapRow, config: DecoderConfig) -> MapRow:
     """Reorder the channels of queries and keys of a layer whose kernels rotate other pairs of channels than the file.
 
     The file rotates channel i of the first r channels with channel i + r / 2, or channel 2i with channel 2i + 1.
@@ -140,7 +140,7 @@ def _reordered_heads(name: str, attention: GQA) -> int:
     return of_all if attention.qk_norm == "all" else 1
 
 
-def latent_row(row: Row, attention: MLA) -> Row:
+def latent_row(row: MapRow, attention: MLA) -> MapRow:
     """Take of a tensor of latent attention the rows of a parameter, with rotated channels in the order of kernels.
 
     A head's keys and values are products of successive rows of one tensor. The file may rotate channels 2i and 2i + 1

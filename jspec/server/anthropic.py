@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request import Chunk
 from jspec.server import anthropic_input as read
-from jspec.server.blocks import CALL, REASONING, Block, Blocks, Step
+from jspec.server.blocks import CALL, REASONING, AnswerBlock, AnswerBlocks, Step
 from jspec.server.calls import Output
 from jspec.server.chat import ChatAnswer, check_conversation, render, template_names
 from jspec.server.errors import ApiError, anthropic_body, invalid, refused
@@ -56,7 +56,7 @@ class MessageAnswer(ChatAnswer):
         translate(service, ask)
         super().__init__(service, ask)
         self.names["response_format"] = "output_config"
-        self._blocks = Blocks()
+        self._blocks = AnswerBlocks()
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._has_begun = False
 
@@ -68,7 +68,7 @@ class MessageAnswer(ChatAnswer):
             self._read(chunk)
         return self._message([_content(block) for block in self._blocks.all])
 
-    def _read(self, chunk: Chunk) -> list[tuple[Step, Block, str]]:
+    def _read(self, chunk: Chunk) -> list[tuple[Step, AnswerBlock, str]]:
         """Add new output to the blocks; return what it does to them."""
         message = self._messages[0]
         steps = [step for part in message.parts(chunk) for step in self._blocks.add(part)]
@@ -149,7 +149,7 @@ def translate(service: Service, ask: Ask) -> None:
         own["chat_template_kwargs"] = variables | own.get("chat_template_kwargs", {})
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: AnswerBlock) -> dict[str, Any]:
     """Return a whole block of content; a call whose arguments are no JSON object is text."""
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
@@ -182,12 +182,12 @@ def _event(kind: str, **data: Any) -> str:
     return event({"type": kind, **data}, kind)
 
 
-def _step(step: Step, block: Block, text: str) -> str:
+def _step(step: Step, block: AnswerBlock, text: str) -> str:
     """Return the event of what happens to a block."""
     if step == "end":
         return _event("content_block_stop", index=block.index)
     if step == "add":
         kind, key = DELTAS.get(block.kind, ("text_delta", "text"))
         return _event("content_block_delta", index=block.index, delta={"type": kind, key: text})
-    empty = Block(block.index, block.kind, block.call_id, block.name, "{}" if block.kind == CALL else "")
+    empty = AnswerBlock(block.index, block.kind, block.call_id, block.name, "{}" if block.kind == CALL else "")
     return _event("content_block_start", index=block.index, content_block=_content(empty))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 from uuid import uuid4
 
-from jspec.server.text_reader import Part
+from jspec.server.text_reader import AnswerPart
 
 Kind = Literal["reasoning", "content", "call"]
 REASONING: Kind = "reasoning"
@@ -17,7 +17,7 @@ Step = Literal["begin", "add", "end"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """One block of an answer.
 
     Attributes:
@@ -36,7 +36,7 @@ class Block:
     id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class Blocks:
+class AnswerBlocks:
     """The blocks of an answer while it arrives.
 
     Attributes:
@@ -44,17 +44,17 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
+        self.all: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
 
-    def add(self, part: Part) -> Iterator[tuple[Step, Block, str]]:
+    def add(self, part: AnswerPart) -> Iterator[tuple[Step, AnswerBlock, str]]:
         """Add a part; yield what it does to which block, and the text that it adds."""
         kind: Kind = CALL if part.call else REASONING if part.reasoning else CONTENT
         text = part.call.arguments if part.call else part.reasoning or part.content
         is_new_call = part.call is not None and part.call.id is not None
         if self._open is None or self._open.kind != kind or is_new_call:
             yield from self.end()
-            self._open = Block(len(self.all), kind)
+            self._open = AnswerBlock(len(self.all), kind)
             if part.call:
                 self._open.call_id, self._open.name = part.call.id or "", part.call.name or ""
             self.all.append(self._open)
@@ -63,7 +63,7 @@ class Blocks:
             self._open.text += text
             yield "add", self._open, text
 
-    def end(self) -> Iterator[tuple[Step, Block, str]]:
+    def end(self) -> Iterator[tuple[Step, AnswerBlock, str]]:
         """End the open block, if there is one."""
         block, self._open = self._open, None
         if block is not None:

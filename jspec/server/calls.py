@@ -102,7 +102,7 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
 Key = tuple[Call, int]  # a call and the number of one of its prompts; names a request in the engine's thread
 
 
-class Calls:
+class OpenCalls:
     """All calls that are open, and the engine's thread that serves them.
 
     Args:

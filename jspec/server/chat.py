@@ -16,7 +16,7 @@ from jspec.server.errors import invalid, refused
 from jspec.server.fields import CHAT, Ask
 from jspec.server.logprobs import chat_entries, prompt_entries
 from jspec.server.service import Service
-from jspec.server.text_reader import CallDelta, OutputParser, Part
+from jspec.server.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
@@ -110,7 +110,7 @@ class ChatAnswer(Answer):
         self._choice = self._read_tools(ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
-        self._messages: dict[int, Message] = {}  # of each choice, once the prompt is rendered
+        self._messages: dict[int, ChatMessage] = {}  # of each choice, once the prompt is rendered
 
     def _read_tools(self, ask: Ask) -> ToolChoice:
         """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
@@ -144,7 +144,7 @@ class ChatAnswer(Answer):
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
-        self._messages = {index: Message(self._parser(ids)) for index in range(self.n)}
+        self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
         return [self.service.engine.prepare(ids, self.params, trace=self.is_traced)]
 
     def body(self, outputs: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class ChatAnswer(Answer):
             choices.insert(0, _choice(index, {"role": "assistant", "content": ""}))
         return choices
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
         if part.call is not None:
             return {"tool_calls": [call_delta(part.call)]}
         if part.reasoning:
@@ -203,7 +203,7 @@ class ChatAnswer(Answer):
         scores: dict[str, Any] = {"logprobs": logprobs}
         return scores | ({"token_ids": [t for chunk in chunks for t in chunk.token_ids]} if self.wants_ids else {})
 
-    def _end(self, message: Message, chunk: Chunk) -> dict[str, Any]:
+    def _end(self, message: ChatMessage, chunk: Chunk) -> dict[str, Any]:
         reason = finish_reason(chunk)
         is_call = message.has_calls and reason == "stop"
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
@@ -218,7 +218,7 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-class Message:
+class ChatMessage:
     """One completion of a chat request while its text arrives.
 
     Args:
@@ -237,11 +237,11 @@ class Message:
         self.unsent: list[Chunk] = []
         self.num_reasoning_tokens = self._size = 0
 
-    def parts(self, chunk: Chunk) -> list[Part]:
+    def parts(self, chunk: Chunk) -> list[AnswerPart]:
         """Add new output; return its parts."""
         text = chunk.text or ""
         if self._parser is None:
-            return [Part(content=text)] if text else []
+            return [AnswerPart(content=text)] if text else []
         parts = self._parser.push(text)
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]

@@ -13,7 +13,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON lacks; OpenAI's value
 
 
 @final
-class TokenTexts:
+class ShownTokens:
     """The text and the bytes of single tokens.
 
     Args:
@@ -53,7 +53,7 @@ class TokenTexts:
         return self.bytes_of(token).decode("utf-8", errors="replace")
 
 
-def chat_entries(records: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
+def chat_entries(records: Sequence[TokenLogprob], texts: ShownTokens) -> list[dict[str, Any]]:
     """Return the log-probabilities of output tokens in the form of the chat route, one entry a token."""
     return [
         {
@@ -64,13 +64,13 @@ def chat_entries(records: Sequence[TokenLogprob], texts: TokenTexts) -> list[dic
     ]
 
 
-def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+def _entry(token: int, logprob: float, texts: ShownTokens) -> dict[str, Any]:
     own = texts.bytes_of(token)
     return {"token": own.decode("utf-8", errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(own)}
 
 
 def completion_logprobs(
-    records: Sequence[TokenLogprob | None], tokens: Sequence[int], offsets: Sequence[int], texts: TokenTexts
+    records: Sequence[TokenLogprob | None], tokens: Sequence[int], offsets: Sequence[int], texts: ShownTokens
 ) -> dict[str, Any]:
     """Return log-probabilities in the form of the completions route.
 
@@ -87,7 +87,7 @@ def completion_logprobs(
     }
 
 
-def _top(record: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
+def _top(record: TokenLogprob, texts: ShownTokens) -> dict[str, float]:
     """Return the likeliest tokens and the token itself by text; of tokens with one text, the likeliest counts."""
     own = {record.token_id: record.logprob}
     top: dict[str, float] = {}
@@ -97,12 +97,12 @@ def _top(record: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     return top
 
 
-def prompt_entries(records: Sequence[TokenLogprob | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
+def prompt_entries(records: Sequence[TokenLogprob | None], texts: ShownTokens) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt's tokens in vLLM's form: for each token, entries by token id."""
     return [None if record is None else _by_id(record, texts) for record in records]
 
 
-def _by_id(record: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
+def _by_id(record: TokenLogprob, texts: ShownTokens) -> dict[str, Any]:
     ranks = {token: rank for rank, token in enumerate(record.top, 1)} | {record.token_id: record.rank}
     found = {**record.top, record.token_id: record.logprob}
     return {

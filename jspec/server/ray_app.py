@@ -134,7 +134,7 @@ def _options(args: Mapping[str, Any]) -> Options:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlainRequest:
     """One request as plain data.
 
     Attributes:
@@ -165,7 +165,7 @@ class Replica:
             await asyncio.sleep(WARM_POLL)
         self.check_health()
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Message]:
+    async def stream(self, ask: PlainRequest) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the answer; closing the iterator tells the application that the client left."""
         async for message in messages(self._app, ask):
             yield message
@@ -182,7 +182,7 @@ class Replica:
             self._engine.close()
 
 
-async def messages(app: ASGIApp, ask: Ask) -> AsyncIterator[Message]:
+async def messages(app: ASGIApp, ask: PlainRequest) -> AsyncIterator[Message]:
     """Yield the messages that an application sends in answer to a request.
 
     At most one message waits to be read: the application's ``send`` waits for the reader.
@@ -239,19 +239,19 @@ class Ingress:
         except ClientGone:
             pass  # nobody reads an answer
 
-    async def _read(self, scope: Scope, receive: Receive) -> Ask:
+    async def _read(self, scope: Scope, receive: Receive) -> PlainRequest:
         """Read a request, with the limits of `jspec serve`."""
         names = ("type", "http_version", "method", "query_string", "headers", "scheme", "client", "server")
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         plain = {name: scope[name] for name in names if name in scope} | {"path": path, "raw_path": path.encode()}
         if scope["method"] != "POST":
-            return Ask(plain, b"", "")
+            return PlainRequest(plain, b"", "")
         most, limit = self._settings.max_body, self._settings.body_seconds
         body = await read_json(scope, receive, most=most, seconds=limit)
         asked = body.get("messages") or body.get("prompt") or body.get("input") or ""
-        return Ask(plain, dumps(body).encode(), asked if isinstance(asked, str) else dumps(asked))
+        return PlainRequest(plain, dumps(body).encode(), asked if isinstance(asked, str) else dumps(asked))
 
-    async def _forward(self, ask: Ask, send: Send) -> None:
+    async def _forward(self, ask: PlainRequest, send: Send) -> None:
         """Send a replica's messages to the client; an error after the first one is an event, as within a replica."""
         answer = self._engine.stream.remote(ask)
         last: Message | None = None

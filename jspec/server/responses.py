@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec.engine.request import Chunk
-from jspec.server.blocks import CALL, CONTENT, REASONING, Block, Blocks, Step
+from jspec.server.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
 from jspec.server.calls import Output
 from jspec.server.chat import ChatAnswer
 from jspec.server.errors import ApiError, invalid
@@ -60,7 +60,7 @@ class ResponseAnswer(ChatAnswer):
         _translate(ask)
         super().__init__(service, ask)
         self.names |= {"messages": "input", "chat": "input", "prompt": "input", "response_format": "text"}
-        self._blocks = Blocks()
+        self._blocks = AnswerBlocks()
         self._num_events = 0
         self._finish_reason: str | None = None
 
@@ -72,7 +72,7 @@ class ResponseAnswer(ChatAnswer):
             self._read(chunk)
         return self._response(self._status)
 
-    def _read(self, chunk: Chunk) -> list[tuple[Step, Block, str]]:
+    def _read(self, chunk: Chunk) -> list[tuple[Step, AnswerBlock, str]]:
         """Add new output to the blocks; return what it does to them."""
         steps = [step for part in self._messages[0].parts(chunk) for step in self._blocks.add(part)]
         if chunk.finish_reason is not None:
@@ -121,7 +121,7 @@ class ResponseAnswer(ChatAnswer):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: str | None = None) -> dict[str, Any]:
         """Return a block as an item of the output."""
         is_last = block is self._blocks.all[-1]
         status = status or (self._status if is_last else "completed")
@@ -155,7 +155,7 @@ class ResponseAnswer(ChatAnswer):
         self._num_events += 1
         return event({"type": kind, "sequence_number": self._num_events - 1, **data}, kind)
 
-    def _step(self, step: Step, block: Block, text: str) -> str:
+    def _step(self, step: Step, block: AnswerBlock, text: str) -> str:
         """Return the events of what happens to a block."""
         item = self._item(block, "in_progress" if step == "begin" else None)
         place = {"item_id": item["id"], "output_index": block.index}
@@ -173,7 +173,7 @@ class ResponseAnswer(ChatAnswer):
             return begun + self._event("response.content_part.added", **place, part=_part(block))
         return self._done(block, place) + self._event("response.output_item.done", **whole)
 
-    def _done(self, block: Block, place: dict[str, Any]) -> str:
+    def _done(self, block: AnswerBlock, place: dict[str, Any]) -> str:
         if block.kind == CALL:
             return self._event("response.function_call_arguments.done", **place, arguments=block.text)
         more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
@@ -181,7 +181,7 @@ class ResponseAnswer(ChatAnswer):
         return done + self._event("response.content_part.done", **place, part=_part(block))
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     """Return the one part of an item's content."""
     if block.kind == REASONING:
         return {"type": "reasoning_text", "text": block.text}

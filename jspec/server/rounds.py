@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.engine.request import Chunk, Round
-from jspec.server.logprobs import LEAST, TokenTexts
+from jspec.server.logprobs import LEAST, ShownTokens
 
 
-def rounds_json(chunk: Chunk, texts: TokenTexts) -> list[dict[str, Any]]:
+def rounds_json(chunk: Chunk, texts: ShownTokens) -> list[dict[str, Any]]:
     """Return the rounds of a chunk, each with its draft tree and the tokens that it emitted.
 
     Args:
@@ -26,7 +26,7 @@ def rounds_json(chunk: Chunk, texts: TokenTexts) -> list[dict[str, Any]]:
     return found
 
 
-def _tree(one: Round, texts: TokenTexts) -> dict[str, Any]:
+def _tree(one: Round, texts: ShownTokens) -> dict[str, Any]:
     """Return the nodes of a round's tree without padding: texts, parents, scores and the accepted path."""
     parents = [int(parent) for parent in one.parents]
     nodes = [node for node, parent in enumerate(parents) if node == 0 or parent >= 0]

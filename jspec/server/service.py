@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope
 from jspec.engine.api import Engine
 from jspec.engine.replicas import Replicas
 from jspec.server.body import read_json
-from jspec.server.calls import Calls
+from jspec.server.calls import OpenCalls
 from jspec.server.errors import ApiError
 from jspec.server.fields import Ask, Field, read_fields
-from jspec.server.logprobs import TokenTexts
+from jspec.server.logprobs import ShownTokens
 from jspec.server.settings import Settings
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ class Service:
         self.state = READY
         engine.input_processor.limit_grammars(GRAMMAR_SECONDS)
         limit = QUEUE_PER_SLOT * engine.num_slots if settings.max_queue is None else settings.max_queue
-        self.calls = Calls(engine, limit)
-        self.texts = TokenTexts(engine.tokenizer)
+        self.calls = OpenCalls(engine, limit)
+        self.texts = ShownTokens(engine.tokenizer)
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "jspec-text")
         self._grammar_thread = ThreadPoolExecutor(1, "jspec-grammar")  # grammars are compiled one at a time
         self.num_active = 0

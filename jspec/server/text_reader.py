@@ -33,7 +33,7 @@ class CallDelta:
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """One step of an answer, in order; one of the three attributes is set."""
 
     content: str = ""
@@ -51,11 +51,11 @@ class OutputParser(Protocol):
     @property
     def reasoning_end(self) -> int | None: ...
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         """Add text of any length; return what it has decided."""
         ...
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """End the text; return what was held back."""
         ...
 
@@ -74,7 +74,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self.reasoning_end: int | None = 0
         self.num_dropped = 0  # characters
         self._tried = 0  # no marker that begins before this position counts
@@ -84,7 +84,7 @@ class Reader:
         piece = self.text[:size]
         self.drop(size)
         if piece:
-            self.parts.append(Part(reasoning=piece) if is_reasoning else Part(content=piece))
+            self.parts.append(AnswerPart(reasoning=piece) if is_reasoning else AnswerPart(content=piece))
 
     def drop(self, size: int) -> None:
         """Remove the first ``size`` characters of the text."""
@@ -175,17 +175,17 @@ class TextParser:
     def reasoning_end(self) -> int | None:
         return self._reader.reasoning_end
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         self._reader.text += text
         return self._run()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         self._reader.ended = True
         parts = self._run()
         assert not self._reader.text, "a format must pass on all text"
         return parts
 
-    def _run(self) -> list[Part]:
+    def _run(self) -> list[AnswerPart]:
         next(self._steps, None)
         parts, self._reader.parts = self._reader.parts, []
         return parts

@@ -44,11 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         importlib.import_module("readline")  # with this import, `input` can edit lines and recall earlier ones
     with engine, interrupt.raised():
         if not generate.follows(engine):
-            Chat(engine, params, arguments.system).run()
+            ChatSession(engine, params, arguments.system).run()
     return 0
 
 
-class Chat:
+class ChatSession:
     """A conversation that reads the user's messages, prints answers with drafted tokens in colour, and keeps both.
 
     Args:

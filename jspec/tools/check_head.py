@@ -29,7 +29,7 @@ from jspec.draft.head_config import Eagle3Config, HeadConfig, PEagleConfig
 from jspec.engine.tokenizer import Tokenizer, load_tokenizer, warn_if_replaced
 from jspec.models import load
 from jspec.models.decoder import Model
-from jspec.tools.replay import Replay, Texts, continue_greedily, observe
+from jspec.tools.replay import Replay, ReplayedTexts, continue_greedily, observe
 from jspec.tools.table import table
 
 TEXT = (Path(__file__).parent / "sample_text.txt").read_text(encoding="utf-8")  # English prose, then Python
@@ -49,7 +49,7 @@ OTHER_CAUSES = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class HeadSetting:
     """A drafter with one choice of its options.
 
     Attributes:
@@ -64,7 +64,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Material:
+class MeasuredTexts:
     """The texts on which all settings are measured; windows of the given text come before greedy texts of the target.
 
     Attributes:
@@ -73,7 +73,7 @@ class Material:
         stepwise: per text, whether every position is a root (windows), or only the roots of greedy decoding (False).
     """
 
-    texts: Texts
+    texts: ReplayedTexts
     start: tuple[int, ...]
     stepwise: tuple[bool, ...]
 
@@ -173,17 +173,17 @@ def load_target(
     return model, words
 
 
-def settings_of(drafter: Drafter, target: Model) -> list[Setting]:
+def settings_of(drafter: Drafter, target: Model) -> list[HeadSetting]:
     """Make the settings to measure: the loaded drafter and, for EAGLE heads, one for each other option value."""
     layers = drafter.feature_layers(target)
-    settings = [Setting(OWN, drafter, layers)]
+    settings = [HeadSetting(OWN, drafter, layers)]
     if not isinstance(drafter, EagleDrafter):
         return settings
     others = _other_layers(layers, target.config.num_layers + 1)
-    settings += [Setting(f"feature_layers={other}", drafter, other) for other in others]
+    settings += [HeadSetting(f"feature_layers={other}", drafter, other) for other in others]
     for name, change in _changes(drafter.head.config, target):
         changed = replace(drafter.head, config=drafter.head.config.resized(**change))
-        settings.append(Setting(name, type(drafter)(changed, drafter.tree), layers))
+        settings.append(HeadSetting(name, type(drafter)(changed, drafter.tree), layers))
     return settings
 
 
@@ -231,7 +231,7 @@ def windows(text: str, tokenizer: Tokenizer, size: int) -> Int[np.ndarray, "wind
     return np.asarray([[*begin, *ids[i * body : (i + 1) * body]] for i in range(count)], np.int32)
 
 
-def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequence[Setting]) -> Material:
+def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequence[HeadSetting]) -> MeasuredTexts:
     """Make the texts, and run the target on them once for all settings.
 
     Args:
@@ -240,14 +240,14 @@ def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequ
         settings: all settings, whose hidden states are stored.
     """
     greedy = continue_greedily(target, cuts[:PROMPTS, :PROMPT], cuts.shape[1] - PROMPT)
-    return Material(
+    return MeasuredTexts(
         texts=observe(target, np.concatenate([cuts, greedy]), [layer for one in settings for layer in one.layers]),
         start=(FIRST,) * len(cuts) + (PROMPT,) * len(greedy),
         stepwise=(True,) * len(cuts) + (False,) * len(greedy),
     )
 
 
-def measure(setting: Setting, run: Replay, material: Material) -> Measurement:
+def measure(setting: HeadSetting, run: Replay, material: MeasuredTexts) -> Measurement:
     """Measure one setting.
 
     Args:

@@ -27,7 +27,7 @@ PAGE_SIZE = 16  # cache rows per page
 
 
 @struct.dataclass
-class Texts:
+class ReplayedTexts:
     """Texts of one length with the target's outputs.
 
     The first two axes of every field are ``[rows, size]``: text, and position in the text.
@@ -55,7 +55,7 @@ class Rounds(NamedTuple):
     accept_len: Int[np.ndarray, "rounds rows"]  # number of draft tokens before the first that differs from the text
 
 
-def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequence[int]) -> Texts:
+def observe(target: Model, tokens: Int[np.ndarray, "rows size"], layers: Sequence[int]) -> ReplayedTexts:
     """Run the target over texts, one forward pass per text, and return the texts with the target's outputs.
 
     Args:
@@ -101,7 +101,7 @@ class Replay:
         self._run = jax.jit(partial(_rounds, drafter))
 
     def __call__(
-        self, texts: Texts, *, layers: Sequence[int], start: Sequence[int], stepwise: Sequence[bool]
+        self, texts: ReplayedTexts, *, layers: Sequence[int], start: Sequence[int], stepwise: Sequence[bool]
     ) -> Rounds:
         """Draft all rounds of all rows, and return the results of each round.
 
@@ -131,15 +131,15 @@ def run_texts(target: Model, tokens: Int[Array, "rows size"], layers: Sequence[i
     return forward(target, cache, _prompts(tokens, every, _page_table(pool)), feature_layers=tuple(layers))[0]
 
 
-def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> Texts:
+def _target_outputs(layers: tuple[int, ...], target: Model, tokens: Int[Array, "rows size"]) -> ReplayedTexts:
     out = run_texts(target, tokens, layers)
     states = [] if out.features is None else jnp.split(out.features, len(layers), axis=-1)
     choices = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
-    return Texts(tokens=tokens, choices=choices, states=dict(zip(layers, states, strict=True)))
+    return ReplayedTexts(tokens=tokens, choices=choices, states=dict(zip(layers, states, strict=True)))
 
 
 def _rounds(
-    drafter: Drafter, params: Any, texts: Texts, features: Array | None, start: Array, stepwise: Array
+    drafter: Drafter, params: Any, texts: ReplayedTexts, features: Array | None, start: Array, stepwise: Array
 ) -> tuple[Array, ...]:
     """Compute the fields of `Rounds` in one compiled function.
 

@@ -157,7 +157,7 @@ def _run_hash(is_sampled: Any, seed: Any) -> Any:
 
 
 @struct.dataclass
-class Vocabulary:
+class RandomVocabulary:
     """The size of the vocabulary from which `Random` draws tokens."""
 
     size: int = struct.field(pytree_node=False)  # number of tokens
@@ -177,10 +177,10 @@ class Random(StatelessDrafter):
     def feature_layers(self, target: Model) -> tuple[int, ...]:
         return ()
 
-    def bind(self, target: Model) -> Vocabulary:
-        return Vocabulary(target.config.vocab_size)
+    def bind(self, target: Model) -> RandomVocabulary:
+        return RandomVocabulary(target.config.vocab_size)
 
-    def draft(self, params: Vocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
+    def draft(self, params: RandomVocabulary, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         rows, tokens, log_probs, probs = view.root.shape[0], [], [], []
         uniform = jnp.full((rows, params.size), 1 / params.size)
         for depth, level in enumerate(self.tree.levels[1:], 1):

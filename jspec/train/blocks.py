@@ -30,7 +30,7 @@ SCORES = 2**28  # most scores that exist at a time
 
 
 @struct.dataclass
-class Blocks:
+class PackedBlocks:
     """The blocks of packed rows, and what they are to predict, depth by depth.
 
     Attributes:
@@ -50,7 +50,7 @@ class Blocks:
     counts: Bool[Array, "rows anchors depth"]
 
 
-def choose_blocks(rows: Rows, choices: Int[Array, "rows size"], keys: Array, count: int, depth: int) -> Blocks:
+def choose_blocks(rows: Rows, choices: Int[Array, "rows size"], keys: Array, count: int, depth: int) -> PackedBlocks:
     """Draw anchors from the tokens that count, behind which another token counts; no anchor is drawn twice.
 
     Args:
@@ -72,7 +72,7 @@ def choose_blocks(rows: Rows, choices: Int[Array, "rows size"], keys: Array, cou
 
     segments, tokens = at(rows.segments), at(rows.tokens)
     is_own = (segments == segments[..., :1]) & (places < size) & (drawn >= 0)[..., None]
-    return Blocks(
+    return PackedBlocks(
         anchors=anchors,
         before=tokens[..., :-1],
         labels=tokens[..., 1:],
@@ -83,7 +83,11 @@ def choose_blocks(rows: Rows, choices: Int[Array, "rows size"], keys: Array, cou
 
 
 def run_blocks(
-    head: BoundDFlash, config: DFlashConfig, features: Float[Array, "rows size features"], rows: Rows, blocks: Blocks
+    head: BoundDFlash,
+    config: DFlashConfig,
+    features: Float[Array, "rows size features"],
+    rows: Rows,
+    blocks: PackedBlocks,
 ) -> Float[Array, "rows anchors depth hidden"]:
     """Run a head on all blocks; return the normed states from which the logits at each depth are computed.
 

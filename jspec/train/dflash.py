@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head
 from jspec.models.decoder import Model
 from jspec.models.layers import limited
-from jspec.train.blocks import Blocks, depth_weights, run_blocks
+from jspec.train.blocks import PackedBlocks, depth_weights, run_blocks
 from jspec.train.losses import in_blocks
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
@@ -27,7 +27,7 @@ from pallas_kernels.layers.quantized import Quantized, reduce_partials
 
 
 def predict(
-    head: DFlashHead, target: Model, seen: Observed, rows: Rows, blocks: Blocks
+    head: DFlashHead, target: Model, seen: Observed, rows: Rows, blocks: PackedBlocks
 ) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"]]:
     """Return the loss of each token of each block, and whether the head's argmax is the target's.
 
@@ -45,7 +45,7 @@ def predict(
     return in_blocks(partial(_of_block, bound), bound.model.config.vocab_size, *flat)
 
 
-def weighted(lost: Array, hits: Array, blocks: Blocks, gamma: float) -> tuple[Float[Array, ""], Measured]:
+def weighted(lost: Array, hits: Array, blocks: PackedBlocks, gamma: float) -> tuple[Float[Array, ""], Measured]:
     """Return the loss of blocks times their number, and what was measured.
 
     Args:

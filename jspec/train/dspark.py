@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from jspec.draft.dflash_head import BoundDFlash, bind_head
 from jspec.draft.dspark_head import DSparkHead
 from jspec.models.decoder import Model
-from jspec.train.blocks import Blocks, run_blocks
+from jspec.train.blocks import PackedBlocks, run_blocks
 from jspec.train.dflash import block_logits
 from jspec.train.losses import in_blocks
 from jspec.train.observe import Observed, target_logits
@@ -29,7 +29,7 @@ CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three term
 
 
 def predict(
-    head: DSparkHead, target: Model, seen: Observed, rows: Rows, blocks: Blocks
+    head: DSparkHead, target: Model, seen: Observed, rows: Rows, blocks: PackedBlocks
 ) -> tuple[Float[Array, "blocks depth"], Bool[Array, "blocks depth"]]:
     """Return the loss of each token of each block, and the hits; the arguments are those of `jspec.train.dflash`."""
     bound = bind_head(cast(head, seen.features.dtype), target)

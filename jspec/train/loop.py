@@ -20,7 +20,7 @@ from jspec.train.journal import Journal
 from jspec.train.material import Material, rows_of
 from jspec.train.measured import Figures, Measured
 from jspec.train.pack import Order
-from jspec.train.program import Program, Report, TrainState
+from jspec.train.program import TrainingProgram, TrainState, UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Loop:
         steps: number of updates of the whole run.
     """
 
-    def __init__(self, config: TrainConfig, material: Material, program: Program, steps: int) -> None:
+    def __init__(self, config: TrainConfig, material: Material, program: TrainingProgram, steps: int) -> None:
         self.config, self.material, self.program, self.steps = config, material, program, steps
         self._order = Order(len(material.train), config.seed)
         self._shown = -LINE_SECONDS
@@ -100,7 +100,7 @@ class Loop:
         """
         first = int(state.step)
         best: Figures | None = journal.best
-        pending: tuple[int, Report, int] | None = None
+        pending: tuple[int, UpdateReport, int] | None = None
         record = max(1, self.config.eval_every // RECORDS)
         with progress_bar(self.steps, "training", "updates") as bar, at_first(self._note):
             bar.update(first)
@@ -133,13 +133,13 @@ class Loop:
         name = signal.Signals(number).name
         logger.warning("the run ends after this update, when its state is written; a second %s ends it at once", name)
 
-    def _update(self, state: TrainState, step: int) -> tuple[TrainState, Report, int]:
+    def _update(self, state: TrainState, step: int) -> tuple[TrainState, UpdateReport, int]:
         """Begin an update; return its state, its report, and its number of tokens."""
         chosen = self._order.batch(step, self.config.batch)
         state, report = self.program.update(state, rows_of(self.material.train, chosen, self.config.batch))
         return state, report, int((self.material.train.segments[chosen] > 0).sum())
 
-    def _settle(self, pending: tuple[int, Report, int] | None, meter: Meter) -> None:
+    def _settle(self, pending: tuple[int, UpdateReport, int] | None, meter: Meter) -> None:
         """Wait for an update, and add what it measured."""
         if pending is None:
             return

@@ -39,7 +39,7 @@ class TrainState:
 
 
 @struct.dataclass
-class Report:
+class UpdateReport:
     """What an update reports: what was measured, and whether loss and gradient were finite numbers."""
 
     measured: Measured
@@ -61,7 +61,7 @@ def mesh_of(devices: int) -> Mesh | None:
     return None if devices == 1 else Mesh(np.array(found[:devices]), (AXIS,))
 
 
-class Program:
+class TrainingProgram:
     """Updates a head's weights, and evaluates them.
 
     On several devices, each has the target and the weights, and computes the gradient of its rows of a batch; the
@@ -92,7 +92,7 @@ class Program:
         """Return the head with its trained weights."""
         return state.weights.replace(**self._fixed[1])
 
-    def update(self, state: TrainState, rows: Rows) -> tuple[TrainState, Report]:
+    def update(self, state: TrainState, rows: Rows) -> tuple[TrainState, UpdateReport]:
         """Make one update; the given state's arrays are reused. A loss that is not finite leaves the weights as is."""
         return self._run(state, *self._fixed, self._divide(rows))
 
@@ -129,7 +129,7 @@ class Program:
         key = jax.random.fold_in(jax.random.key(self._method.config.seed), step)
         return jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(count))
 
-    def _update(self, state: TrainState, target: Model, rest: Any, rows: Rows) -> tuple[TrainState, Report]:
+    def _update(self, state: TrainState, target: Model, rest: Any, rows: Rows) -> tuple[TrainState, UpdateReport]:
         seen = observe(target, rows, self._states)
         size = self._method.columns(rows.tokens.shape[0] * (1 if self._mesh is None else self._mesh.size))
 
@@ -144,7 +144,7 @@ class Program:
         changes, optimizer = self._optimizer.update(gradient, state.optimizer, state.weights)
         new = TrainState(optax.apply_updates(state.weights, changes), optimizer, state.step + 1)
         kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
-        return kept, Report(measured, is_finite)
+        return kept, UpdateReport(measured, is_finite)
 
     def _measured(self, state: TrainState, target: Model, rest: Any, rows: Rows) -> Measured:
         seen = observe(target, rows, self._states)

@@ -30,7 +30,7 @@ from jspec.train.material import Material, coverage_of, draft_vocabulary, prepar
 from jspec.train.measured import Figures
 from jspec.train.method import Method
 from jspec.train.methods import METHODS
-from jspec.train.program import Program, mesh_of
+from jspec.train.program import TrainingProgram, mesh_of
 from jspec.train.regenerate import regenerate
 
 STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of what a run needs to go on; its description
@@ -62,7 +62,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TrainingTarget:
     """A target, its tokenizer, and its folder (None: it was given as a model)."""
 
     target: Model
@@ -127,7 +127,7 @@ def fit(
         method.files(head, pair.target, tokens)  # a head that the format cannot hold is refused before it is trained
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
         _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
-    program = Program(method, pair.target, head, steps, mesh)
+    program = TrainingProgram(method, pair.target, head, steps, mesh)
     checkpoints = Checkpoints(out / STATE / CHECKPOINTS)
     state, measured = program.start(head), None
     if checkpoints.steps:
@@ -152,7 +152,7 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise FileExistsError(f"{out}: expected a new folder, got one with files; pass --resume, or name another")
 
 
-def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> Pair:
+def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> TrainingTarget:
     folder = None if isinstance(target, Model) else find(target)
     model = target if isinstance(target, Model) else Model.from_pretrained(find(target), **options)
     made = load_tokenizer(folder if tokenizer is None else tokenizer)
@@ -163,10 +163,10 @@ def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> 
     check_size(made, model.config.vocab_size)
     if folder is not None:
         warn_if_replaced(made, folder)
-    return Pair(model, made, folder)
+    return TrainingTarget(model, made, folder)
 
 
-def _eos(pair: Pair) -> tuple[int, ...]:
+def _eos(pair: TrainingTarget) -> tuple[int, ...]:
     """Return the tokens that end texts: those of the target's folder; without a folder, the tokenizer's."""
     vocab, own = pair.target.config.vocab_size, getattr(pair.tokenizer, "eos_id", None)
     if pair.folder is not None:
@@ -174,7 +174,7 @@ def _eos(pair: Pair) -> tuple[int, ...]:
     return () if own is None or not 0 <= own < vocab else (own,)
 
 
-def _answers(method: Method, pair: Pair, data: Path, folder: Path, about: dict[str, Any]) -> Path:
+def _answers(method: Method, pair: TrainingTarget, data: Path, folder: Path, about: dict[str, Any]) -> Path:
     """Return the file of the data with the target's answers; answers that were made otherwise are deleted first."""
     answers, described = (folder / f"{ANSWERS}.{kind}" for kind in ("jsonl", "json"))
     own = {name: about[name] for name in ANSWERED}
@@ -184,7 +184,7 @@ def _answers(method: Method, pair: Pair, data: Path, folder: Path, about: dict[s
     return regenerate(data, answers, pair.target, pair.tokenizer, _eos(pair), method.config)
 
 
-def _head(method: Method, pair: Pair, material: Material) -> tuple[Any, float]:
+def _head(method: Method, pair: TrainingTarget, material: Material) -> tuple[Any, float]:
     """Make the head, or load the one to go on with; return it with the coverage of its draft vocabulary."""
     config, vocab = method.config, pair.target.config.vocab_size
     if config.init is not None:

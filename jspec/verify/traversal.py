@@ -39,7 +39,7 @@ from jspec.verify.rejection import check_no_rank_gaps, normalised, to_target_voc
 from jspec.verify.sampled_rule import SampledRule, draw_and_accept
 from jspec.verify.tree_walk import AcceptResult, at_node, candidates, child_probs, longest_accepted_path, siblings
 
-LARGEST = 1e38  # upper limit of `Weights.spent`, so that its product with a probability of 0 is 0
+LARGEST = 1e38  # upper limit of `NodeWeights.spent`, so that its product with a probability of 0 is 0
 
 
 @final
@@ -107,7 +107,7 @@ def traversal_accept(
 
 
 @struct.dataclass
-class Weights:
+class NodeWeights:
     """The weights of all nodes, which change while their children are rejected one after another.
 
     Let a be a node's weight when it is reached. After some children were rejected, its residual is max(a p - s q, 0)
@@ -162,16 +162,16 @@ def _trials(target_probs: Float[Array, "batch nodes vocab"], draft: Draft) -> Tr
     return Trials(child_probs(target_probs, draft), token_q, tail, is_later, is_child, target, outside)
 
 
-def _weights(trials: Trials, draft: Draft) -> Weights:
+def _weights(trials: Trials, draft: Draft) -> NodeWeights:
     """Return the weights of all nodes after all their children were rejected."""
     ones = jnp.ones_like(trials.token_p)
-    weights, nodes = Weights(ones, jnp.zeros_like(ones), ones), draft.parents.shape[1]
+    weights, nodes = NodeWeights(ones, jnp.zeros_like(ones), ones), draft.parents.shape[1]
     if isinstance(draft.parents, np.ndarray) and (draft.parents == draft.parents[:1]).all():
         for children in _waves(draft.parents[0]):
             weights = _try_children(children, weights, trials, draft)
         return weights
 
-    def body(node: Array, weights: Weights) -> Weights:
+    def body(node: Array, weights: NodeWeights) -> NodeWeights:
         return _try_children(node[None], weights, trials, draft)
 
     return jax.lax.fori_loop(1, nodes, body, weights)
@@ -188,7 +188,9 @@ def _waves(parents: Int[np.ndarray, "nodes"]) -> list[Int[np.ndarray, "wave"]]:
     return [np.flatnonzero(wave == index) for index in range(1, wave.max() + 1)]
 
 
-def _try_children(children: Int[Array | np.ndarray, "wave"], weights: Weights, trials: Trials, draft: Draft) -> Weights:
+def _try_children(
+    children: Int[Array | np.ndarray, "wave"], weights: NodeWeights, trials: Trials, draft: Draft
+) -> NodeWeights:
     """Set the weights of nodes, and change those of their parents to the ones after the nodes are rejected.
 
     A token with the draft probability 0 was not drawn (the draft had no other token left), and is a point mass.
@@ -209,7 +211,7 @@ def _try_children(children: Int[Array | np.ndarray, "wave"], weights: Weights, t
     weight = jnp.where((alpha >= 1) & (mass == 0), 1.0, weight)  # p equals q up to rounding
     is_tried = candidates(draft)[:, children]
     weight = jnp.where(is_tried, weight, 0.0)
-    return Weights(
+    return NodeWeights(
         alpha=_put(weights.alpha, children, weight),
         spent=_put(weights.spent, jnp.where(is_tried, parents, -1), spent),
         mass=_put(_put(weights.mass, jnp.where(is_tried, parents, -1), mass), children, weight),

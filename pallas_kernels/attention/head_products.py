@@ -33,7 +33,7 @@ def _products_reference(x, weight, *, deterministic):
     return row_by_row(product, x) if deterministic else product(x)
 
 
-class Blocks(NamedTuple):
+class ProductBlocks(NamedTuple):
     """How the Pallas programs divide products of heads: the static sizes of a call."""
 
     rows: int  # rows per program
@@ -62,7 +62,7 @@ def multiply(x_ref, weight_ref, out_ref, first, program, blocks):
         out_ref: [rows, H, N or more].
         first: column of x.
         program: indices of the Pallas program: of the block of rows, of the head and of the block of columns.
-        blocks: `Blocks`.
+        blocks: `ProductBlocks`.
     """
     block, head, tile = program
     sizes, (width, step) = weight_ref.shape[1:], (blocks.width, blocks.step)
@@ -101,7 +101,7 @@ def _products_kernel(x_ref, weight_ref, out_ref, *, blocks):
 
 
 def grid_of(x, weight, *, is_transposed, deterministic, interpret):
-    """Returns the `Blocks` of a product of heads, and the numbers of blocks of rows, of heads and of columns."""
+    """Returns the `ProductBlocks` of a product of heads, and the numbers of blocks of rows, of heads and of columns."""
     rows, (heads, *sizes) = x.shape[0], weight.shape
     inner, out = sizes[::-1] if is_transposed else sizes
     wide = x.dtype == jnp.float32 and not interpret
@@ -112,7 +112,7 @@ def grid_of(x, weight, *, is_transposed, deterministic, interpret):
     width, step = (
         min(max(pl.next_power_of_2(size), MMA_ROWS), limit) for size, limit in zip((out, inner), most, strict=True)
     )
-    blocks = Blocks(MMA_ROWS if is_few else FIXED_ROWS, width, step, is_transposed, precision)
+    blocks = ProductBlocks(MMA_ROWS if is_few else FIXED_ROWS, width, step, is_transposed, precision)
     return blocks, (pl.cdiv(rows, blocks.rows), heads, pl.cdiv(out, width))
 
 

@@ -29,7 +29,7 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 MMA_ROWS = 16  # smallest side of a product on tensor cores
 
 
-class Tiles(NamedTuple):
+class IntervalTiles(NamedTuple):
     """How a kernel is divided: rows of a tile of queries and of one of keys, and Triton's parameters."""
 
     queries: int
@@ -42,11 +42,11 @@ class Tiles(NamedTuple):
         return pltriton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
-FORWARD, OF_QUERIES, OF_KEYS = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
-WIDE = Tiles(32, 32, 4, 2)  # for float32
+FORWARD, OF_QUERIES, OF_KEYS = IntervalTiles(128, 64, 8, 3), IntervalTiles(64, 64, 4, 2), IntervalTiles(64, 64, 4, 2)
+WIDE = IntervalTiles(32, 32, 4, 2)  # for float32
 
 
-def _tiles(q: Array, tiles: Tiles) -> Tiles:
+def _tiles(q: Array, tiles: IntervalTiles) -> IntervalTiles:
     return WIDE if q.dtype == jnp.float32 else tiles
 
 

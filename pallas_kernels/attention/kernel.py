@@ -15,7 +15,7 @@ from pallas_kernels.attention.ancestor_bits import WORD, low_ones
 from pallas_kernels.attention.kv_range import KVRange, first_seen, kv_range, tile_ranges, visible_rows
 from pallas_kernels.attention.ptx import count_ones, divmod_u32, replace_nonfinite, scaled_tanh, unpack_fp8
 from pallas_kernels.attention.softmax import Arithmetic, SoftmaxSums, online_softmax_update, sink_weight
-from pallas_kernels.attention.tiling import MMA_ROWS, Tiles, own_tiles
+from pallas_kernels.attention.tiling import MMA_ROWS, AttentionTiles, own_tiles
 
 
 class KVRefs(NamedTuple):
@@ -99,7 +99,7 @@ class ContextReader:
     grid: GridIndex
     rows: KVRange
     layouts: list[ChannelLayout]  # of a row of V, then of K if keys are the rows of both
-    tiles: Tiles
+    tiles: AttentionTiles
     arithmetic: Arithmetic
 
     def first_row(self, index):

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.ancestor_bits import mask_tile
 from pallas_kernels.attention.ptx import divmod_u32
-from pallas_kernels.attention.tiling import Tiles, own_tiles
+from pallas_kernels.attention.tiling import AttentionTiles, own_tiles
 
 
 class KVRange(NamedTuple):
@@ -30,7 +30,7 @@ def first_seen(row: Array, window: int, chunk: int) -> Array:
 
     Args:
         row: row of the query, from the beginning of the sequence.
-        window, chunk: number of rows, as in `Tiles`; one of them is not 0.
+        window, chunk: number of rows, as in `AttentionTiles`; one of them is not 0.
     """
     firsts = [row - window + 1] if window else []
     if chunk:
@@ -38,7 +38,7 @@ def first_seen(row: Array, window: int, chunk: int) -> Array:
     return functools.reduce(jnp.maximum, firsts)
 
 
-def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
+def kv_range(length: Array, block: Array, tiles: AttentionTiles) -> KVRange:
     """Returns the range of cache rows for one block of queries.
 
     Args:
@@ -63,7 +63,9 @@ def kv_range(length: Array, block: Array, tiles: Tiles) -> KVRange:
     return KVRange(length, first, end, lowest, unmasked_from)
 
 
-def tile_ranges(rows: KVRange, begin: Array, end: Array, split: Array, tiles: Tiles) -> list[tuple[Array, Array, bool]]:
+def tile_ranges(
+    rows: KVRange, begin: Array, end: Array, split: Array, tiles: AttentionTiles
+) -> list[tuple[Array, Array, bool]]:
     """Divides the tiles of one split of a context into runs that need an attention mask and runs that need none.
 
     The first tiles need a mask if `start`, a window or chunks hide rows. The last tiles need a mask because of the new
@@ -96,7 +98,7 @@ def visible_rows(
     words: list[Array],
     oldest: Array | None,
     rows: KVRange,
-    tiles: Tiles,
+    tiles: AttentionTiles,
 ) -> Array:
     """Returns the attention mask of one tile, which says which rows of the tile each query sees.
 

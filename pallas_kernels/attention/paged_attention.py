@@ -42,7 +42,7 @@ from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pool
 from pallas_kernels.attention.merge import MergeShape, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
-from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, Tiles, choose_tiles, fixed_tiles, latent_dim
+from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, AttentionTiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
@@ -111,7 +111,7 @@ def run_kernels(
     inputs: Sequence[Any],
     *,
     q: Array | jax.ShapeDtypeStruct,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     arithmetic: Arithmetic,
     quantize_output: bool,
     name: str,

@@ -29,7 +29,7 @@ COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40  # per thread; together they fill a 
 LEAST = -1e30  # maximum of no scores; finite, because the difference of two infinities is NaN
 
 
-class Sizes(NamedTuple):
+class PromptSizes(NamedTuple):
     """The static sizes of a call."""
 
     tokens: int  # tokens of a block
@@ -91,10 +91,10 @@ class Memory(NamedTuple):
     turn: Any  # passed by both computing warpgroups when the tensor cores change hands
 
 
-class _Cta:
+class _PromptCta:
     """The operations of one CTA."""
 
-    def __init__(self, refs: Refs, memory: Memory, sizes: Sizes, scale: float, interpret: bool) -> None:
+    def __init__(self, refs: Refs, memory: Memory, sizes: PromptSizes, scale: float, interpret: bool) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
         self.plgpu, self.refs, self.memory, self.sizes, self.interpret = plgpu, refs, memory, sizes, interpret
@@ -297,7 +297,7 @@ def attend_prompts(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     (blocks, tokens, heads, dim), (_, kv_heads, page, _) = q.shape, k_pool.shape
-    sizes = Sizes(tokens, heads // kv_heads, page, dim, window)
+    sizes = PromptSizes(tokens, heads // kv_heads, page, dim, window)
 
     def shared(*shape):
         transforms = plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(128)
@@ -307,7 +307,7 @@ def attend_prompts(
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     def kernel(refs, *memory):
-        cta = _Cta(refs, Memory(*memory), sizes, scale, bool(interpret))
+        cta = _PromptCta(refs, Memory(*memory), sizes, scale, bool(interpret))
 
         @pl.when(cta.group == COMPUTING)
         def _():

@@ -25,7 +25,7 @@ LONG = 4096  # contexts with more rows are split among small programs even for m
 SHORT = 128  # largest size of a row of K in bytes at which instructions, not memory reads, limit the speed
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The static sizes of one call of the attention kernel."""
 
     group: int  # query heads per KV head
@@ -79,7 +79,7 @@ def choose_tiles(
     wide: bool,
     chunk: int | None = None,
     quantized: bool = False,
-) -> Tiles:
+) -> AttentionTiles:
     """Chooses tile sizes so that each multiprocessor runs about two large programs or four small programs.
 
     A large program has four warps, and a small program has two. A program with eight warps counts as two large
@@ -124,7 +124,7 @@ def choose_tiles(
     # program of few packed rows, a third tile saves time only if contexts are not split; that of latent attention would
     # not fit into the shared memory of smaller GPUs.
     is_alone = splits == 1 and packed <= 32 and pools == 1
-    return Tiles(
+    return AttentionTiles(
         group=group,
         queries=queries,
         new=new_rows,
@@ -238,7 +238,7 @@ def fixed_tiles(
     window: int | None,
     wide: bool,
     chunk: int | None = None,
-) -> Tiles:
+) -> AttentionTiles:
     """Returns the sizes for deterministic attention.
 
     All sizes that determine the order of a query's sums depend only on heads, head_dim and dtypes.
@@ -252,7 +252,7 @@ def fixed_tiles(
     group, page = heads // k_pool.shape[1], k_pool.shape[2]
     width = max(k_pool.dtype.itemsize, 2)
     depths = 0 if paths is None else paths.shape[-1]
-    return Tiles(
+    return AttentionTiles(
         group=group,
         queries=queries,
         new=depths or queries,

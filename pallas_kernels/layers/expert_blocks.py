@@ -15,14 +15,14 @@ MOST_CHOICES = 512
 FEW_ROWS, MANY_ROWS, MANY_ROWS_OF_PACKED = 16, 64, 32
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Blocks of choices, each of one expert; choice j of row t of T has the index j * T + t."""
 
     expert: Int[Array, " blocks"]  # expert of each block; the number of experts: choices of none; one more: unused
     choices: Int[Array, "blocks size"]  # indices of the block's choices; -1: none
 
 
-def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks:
+def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> ExpertBlocks:
     """Returns the choices in blocks of at most `size` choices of one expert, in the order of their indices.
 
     Args:
@@ -41,7 +41,7 @@ def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Blocks
     blocks = blocks_count(count, experts, size)
     expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(own)
     choices = jnp.full((blocks, size), -1, jnp.int32).at[block, place % size].set(jnp.arange(count, dtype=jnp.int32))
-    return Blocks(expert, choices)
+    return ExpertBlocks(expert, choices)
 
 
 def blocks_count(count: int, experts: int, size: int) -> int:
@@ -49,17 +49,17 @@ def blocks_count(count: int, experts: int, size: int) -> int:
     return min(count, experts + 1) + count // size
 
 
-class Plan(NamedTuple):
+class ExpertPlan(NamedTuple):
     """How the Pallas programs of one tile of columns find their blocks."""
 
-    lists: tuple[Array, ...]  # arrays that the kernel reads: the choices, or the arrays of `Blocks`
+    lists: tuple[Array, ...]  # arrays that the kernel reads: the choices, or the arrays of `ExpertBlocks`
     programs: int  # number of programs
     size: int  # choices of a block
     is_listed: bool  # whether the blocks are listed
     is_by_choice: bool  # whether a program that finds its blocks has the expert of a choice
 
 
-def plan(chosen: Int[Array, " choices"], experts: int, *, is_packed: bool, deterministic: bool) -> Plan:
+def plan(chosen: Int[Array, " choices"], experts: int, *, is_packed: bool, deterministic: bool) -> ExpertPlan:
     """Returns how programs find blocks.
 
     Args:
@@ -71,11 +71,11 @@ def plan(chosen: Int[Array, " choices"], experts: int, *, is_packed: bool, deter
     count = chosen.shape[0]
     if count <= MOST_CHOICES and not deterministic:
         programs = min(count, experts + 1)
-        return Plan((chosen,), programs, FEW_ROWS, is_listed=False, is_by_choice=programs == count)
+        return ExpertPlan((chosen,), programs, FEW_ROWS, is_listed=False, is_by_choice=programs == count)
     many = MANY_ROWS_OF_PACKED if is_packed else MANY_ROWS
     size = many if deterministic or count > FEW_ROWS * experts else FEW_ROWS
     lists = blocks_of(chosen, experts, size)
-    return Plan(lists, lists.expert.shape[0], size, is_listed=True, is_by_choice=False)
+    return ExpertPlan(lists, lists.expert.shape[0], size, is_listed=True, is_by_choice=False)
 
 
 def own_choices(chosen_ref, experts, is_by_choice):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.layers.expert_bytes import SLICE
-from pallas_kernels.layers.int4_tiling import COPIED, Tiles
+from pallas_kernels.layers.int4_tiling import COPIED, Int4Tiles
 from pallas_kernels.layers.quantized import Quantized
 
 MOST_ELEMENTS = 256  # of each dimension of a copy
@@ -64,7 +64,7 @@ def box_bytes(rows: int, groups: int, kind: str) -> int:
     return total
 
 
-def boxes_of(weight: Quantized, tiles: Tiles, halves: int) -> dict[str, Box]:
+def boxes_of(weight: Quantized, tiles: Int4Tiles, halves: int) -> dict[str, Box]:
     """Returns the places of a tile's scales and zero points by name.
 
     Args:
@@ -81,7 +81,7 @@ def boxes_of(weight: Quantized, tiles: Tiles, halves: int) -> dict[str, Box]:
     return boxes
 
 
-def item_slots(inner: int, tiles: Tiles) -> int:
+def item_slots(inner: int, tiles: Int4Tiles) -> int:
     """Returns the number of slots of a work item of a weight with so many columns."""
     return math.ceil(inner / (SLICE * tiles.slices * tiles.parts))
 

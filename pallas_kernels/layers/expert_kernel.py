@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_blocks import Blocks
+from pallas_kernels.layers.expert_blocks import ExpertBlocks
 from pallas_kernels.layers.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
 from pallas_kernels.layers.expert_cta import ExpertCta
 from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.int4_tiling import Int4Tiles
 from pallas_kernels.layers.packed_cta import PIECE, memory_of
 from pallas_kernels.layers.quantized import Quantized
 
@@ -44,7 +44,7 @@ def multiply_chosen(
     chosen: Array,
     *,
     gate: Any,
-    tiles: Tiles,
+    tiles: Int4Tiles,
     dtype: jnp.dtype,
     interpret: Any = False,
 ) -> Array:
@@ -73,12 +73,12 @@ def named(**arrays: Array | None) -> dict[str, Array]:
 def multiply(
     x: Array,
     weight: Quantized,
-    blocks: tuple[Blocks, Array],
+    blocks: tuple[ExpertBlocks, Array],
     optional: dict[str, Array],
     choices: int,
     *,
     gate: Any,
-    tiles: Tiles,
+    tiles: Int4Tiles,
     dtype: jnp.dtype,
     order: str | None = None,
     interpret: Any = False,

@@ -13,7 +13,7 @@ from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
 from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper_kernel import choose_compiled
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.int4_tiling import Int4Tiles
 from pallas_kernels.layers.quantized import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
@@ -40,7 +40,7 @@ def multiply_packed(
     chosen: Array,
     *,
     gate: Gate,
-    tiles: tuple[Tiles, Tiles],
+    tiles: tuple[Int4Tiles, Int4Tiles],
     interpret: Any,
 ) -> Array:
     """Runs the Hopper kernel of packed experts twice; the first time it writes the rows of the blocks of the second.

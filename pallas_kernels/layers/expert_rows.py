@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layers.expert_blocks import Blocks, blocks_count
+from pallas_kernels.layers.expert_blocks import ExpertBlocks, blocks_count
 from pallas_kernels.layers.expert_bytes import SLICE, slices_in_order
 
 MOST_LISTED = 2048  # most choices that each program counts in less time than their products take
@@ -28,7 +28,7 @@ def gather_blocks(
     kind: str,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "slices block_rows 128"], Blocks, Int[Array, "2"]]:
+) -> tuple[Float[Array, "slices block_rows 128"], ExpertBlocks, Int[Array, "2"]]:
     """Returns the rows of all blocks of `blocks_of`, these blocks, and how many have an expert, and how many have none.
 
     What is listed for other blocks is arbitrary, and so are the rows of blocks without an expert.
@@ -57,7 +57,7 @@ def gather_blocks(
         interpret=interpret,
         name="gather_blocks",
     )(x, chosen.astype(jnp.int32))
-    return rows, Blocks(expert, choices), counts
+    return rows, ExpertBlocks(expert, choices), counts
 
 
 def _kernel(x_ref, chosen_ref, rows_ref, expert_ref, choices_ref, counts_ref, *, experts, kind, step, steps):

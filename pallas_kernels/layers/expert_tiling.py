@@ -11,7 +11,7 @@ from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
 from pallas_kernels.layers.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper_kernel import multiprocessors
 from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_tiling import Tiles, most_stages
+from pallas_kernels.layers.int4_tiling import Int4Tiles, most_stages
 from pallas_kernels.layers.quantized import Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
@@ -42,7 +42,7 @@ def choose_tiles(
     gated: bool,
     multiprocessors: int,
     parts: tuple[int, ...] = (1,),
-) -> Tiles | None:
+) -> Int4Tiles | None:
     """Chooses the sizes of the kernel for a weight; None: the kernel does not support its shape, or so many choices.
 
     Args:
@@ -75,7 +75,7 @@ def choose_tiles(
         if time < least * worth:
             depth = 2 if height <= FEW_ROWS and slots % 2 == 0 else 1
             stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
-            best = Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
+            best = Int4Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
             least = time
             # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
             if height <= COPY_ROWS[kind] and (kind != "mxfp4" or depth == 1):
@@ -83,7 +83,7 @@ def choose_tiles(
     return best
 
 
-def _copying_scales(tiles: Tiles, slots: int, size: int) -> Tiles:
+def _copying_scales(tiles: Int4Tiles, slots: int, size: int) -> Int4Tiles:
     """Returns sizes with which scales are copied into shared memory, and which have fewer slots in flight for that.
 
     Args:
@@ -106,7 +106,7 @@ def packed_tiles(
     *,
     gated: bool,
     parts: tuple[int, ...] = (1,),
-) -> Tiles | None:
+) -> Int4Tiles | None:
     """Returns the sizes of the kernel for a product; None: the Hopper kernel of packed experts is not used.
 
     Args:

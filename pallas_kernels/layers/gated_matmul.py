@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel, int4_kernel
 from pallas_kernels.layers.grouped_matmul import packed_tiles
-from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation, activate, gated
 from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
 
@@ -76,7 +76,7 @@ def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: A
     return both % (2 * TILE) == 0 and inner % COLUMNS == 0 and both // (2 * TILE) > multiprocessors
 
 
-def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> Tiles | None:
+def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> HopperTiles | None:
     """Returns the tile sizes of the Hopper kernel for x and a weight [2 out, inner]; None: it does not support them.
 
     XLA rounds gate and up before it multiplies activation(gate) by up. "gelu" is computed by XLA, because Mosaic has no

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel, int4, int4_kernel
-from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
@@ -162,7 +162,7 @@ def packed_tiles(
     parts: int | None = None,
     *,
     gated: bool = False,
-) -> Tiles | None:
+) -> Int4Tiles | None:
     """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
 
     Args:

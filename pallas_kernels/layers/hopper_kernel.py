@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, Tiles
+from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
@@ -61,7 +61,7 @@ def _kernel(
 
     x_tiles, out_tiles = x_and_out_tiles
     memory = (x_tiles, out_tiles, w_tiles, arrived, done, *scales_memory)
-    cta = _Cta((x_ref, w_ref, row_scale_ref, scale_ref, out_ref), memory, tiles)
+    cta = _HopperCta((x_ref, w_ref, row_scale_ref, scale_ref, out_ref), memory, tiles)
 
     # Fill the pipeline: load the first slices of k, and the scales of all items.
     @pl.when(cta.group == 0)
@@ -91,7 +91,7 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-class _Cta:
+class _HopperCta:
     """The operations of one CTA (Pallas program) inside the kernel.
 
     The CTA computes `items` work items. A work item is one output tile, summed over one part of k, which has
@@ -253,7 +253,7 @@ def multiply(
     x: Array,
     weight: Array,
     *scales: Array,
-    tiles: Tiles,
+    tiles: HopperTiles,
     dtype: jnp.dtype,
     activation: Activation = "silu",
     interpret: Any = False,

@@ -34,7 +34,7 @@ MOST_TRANSPOSED = 160  # most rows of x whose accumulators (gate and up) fit int
 MOST_IDLE = 1.15  # XLA is faster if the time exceeds that of an even distribution of the tiles by this factor
 
 
-class Tiles(NamedTuple):
+class HopperTiles(NamedTuple):
     """The static sizes of one call of the Hopper kernel; the module's docstring defines the terms."""
 
     groups: int  # warpgroups per CTA, each for 64 rows of an output tile; transposed: for 64 columns
@@ -77,7 +77,7 @@ class Tiles(NamedTuple):
 
 def choose_tiles(
     rows: int, inner: int, out: int, dtype: jnp.dtype, multiprocessors: int, *, parts: int = 1, halves: int = 1
-) -> Tiles | None:
+) -> HopperTiles | None:
     """Chooses the sizes of the Hopper kernel for x [rows, inner] and a weight [halves * out, inner].
 
     Args:
@@ -127,7 +127,7 @@ def choose_tiles(
     if stages < min(2, inner // slice_size // parts):  # the scales leave no room for two slices of k
         return None
     programs = min(items, multiprocessors)
-    return Tiles(groups, columns, slice_size, stages, store, programs, parts, halves, scale_tiles, transposed)
+    return HopperTiles(groups, columns, slice_size, stages, store, programs, parts, halves, scale_tiles, transposed)
 
 
 def _imbalance(items: int, multiprocessors: int) -> float:

@@ -31,7 +31,7 @@ from jaxtyping import Array
 from pallas_kernels.layers import expert_registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Tiles, copied_groups
+from pallas_kernels.layers.int4_tiling import Int4Tiles, copied_groups
 from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
 from pallas_kernels.layers.packed_stores import store
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
     row: Array  # first row of x
 
 
-class _Cta(PackedCta):
+class _Int4Cta(PackedCta):
     """The operations of one CTA (Pallas program) inside the kernel.
 
     Args:
@@ -145,7 +145,7 @@ def multiply(
     packed: Array,
     scale: Array,
     *zeros: Array,
-    tiles: Tiles,
+    tiles: Int4Tiles,
     dtype: jnp.dtype,
     activation: Activation | None = None,
     interpret: Any = False,
@@ -180,7 +180,7 @@ def multiply(
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
 
         def run(memory, boxes):
-            _Cta(by_name, memory, boxes, tiles, activation, bool(interpret)).run()
+            _Int4Cta(by_name, memory, boxes, tiles, activation, bool(interpret)).run()
 
         boxes = {
             name: plgpu.SMEM((tiles.stages, tiles.channels * HEIGHT, count), arrays[name].dtype)

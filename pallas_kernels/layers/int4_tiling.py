@@ -27,7 +27,7 @@ SCALE_BYTES, ZERO_BYTES = 4, 1  # of a scale, and of a zero point
 COPIED = 16  # fewest bytes of a row that the TMA unit copies
 
 
-class Tiles(NamedTuple):
+class Int4Tiles(NamedTuple):
     """The static sizes of one call; `packed_cta` defines the terms."""
 
     height: int  # rows of x in an output tile, a multiple of 8
@@ -66,7 +66,7 @@ def choose_tiles(
     parts: int | None = None,
     *,
     gated: bool = False,
-) -> Tiles | None:
+) -> Int4Tiles | None:
     """Chooses the sizes of the kernel for x [rows, inner] and a packed weight.
 
     Args:
@@ -113,7 +113,7 @@ def choose_tiles(
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors))
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                best = Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
+                best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
                 least = time
     return best
 
@@ -138,7 +138,7 @@ def most_stages(height: int, channels: int, slices: int, splits: int, factor_byt
     """Returns how many slots fit into shared memory beside the sums of other warpgroups.
 
     Args:
-        height, channels, splits: as in `Tiles`.
+        height, channels, splits: as in `Int4Tiles`.
         slices: slices of a slot.
         factor_bytes: bytes of scales and zero points of each row of a slot.
         reserved: bytes for other things.

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from pallas_kernels.layers import int4_registers as registers
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.int4_tiling import Int4Tiles
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
@@ -35,7 +35,7 @@ class PackedCta(ABC):
     items: Array  # number of work items of the CTA
     item_slots: int  # slots of a work item
 
-    def __init__(self, memory: tuple[Any, ...], tiles: Tiles, interpret: bool):
+    def __init__(self, memory: tuple[Any, ...], tiles: Int4Tiles, interpret: bool):
         from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
         self.x_tiles, self.w_tiles, self.arrived, self.done, *self.joining = memory
@@ -269,7 +269,7 @@ def group_factors(refs, first, column, group, **options):
 
 
 def memory_of(
-    tiles: Tiles, dtype: jnp.dtype, x: tuple[int, ...], piece: int, weights: tuple[int, ...], loads: int
+    tiles: Int4Tiles, dtype: jnp.dtype, x: tuple[int, ...], piece: int, weights: tuple[int, ...], loads: int
 ) -> list[Any]:
     """Returns the shared memory of a CTA, which `PackedCta` takes.
 

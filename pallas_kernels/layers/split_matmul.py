@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.grouped_matmul import packed_tiles
-from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import FP8, Activation
 from pallas_kernels.layers.quantized import (
     Factors,
@@ -53,7 +53,7 @@ MANY_ROWS = 96  # from this number of rows on, XLA splits a part only if there a
 XLA_TILE = 64, 128  # rows and columns of a tile in XLA's decision
 
 
-class Sizes(NamedTuple):
+class SplitSizes(NamedTuple):
     """The sizes of the kernel's programs."""
 
     parts: int  # parts of k
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 # With weights of two bytes; four stages if a multiprocessor has one program. At 64 rows every stage but one takes 32
 # KiB of shared memory, of which compute capability 8.9 has 99.
-LONG = Sizes(parts=2, tile=64, columns=128, stages=3)
+LONG = SplitSizes(parts=2, tile=64, columns=128, stages=3)
 
 
 def parts_of(
@@ -107,7 +107,7 @@ def _is_split_again(rows: int, out: int, inner: int, parts: int) -> bool:
     return inner // parts >= SPLIT_AGAIN and tiles < (TILES if rows >= MANY_ROWS else 2 * TILES)
 
 
-def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> Sizes | None:
+def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> SplitSizes | None:
     """Returns the sizes of the kernel's programs for up to 64 rows; None if the sum over k is not divided."""
     if out < LEAST_OUT or inner < LEAST_INNER:
         return None
@@ -123,7 +123,7 @@ def choose_sizes(rows: int, out: int, inner: int, weight_bytes: int) -> Sizes | 
     # memory of compute capability 8.9.
     steps, stages = inner // columns, 6 if weight_bytes > 1 else 5
     wanted = range(4 if out <= NARROW_OUT else 2, MOST_PARTS)
-    return next((Sizes(parts, tile, columns, stages) for parts in wanted if steps % parts == 0), None)
+    return next((SplitSizes(parts, tile, columns, stages) for parts in wanted if steps % parts == 0), None)
 
 
 def _out_tile(rows: int, out: int) -> int:
@@ -200,7 +200,7 @@ def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
     return hopper_kernel.multiply(x, weight, row_scale, scale, tiles=tiles, dtype=jnp.float32, interpret=interpret)
 
 
-def hopper_tiles(rows: int, weight: Weight) -> Tiles | None:
+def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
     """Returns the tile sizes of the Hopper kernel for a product of `rows` rows; None if the Hopper kernel is not used.
 
     The Hopper kernel is used for weights of "fp8_dynamic" with 17 to 64 rows, because it is faster there.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales
 from pallas_kernels.layers.shard import AXIS, OwnColumns
-from pallas_kernels.sampling.sample_tokens import NO_TOKEN, Inputs, Row, scored_reference
+from pallas_kernels.sampling.sample_tokens import NO_TOKEN, Inputs, SampledRow, scored_reference
 from pallas_kernels.sampling.threshold import SLICE
 from pallas_kernels.sampling.top_log_probs import (
     BLOCK,
@@ -62,7 +62,7 @@ def _best_kernel(
     first, words_ref = refs[-2][0], refs[-1]
     row_number, index = pl.program_id(0), pl.program_id(1)
     own = jnp.minimum(refs[0].shape[1], size - first)  # without padding
-    row = Row(inputs(refs), row_number, purpose, vocab=own, first_token=first)
+    row = SampledRow(inputs(refs), row_number, purpose, vocab=own, first_token=first)
 
     def store(score, column):
         words_ref[row_number, index, 0] = _words(score)

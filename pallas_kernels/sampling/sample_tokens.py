@@ -142,7 +142,7 @@ class Inputs(NamedTuple):
         return cls(logits, seed, first, offsets, refs[4:8], refs[8:end], refs[end] if has_ids else None)
 
 
-class Row:
+class SampledRow:
     """One row inside a kernel, with its logits, noise key and sampling controls (temperature, top-k, top-p, min-p).
 
     Attributes:
@@ -225,7 +225,7 @@ def _survey_kernel(
     purpose,
 ):
     """Stores the best token of one slice of a row in one Pallas program; for a row with cuts, the slice's `Survey`."""
-    row, index = Row(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
+    row, index = SampledRow(inputs(refs), pl.program_id(0), purpose), pl.program_id(1)
     *survey_refs, token_ref = refs[-4:]
     survey = Survey(*survey_refs)
 
@@ -248,7 +248,7 @@ def _choose_kernel(
     interpret,
 ):
     """Chooses the token of one row, in one Pallas program."""
-    row = Row(inputs(refs), pl.program_id(0), purpose)
+    row = SampledRow(inputs(refs), pl.program_id(0), purpose)
     survey, (token_ref, chosen_ref, groups_ref, kept_ref) = Survey(*refs[-7:-4]), refs[-4:]
 
     @pl.when(row.is_restricted)  # find the threshold, then sample among the tokens that it keeps

@@ -20,8 +20,8 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.metrics import Metrics
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
-from jspec.tools.bench.acceptance import Acceptance, Case, text_places
-from jspec.tools.bench.pair import Pair
+from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places
+from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.report import table_of
 from jspec.tools.command_line import make_parser
 from tests.support import tiny
@@ -106,8 +106,8 @@ def test_acceptance_table_numbers_equal_those_of_the_json_file(folder: Path) -> 
 
 
 def test_acceptance_table_marks_the_typical_rule_as_lossy() -> None:
-    case = acceptance.Case("typical", Tree.chain(1))
-    assert "typical (lossy)" in table_of([Acceptance(case, 1.0, 2.5, 0.1, 0.5, 10)])
+    case = acceptance.AcceptanceCase("typical", Tree.chain(1))
+    assert "typical (lossy)" in table_of([MeasuredAcceptance(case, 1.0, 2.5, 0.1, 0.5, 10)])
 
 
 def test_acceptance_draft_quantize_option_reaches_head_loading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_acceptance_draft_quantize_option_reaches_head_loading(monkeypatch: pyte
         raise InterruptedError(quantize)
 
     monkeypatch.setattr(pair.auto, "load_drafter", load)
-    source = Pair(TARGET, None, (), "head", None)
+    source = BenchPair(TARGET, None, (), "head", None)
     for kind in (None, "int8"):
         with pytest.raises(InterruptedError, match=str(kind)):
             next(acceptance.measure(source, *acceptance.cases(["coupled"], [Tree.chain(4)], kind)))
@@ -123,7 +123,7 @@ def test_acceptance_draft_quantize_option_reaches_head_loading(monkeypatch: pyte
 
 def test_draft_option_dflash_names_the_embedded_dflash_head_and_no_option_the_eagle3_head() -> None:
     for words, kind in (([], Eagle3), (["--draft", "dflash"], DFlash)):
-        found = Pair.of(make_parser().parse_args(["bench", "acceptance", *words]))
+        found = BenchPair.of(make_parser().parse_args(["bench", "acceptance", *words]))
         assert type(found.drafter(TREE)) is kind and found.target.config.vocab_size == 2048
 
 
@@ -158,14 +158,18 @@ def test_acceptance_context_prompts_of_wrong_sizes_raise(context: int, places: i
 
 def test_acceptance_with_a_window_and_a_drafter_without_window_support_raises() -> None:
     with pytest.raises(ValueError, match="expected a drafter with a window"):
-        next(acceptance.measure(Pair(TARGET, None, (), "ngram", None), Case("coupled", TREE, draft_window=8)))
+        next(
+            acceptance.measure(
+                BenchPair(TARGET, None, (), "ngram", None), AcceptanceCase("coupled", TREE, draft_window=8)
+            )
+        )
 
 
 @pytest.mark.long
 def test_draft_window_shorter_than_the_context_lowers_acceptance_by_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target drafts for itself, so all drafts are accepted unless a window hides part of the context."""
-    monkeypatch.setattr(Pair, "drafter", lambda *_: DraftModel(TARGET, TREE))
-    source, texts = Pair(TARGET, None, (), None, None), text_places(IDS, (3, 40), 3)
+    monkeypatch.setattr(BenchPair, "drafter", lambda *_: DraftModel(TARGET, TREE))
+    source, texts = BenchPair(TARGET, None, (), None, None), text_places(IDS, (3, 40), 3)
     settings = acceptance.cases(["coupled"], [TREE], windows=(None, 4))
     results = [one for case in settings for one in acceptance.measure(source, case, (0.0,), texts, tokens=10)]
     keys = [(one.case.draft_window, one.case.context) for one in results]
@@ -182,9 +186,11 @@ def test_acceptance_command_with_context_lengths_prints_table_and_writes_json(
 ) -> None:
     asked: list[Any] = []
 
-    def measure(source: Pair, case: Case, heats: Any, texts: Any, **sizes: Any) -> list[Acceptance]:
+    def measure(
+        source: BenchPair, case: AcceptanceCase, heats: Any, texts: Any, **sizes: Any
+    ) -> list[MeasuredAcceptance]:
         asked.append(({size: len(places) for size, places in texts.items()}, heats, sizes["tokens"]))
-        return [Acceptance(replace(case, context=size), 0.0, 1 + size / 1000, 0.25, 0.5, 7) for size in texts]
+        return [MeasuredAcceptance(replace(case, context=size), 0.0, 1 + size / 1000, 0.25, 0.5, 7) for size in texts]
 
     monkeypatch.setattr(acceptance, "measure", measure)
     words = ["--context", "256", "512", "--draft-window", "none", "64", "--accept", "coupled", "--temperature", "0"]
@@ -205,10 +211,10 @@ def test_acceptance_command_with_a_text_but_no_context_is_refused(capsys: pytest
 
 
 def test_names_demo_stand_for_the_embedded_target_and_head_and_suffix_cannot_be_quantised() -> None:
-    found = Pair.of(make_parser().parse_args(["bench", "acceptance", "--target", "demo", "--draft", "demo"]))
+    found = BenchPair.of(make_parser().parse_args(["bench", "acceptance", "--target", "demo", "--draft", "demo"]))
     assert type(found.drafter(TREE)) is Eagle3 and found.target.config.vocab_size == 2048
     with pytest.raises(ValueError, match="--draft-quantize: expected none with --draft suffix, got int8"):
-        Pair(TARGET, None, (), "suffix", None).drafter(TREE, "int8")
+        BenchPair(TARGET, None, (), "suffix", None).drafter(TREE, "int8")
 
 
 def test_drafter_that_is_quantised_at_load_has_int8_weights() -> None:

@@ -30,7 +30,7 @@ def test_step_time_of_one_request_on_an_8b_model_is_within_the_readme_limit(
 ) -> None:
     """No draft is accepted; the time is measured once, so a slow process fails and is not tried again."""
     drafted = None if tree == "none" else Tree.parse(tree)
-    case = step.Case(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
+    case = step.StepCase(SHAPE, batch=1, context=1024, tree=drafted, page_size=16, dtype=DTYPE)
     timing = step.measure(case, target, head)
     print(timing)
     assert timing.floor is not None
@@ -42,7 +42,7 @@ def test_step_time_of_one_request_on_an_8b_model_is_within_the_readme_limit(
 @pytest.mark.h200
 def test_step_time_of_the_reference_implementation_is_above_the_readme_limit(target: Model) -> None:
     """Negative control: the step without drafting, on the reference implementations of the kernels."""
-    case = step.Case(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
+    case = step.StepCase(SHAPE, batch=1, context=1024, tree=None, dtype=DTYPE, implementation="reference")
     timing = step.measure(case, target, None)
     print(f"references, none: {timing.milliseconds:.3f} ms")
     assert timing.milliseconds > LIMITS["none"]

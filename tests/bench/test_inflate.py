@@ -20,7 +20,7 @@ from jspec.models.layer_config import Rope
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow
-from jspec.tools.bench.inflate.grow import Sizes
+from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import byte_pair, tiny
@@ -69,7 +69,7 @@ def test_inflated_target_has_the_logits_of_the_small_target(model: dict[str, Any
     assert match.same, match
 
 
-def sizes_of(wanted: Sizes) -> dict[str, int]:
+def sizes_of(wanted: GrownSizes) -> dict[str, int]:
     return {name: size for name, size in asdict(wanted).items() if name != "draft_vocab_size"}
 
 
@@ -269,7 +269,7 @@ def test_inflated_head_with_other_feature_layers_keeps_or_moves_them_as_requeste
 
 def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> None:
     model, head = byte_models()
-    made = grow.plan(model, Sizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
+    made = grow.plan(model, GrownSizes.of("llama3-8b"), head=head, feature_layers=None, dtype="bfloat16")
     own = made.target.old
     assert made.target.new == random_models.TARGETS["llama3-8b"].resized(
         rope=own.rope, max_position=own.max_position, norm_eps=own.norm_eps / 64
@@ -280,7 +280,7 @@ def test_inflation_plan_of_the_embedded_pair_has_the_sizes_of_an_8b_model() -> N
 
 def test_inflation_plan_of_the_demo_pair_keeps_the_draft_vocabulary_of_its_head() -> None:
     model = tiny.load_target(demo.TARGET)
-    sizes = replace(Sizes.of("llama3-8b"), draft_vocab_size=model.config.vocab_size)
+    sizes = replace(GrownSizes.of("llama3-8b"), draft_vocab_size=model.config.vocab_size)
     made = grow.plan(model, sizes, head=tiny.load_head(demo.HEAD), feature_layers=None, dtype="bfloat16")
     assert made.head is not None and made.head.new.num_layers == made.head.old.num_layers
     assert (made.head.new.hidden_size, made.head.new.draft_vocab_size) == (4096, 2048)

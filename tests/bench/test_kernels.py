@@ -12,7 +12,7 @@ import pytest
 from jspec import Tree
 from jspec.__main__ import main
 from jspec.tools.bench import kernels, roofline
-from jspec.tools.bench.step import Case, floor_milliseconds
+from jspec.tools.bench.step import StepCase, floor_milliseconds
 
 pytestmark = pytest.mark.once
 
@@ -26,7 +26,7 @@ def few_calls_on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H200"])
 
 
-def floor_seconds(case: Case) -> float:
+def floor_seconds(case: StepCase) -> float:
     floor = floor_milliseconds(case)
     assert floor is not None
     return floor / 1e3
@@ -109,7 +109,7 @@ CHAIN = Tree.chain(4)
 def test_least_step_time_of_few_rows_equals_bytes_over_bandwidth(
     tree: Tree | None, batch: int, quantize: str | None, kv_dtype: str | None, milliseconds: float
 ) -> None:
-    case = Case("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
+    case = StepCase("llama3-8b", batch, 1024, tree, quantize=quantize, kv_dtype=kv_dtype)
     assert floor_seconds(case) * 1e3 == pytest.approx(milliseconds, rel=0.005)
 
 
@@ -117,11 +117,11 @@ def test_least_step_time_of_many_rows_equals_flops_over_arithmetic_rate() -> Non
     """320 verified rows: 2 * 320 * 7.505e9 operations at 790 TFLOP/s, twice as fast in fp8, beside attention."""
     attention = 64 * 1024 * 131072 / 4.3e12
     verify = 2 * 320 * 7.505e9 / 790e12
-    draft, whole = (floor_seconds(Case("llama3-8b", 64, 1024, tree)) for tree in (Tree.chain(1), CHAIN))
+    draft, whole = (floor_seconds(StepCase("llama3-8b", 64, 1024, tree)) for tree in (Tree.chain(1), CHAIN))
     two_rows = 2 * 7.505e9 / 4.3e12  # 128 rows are still bound by bytes
     three_passes = 3 * (2 * 373e6 + 64 * 1024 * 4096) / 4.3e12
     assert whole - draft == pytest.approx(verify - two_rows + three_passes, rel=0.03)
-    assert floor_seconds(Case("llama3-8b", 64, 1024, CHAIN, quantize="fp8_dynamic")) == pytest.approx(
+    assert floor_seconds(StepCase("llama3-8b", 64, 1024, CHAIN, quantize="fp8_dynamic")) == pytest.approx(
         verify / 2 + attention + 4 * (373e6 + 64 * 1024 * 4096) / 4.3e12, rel=0.03
     )
 
@@ -133,7 +133,7 @@ def test_least_step_time_on_another_device_uses_the_rates_of_that_device(
     monkeypatch: pytest.MonkeyPatch, kind: str, bandwidth: float, rate: float
 ) -> None:
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS[kind])
-    plain = floor_seconds(Case("llama3-8b", 1, 1024, None))
+    plain = floor_seconds(StepCase("llama3-8b", 1, 1024, None))
     assert plain == pytest.approx((2 * 7.505e9 + 1024 * 131072) / bandwidth, rel=0.005)
     many_rows = roofline.seconds([roofline.matmul("many rows", 4096, 4096, 4096, roofline.BF16)])
     assert many_rows == pytest.approx(2 * 4096**3 / rate)
@@ -143,7 +143,7 @@ def test_least_time_on_device_of_unknown_rates_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(roofline, "chip", lambda: None)
-    assert floor_milliseconds(Case("llama3-8b", 1, 1024, None)) is None
+    assert floor_milliseconds(StepCase("llama3-8b", 1, 1024, None)) is None
     assert main(["bench", "kernels", "--kernel", "gemm", "--rows", "1", "--shape", "least", "--dtype", "float32"]) == 0
     heading = capsys.readouterr().out.splitlines()[1]
     assert "GFLOP" in heading and "least" not in heading and "share" not in heading
@@ -151,13 +151,13 @@ def test_least_time_on_device_of_unknown_rates_is_left_out(
 
 def test_least_step_time_of_a_quantised_head_counts_fewer_bytes() -> None:
     """Four passes read 373e6 weights (three of them 25e6 less), the fusion 50e6; each is one byte smaller."""
-    whole, own = (Case("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
+    whole, own = (StepCase("llama3-8b", 1, 1024, CHAIN, draft_quantize=kind) for kind in (None, "fp8"))
     saved = (4 * 373e6 - 3 * 25e6 + 50e6) / 4.3e12
     assert floor_seconds(whole) - floor_seconds(own) == pytest.approx(saved, rel=0.005)
 
 
 def test_least_step_time_of_draft_depth_0_equals_that_of_plain_decoding() -> None:
     options = ((None, None), (CHAIN, 4), (CHAIN, 0))
-    plain, chain, nothing = (Case("llama3-8b", 8, 1024, tree, depth=depth) for tree, depth in options)
+    plain, chain, nothing = (StepCase("llama3-8b", 8, 1024, tree, depth=depth) for tree, depth in options)
     assert floor_seconds(nothing) == floor_seconds(plain) < floor_seconds(chain)
-    assert floor_seconds(chain) == floor_seconds(Case("llama3-8b", 8, 1024, CHAIN))
+    assert floor_seconds(chain) == floor_seconds(StepCase("llama3-8b", 8, 1024, CHAIN))

@@ -14,7 +14,7 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.tools.bench import profiling, step
-from jspec.tools.bench.profiling import Launch, watch_clock
+from jspec.tools.bench.profiling import KernelTime, watch_clock
 from jspec.tools.bench.report import table_of
 
 pytestmark = pytest.mark.once
@@ -36,7 +36,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def watched(folder: Path, lines: list[str]) -> profiling.Clock | None:
+def watched(folder: Path, lines: list[str]) -> profiling.GpuClock | None:
     (folder / "answer").write_text("\n".join(lines))
     return watch_clock(lambda: None, seconds=0.3)
 
@@ -106,10 +106,10 @@ def test_trace_events_of_host_and_modules_are_left_out() -> None:
 def test_trace_kernel_launches_are_counted_by_name_and_summed() -> None:
     events = profiling.stream_events([SimpleNamespace(name="/device:GPU:0", lines=STREAMS)])
     assert profiling.launches_by_name(events, steps=2) == [
-        Launch("product", 0.5, 9.0, pytest.approx(0.0045), 0.5),
-        Launch("norm", 2.0, 2.0, pytest.approx(0.004), pytest.approx(8 / 18)),
-        Launch("copy", 0.5, 1.0, pytest.approx(0.0005), pytest.approx(1 / 18)),
-        Launch("all", 3.0, None, pytest.approx(0.009)),
+        KernelTime("product", 0.5, 9.0, pytest.approx(0.0045), 0.5),
+        KernelTime("norm", 2.0, 2.0, pytest.approx(0.004), pytest.approx(8 / 18)),
+        KernelTime("copy", 0.5, 1.0, pytest.approx(0.0005), pytest.approx(1 / 18)),
+        KernelTime("all", 3.0, None, pytest.approx(0.009)),
     ]
     found = profiling.launches_by_name(events, steps=1)
     printed = table_of(found).splitlines()

@@ -30,13 +30,13 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Result:
+class ReportedResult:
     inner: Inner
     share: Annotated[float | None, Column("share", ".0%")]
     never: Annotated[float | None, Column("never", report.scaled(1e3, ".1f"))] = None
 
 
-RESULTS = [Result(Inner(None, math.inf), 0.25), Result(Inner(Tree.chain(2), 8), math.nan)]
+RESULTS = [ReportedResult(Inner(None, math.inf), 0.25), ReportedResult(Inner(Tree.chain(2), 8), math.nan)]
 PLAIN = [
     {"inner": {"tree": "none", "context": "inf"}, "share": 0.25, "never": None},
     {"inner": {"tree": "chain:2", "context": 8}, "share": None, "never": None},
@@ -44,10 +44,10 @@ PLAIN = [
 
 
 def test_report_table_leaves_out_columns_without_values() -> None:
-    lines = report.table_of([*RESULTS, Result(RESULTS[0].inner, None)]).splitlines()
+    lines = report.table_of([*RESULTS, ReportedResult(RESULTS[0].inner, None)]).splitlines()
     rows = [["tree", "share"], ["none", "25%"], ["chain:2", "nan%"], ["none"]]
     assert [line.split() for line in lines if "-" not in line] == rows
-    assert report.table_of([Result(Inner(None, 1.0), None, 0.002)]).splitlines()[2].split() == ["none", "2.0"]
+    assert report.table_of([ReportedResult(Inner(None, 1.0), None, 0.002)]).splitlines()[2].split() == ["none", "2.0"]
     assert report.table_of([{"no": "record"}]) == ""
 
 
@@ -63,7 +63,7 @@ def test_report_command_prints_table_and_writes_json_result_by_result(
     path, seen = tmp_path / "out.json", []
 
     def run(arguments: argparse.Namespace) -> Report:
-        def measured() -> Iterator[Result]:
+        def measured() -> Iterator[ReportedResult]:
             yield RESULTS[0]
             seen.append((capsys.readouterr(), json.loads(path.read_text())["results"]))
             yield from RESULTS[1 : arguments.count]

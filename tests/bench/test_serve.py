@@ -23,8 +23,8 @@ from jspec.tools.bench import pair as pairs
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
 from jspec.tools.bench.load import Arrival, Load, Log, serve
-from jspec.tools.bench.pair import Pair, read_prompts
-from jspec.tools.bench.serve import Setting, Spread, figures_of
+from jspec.tools.bench.pair import BenchPair, read_prompts
+from jspec.tools.bench.serve import ServeSetting, Spread, figures_of
 from tests.support import engines, folders
 
 pytestmark = pytest.mark.once
@@ -82,7 +82,7 @@ def test_serve_load_with_a_wrong_field_raises(field: str, value: float) -> None:
         Load(**{"num_prompts": 1, field: value})  # type: ignore[arg-type]
 
 
-class Clock:
+class SteppedClock:
     """Clock that advances by one second with every step of the engine, and by the seconds waited for."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock, step = Clock(), Engine.step
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedClock]:
+    clock, step = SteppedClock(), Engine.step
 
     def steps(self: Engine) -> None:
         step(self)
@@ -113,17 +113,17 @@ def arrival(at: float, prompt: list[int], output_len: int) -> Arrival:
     return Arrival(at, prompt, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
 
 
-def run(clock: Clock, arrivals: list[Arrival], most: int | None = None) -> Log:
+def run(clock: SteppedClock, arrivals: list[Arrival], most: int | None = None) -> Log:
     return serve(engines.plain(), arrivals, max_concurrency=most, now=clock.now, wait=clock.wait)
 
 
-def test_serve_request_times_are_measured_from_the_due_time_to_each_chunk(clock: Clock) -> None:
+def test_serve_request_times_are_measured_from_the_due_time_to_each_chunk(clock: SteppedClock) -> None:
     """A result is read one step after its dispatch; the second request is due during the third step."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2)])
     first, second = log.served
     assert (first.began, first.pieces) == (0.0, [(2.0, 1), (3.0, 2), (4.0, 3)])
     assert (second.began, second.pieces) == (2.5, [(5.0, 1), (6.0, 2)])
-    found = figures_of(Setting(), log)
+    found = figures_of(ServeSetting(), log)
     assert (found["ttft_ms"].min, found["ttft_ms"].max) == (2000.0, 2500.0)
     assert (found["e2e_ms"].min, found["e2e_ms"].max) == (3500.0, 4000.0)
     assert (found["mean_tpot_ms"], found["itl_ms"].count, found["mean_itl_ms"]) == (1000.0, 3, 1000.0)
@@ -132,7 +132,7 @@ def test_serve_request_times_are_measured_from_the_due_time_to_each_chunk(clock:
     assert found["request_throughput"] == 2 / 6 and found["output_throughput"] == 5 / 6
 
 
-def test_serve_request_times_under_max_concurrency_begin_when_a_place_is_free(clock: Clock) -> None:
+def test_serve_request_times_under_max_concurrency_begin_when_a_place_is_free(clock: SteppedClock) -> None:
     """Concurrency is 1: the second request begins when the first ends; the third is due at an idle engine."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(0.5, [4], 2), arrival(50.0, [5], 1)], most=1)
     assert [one.began for one in log.served] == [0.0, 4.0, 50.0]
@@ -141,7 +141,7 @@ def test_serve_request_times_under_max_concurrency_begin_when_a_place_is_free(cl
     assert [one.began for one in together.served] == [0.0, 0.5]  # there was room, so its time runs
 
 
-def test_serve_answers_have_the_requested_number_of_tokens(clock: Clock) -> None:
+def test_serve_answers_have_the_requested_number_of_tokens(clock: SteppedClock) -> None:
     load = Load(num_prompts=30, input_len=20, output_len=8, rate=0.5)
     arrivals = load.arrivals(engines.VOCAB)
     log = run(clock, arrivals, most=5)
@@ -151,7 +151,7 @@ def test_serve_answers_have_the_requested_number_of_tokens(clock: Clock) -> None
         assert one.pieces[-1][1] == len(one.completion.token_ids) == one.arrival.params.max_tokens
 
 
-def failing(clock: Clock) -> Log:
+def failing(clock: SteppedClock) -> Log:
     """Log of a run whose last request ends with an error."""
     log = run(clock, [arrival(0.0, [3, 1], 3), arrival(2.5, [4], 2), arrival(30.0, [2], 2)])
     bad = log.served[-1]
@@ -160,9 +160,9 @@ def failing(clock: Clock) -> Log:
     return log
 
 
-def test_serve_report_names_and_values_equal_those_of_vllm_without_failed_requests(clock: Clock) -> None:
+def test_serve_report_names_and_values_equal_those_of_vllm_without_failed_requests(clock: SteppedClock) -> None:
     log = failing(clock)._replace(seconds=8.0)
-    found = figures_of(Setting(), log)
+    found = figures_of(ServeSetting(), log)
     assert (found["completed"], found["failed"], found["ttft_ms"].count) == (2, 1, 2)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (3, 5)
     rates = [found[f"{name}_throughput"] for name in ("request", "output")] + [found["total_token_throughput"]]
@@ -171,9 +171,9 @@ def test_serve_report_names_and_values_equal_those_of_vllm_without_failed_reques
         assert [found[f"{word}_{name}_ms"] for word in ("mean", "median", "p99")] == [mean, mean, pytest.approx(p99)]
 
 
-def test_serve_table_has_one_column_for_each_setting(clock: Clock) -> None:
+def test_serve_table_has_one_column_for_each_setting(clock: SteppedClock) -> None:
     log = failing(clock)
-    found = [figures_of(Setting(tree), log) for tree in (Tree.chain(1), Tree.chain(2))]
+    found = [figures_of(ServeSetting(tree), log) for tree in (Tree.chain(1), Tree.chain(2))]
     lines = [line.split() for line in bench.text(found).splitlines()]
     assert ["tree", "chain:1", "chain:2"] in lines and ["acceptance_per_position", "0.00", "0.00/0.00"] in lines
     assert ["median_ttft_ms", "2250.00", "2250.00"] in lines
@@ -189,7 +189,7 @@ def test_serve_table_has_one_column_for_each_setting(clock: Clock) -> None:
 )
 def test_serve_setting_with_a_wrong_field_raises(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Setting(**{"tree": Tree.chain(4)} | changed)
+        ServeSetting(**{"tree": Tree.chain(4)} | changed)
 
 
 def test_serve_report_has_quantiles_mean_and_deviation_computed_by_hand() -> None:
@@ -264,10 +264,10 @@ EMBEDDED = Namespace(target=None, draft=None, tokenizer=None, dtype=None)
 @pytest.mark.timing
 @pytest.mark.parametrize("tree", [None, Tree.chain(3)], ids=str)
 def test_serve_throughput_of_a_batch_is_over_3_times_that_of_single_requests(tree: Tree | None) -> None:
-    settings = [Setting(tree, max_concurrency=1), Setting(tree), Setting(tree, overlap=False)]
+    settings = [ServeSetting(tree, max_concurrency=1), ServeSetting(tree), ServeSetting(tree, overlap=False)]
     arrivals = Load(64, 16, 64, range_ratio=1.0).arrivals(256, text=SOURCE_TEXT.encode())
     sizes = dict(slots=64, buckets=(1, 64), max_len=80, prefill_buckets=(16,), prefill_budget=PREFILL_BUCKETS[-1])
-    found = list(bench.measure(Pair.of(EMBEDDED), settings, arrivals, 5, **sizes))
+    found = list(bench.measure(BenchPair.of(EMBEDDED), settings, arrivals, 5, **sizes))
     print(bench.text(found))
     assert found[1]["ratio"] >= 3.0
     assert found[1]["ratio"] / found[2]["ratio"] >= 0.98  # as fast, but for the difference of two medians

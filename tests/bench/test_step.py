@@ -27,7 +27,7 @@ from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine
 from jspec.tools.bench.report import table_of
-from jspec.tools.bench.step import Case
+from jspec.tools.bench.step import StepCase
 from jspec.tools.bench.step_costs import max_tokens
 from pallas_kernels.layers.quantized import Quantized
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.once
 
 TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
-CLOCK = profiling.Clock(1560.0, 1980.0, 691.6, 0.75)
+CLOCK = profiling.GpuClock(1560.0, 1980.0, 691.6, 0.75)
 CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
 
 
@@ -53,7 +53,7 @@ def test_step_command_writes_table_json_and_trace(
 ) -> None:
     """On a GPU, untimed steps for the clock follow the timed ones; each gets the state of the step before."""
 
-    def twice(work: Callable[[], object]) -> profiling.Clock:
+    def twice(work: Callable[[], object]) -> profiling.GpuClock:
         work()
         work()
         return CLOCK
@@ -114,7 +114,7 @@ def test_floor_on_two_devices_is_half_and_the_time_of_exchanges(
 ) -> None:
     """An 8B target exchanges parts 64 times a pass, and its head twice; an exchange takes 6 microseconds."""
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
-    floors = [step.floor_milliseconds(Case("llama3-8b", 1, 1024, tree, tensor_parallel=n)) for n in (1, 2)]
+    floors = [step.floor_milliseconds(StepCase("llama3-8b", 1, 1024, tree, tensor_parallel=n)) for n in (1, 2)]
     assert floors == pytest.approx([alone, two], abs=0.02)
 
 
@@ -141,7 +141,7 @@ def test_floor_with_experts_in_mxfp4_counts_their_packed_bytes_and_scales(monkey
     """A plain step of gpt-oss-20b reads 4 of 32 experts a layer, 17 bytes for 32 values instead of 64."""
     monkeypatch.setattr(roofline, "chip", lambda: roofline.CHIPS["NVIDIA H100 80GB HBM3"])
     plain, packed, int4 = (
-        step.floor_milliseconds(Case("gpt-oss-20b", 1, 1024, None, quantize=kind)) or 0
+        step.floor_milliseconds(StepCase("gpt-oss-20b", 1, 1024, None, quantize=kind)) or 0
         for kind in (None, "mxfp4", "int4")
     )
     values = 24 * 4 * 3 * 2880 * 2880
@@ -175,7 +175,7 @@ def test_step_command_with_draft_quantize_quantises_only_the_head(
 ) -> None:
     seen = []
 
-    def measure(case: step.Case, target: Model, head: EagleHead, **_: Any) -> step.Timing:
+    def measure(case: step.StepCase, target: Model, head: EagleHead, **_: Any) -> step.Timing:
         seen.append([type(model.layers[0].qkv) for model in (target, head)])
         return step.Timing(case, 1.0, 0.1, 0.5, 2.0, None, 1.0, 0.3)
 
@@ -195,7 +195,7 @@ def test_step_command_with_all_batch_rows_idle_is_refused(capsys: pytest.Capture
 
 def test_step_state_for_timing_has_no_zeros_in_its_caches() -> None:
     """A GPU draws less power for zeros (NOTES, "Tried"); the drafter's cache is checked too."""
-    case = step.Case("tiny", 3, 20, Tree.chain(2), dtype="float32")
+    case = step.StepCase("tiny", 3, 20, Tree.chain(2), dtype="float32")
     target, head = random_models.random_target("tiny", "float32"), random_models.random_head("tiny", "float32")
     program, params, pool = step.build(case, target, head)
     state = step.filled_state(init_state(program, params, pool), case)
@@ -300,17 +300,17 @@ def test_startup_command_with_wrong_buckets_is_refused(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("shape", random_models.TARGETS)
 def test_overlap_command_default_lengths_fit_every_shape(shape: str) -> None:
-    case = Case(shape, 1, 1024, Tree.chain(8))
+    case = StepCase(shape, 1, 1024, Tree.chain(8))
     longest = case.context + max_tokens(case, step_costs.LOOP_WARM_UP + step_costs.LOOPS, step_costs.LOOP)
     assert longest <= random_models.TARGETS[shape].max_position
 
 
-CASES = [Case("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
-FULL = [Case("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
+CASES = [StepCase("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
+FULL = [StepCase("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
 STEPS = 20
 
 
-def max_len(cases: list[Case]) -> int:
+def max_len(cases: list[StepCase]) -> int:
     return cases[-1].context + max_tokens(cases[-1], 50)
 
 

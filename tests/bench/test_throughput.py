@@ -59,7 +59,7 @@ def is_as_stated(measured: float, rates: tuple[float, ...], rows: int, tokens: i
 class Compiled(NamedTuple):
     """Compiled steps of one case, with imposed acceptance and without, and the state before the first step."""
 
-    case: throughput.Case
+    case: throughput.ThroughputCase
     params: Params
     fresh: Callable[[], SlotState]
     synthetic: Any
@@ -68,8 +68,8 @@ class Compiled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    point = step.Case(SHAPE, ROWS, CONTEXT, TREE, dtype=DTYPE)
-    case = throughput.Case(point, RATES[:2], TOKENS)
+    point = step.StepCase(SHAPE, ROWS, CONTEXT, TREE, dtype=DTYPE)
+    case = throughput.ThroughputCase(point, RATES[:2], TOKENS)
     target, head = random_models.random_target(SHAPE, DTYPE), random_models.random_head(SHAPE, DTYPE)
     program, params, pool = step.build(point, target, head, growth=TOKENS)
 

@@ -12,12 +12,12 @@ from jspec.core.progress import progress_bar
 pytestmark = pytest.mark.once
 
 
-class Terminal(io.StringIO):
+class BarTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("stderr", "is_shown"), [(Terminal(), True), (io.StringIO(), False)])
+@pytest.mark.parametrize(("stderr", "is_shown"), [(BarTerminal(), True), (io.StringIO(), False)])
 def test_progress_bar_is_shown_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, is_shown: bool
 ) -> None:

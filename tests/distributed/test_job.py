@@ -126,11 +126,11 @@ def test_process_that_ends_while_an_engine_runs_is_lost_at_once() -> None:
 
 
 def test_function_that_the_devices_thread_has_called_is_not_kept() -> None:
-    class Weights:
+    class JobWeights:
         pass
 
     with jobs() as (found, _):
-        weights = Weights()
+        weights = JobWeights()
         kept = weakref.ref(weights)
         assert found[0].do(lambda own=weights: own) is weights
         del weights

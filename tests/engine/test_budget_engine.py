@@ -30,7 +30,7 @@ def budgets_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "BUDGET_ROWS", 2)
 
 
-class Random(Policy):
+class RandomPolicy(Policy):
     """A policy that draws each size at random, and keeps the results."""
 
     def __init__(self, sizes: Sequence[RoundSize]) -> None:
@@ -92,7 +92,7 @@ def test_engine_with_random_budgets_emits_the_tokens_of_plain_decoding(name: str
     sizes = [*(RoundSize(3, nodes) for nodes in engine.config.draft_nodes or ()), RoundSize(0)]
     sizes += [RoundSize(3)] * name.startswith("draft model")  # whole rounds between the others
     for temperature in (0.0, 1.0):
-        engine.policy = policy = Random(sizes)
+        engine.policy = policy = RandomPolicy(sizes)
         penalty = 1.3 if engine.config.controls else 1.0
         assert generate(engine, temperature, penalty) == plain(temperature, penalty)
         assert {result.size for result in policy.results} == set(sizes)
@@ -109,7 +109,7 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
     first = replace(target, layers=target.layers[:1], config=replace(target.config, layers=target.config.layers[:1]))
     drafter = DraftModel(first, Tree.chain(2))
     with engines.make(target, drafter=drafter, draft_nodes=(1,), draft_depths=(0, 2), controls=False, **own) as engine:
-        engine.policy = policy = Random(sizes)
+        engine.policy = policy = RandomPolicy(sizes)
         prompts = [data[f"prompt{i}"].tolist() for i in (0, 1, 0, 1)]
         done = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0))
     assert [one.token_ids for one in done] == [data[f"greedy{i}"].tolist()[:32] for i in (0, 1, 0, 1)]
@@ -120,7 +120,7 @@ def test_engine_with_a_latent_cache_and_a_budget_emits_the_tokens_of_transformer
 def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:
     """All rows draft with the target itself; one row at temperature 0 is certain, the others draw tokens."""
     engine = made("draft model, chain")
-    engine.policy = Random([RoundSize(3, 1)])
+    engine.policy = RandomPolicy([RoundSize(3, 1)])
     params = [SamplingParams(max_tokens=24, temperature=0, draft=cap) for cap in (3, 3, 0, 0)]
     done = engine.generate(PROMPTS[:4], params)
     drafted = [one.metrics.num_draft_tokens / one.metrics.num_drafts for one in done]
@@ -130,7 +130,7 @@ def test_rows_with_likely_drafts_get_more_of_the_budget_than_others() -> None:
 
 def test_rounds_with_log_probabilities_verify_all_nodes_and_keep_the_tokens() -> None:
     engine = made("draft model, chain")
-    engine.policy = policy = Random([RoundSize(3, 1)])
+    engine.policy = policy = RandomPolicy([RoundSize(3, 1)])
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=2)
     tokens = [done.raise_for_error().token_ids for done in engine.generate(PROMPTS, params)]
     assert tokens == [own[:12] for own in plain(0.0, 1.0)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher, Vocabulary, compile_lark
+from jspec.engine.grammar.cfg_matcher import GuidanceVocabulary, LarkGrammar, Matcher, compile_lark
 from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.regex_dfa import try_lark
 from tests.reference import descent
@@ -310,4 +310,6 @@ def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
 def test_compile_lark_without_llguidance_raises_naming_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[grammar\]'"):
-        compile_lark("grammar", descent.LISTS, Vocabulary(lettered.TEXTS, 16), (0,), lambda name, lark: try_lark(lark))
+        compile_lark(
+            "grammar", descent.LISTS, GuidanceVocabulary(lettered.TEXTS, 16), (0,), lambda name, lark: try_lark(lark)
+        )

@@ -19,7 +19,7 @@ from jspec.tools import convert
 from tests.support import byte_pair, engines, processes
 from tests.support.grammar_cases import PROMPTS, masked
 from tests.support.process_scripts import ASKED, OPTIONS, PARAMS, PLAIN
-from tests.support.processes import Ended, run_script
+from tests.support.processes import EndedProcess, run_script
 
 pytestmark = pytest.mark.slow
 BOUND = 30.0  # seconds in which a process ends after another one was lost
@@ -144,7 +144,7 @@ def test_process_that_misses_a_call_ends_all() -> None:
     assert all("expected call 4 of process 0" in error for _, error in ended) and not healthy
 
 
-def check_refused(ended: Sequence[Ended], *expected: str) -> None:
+def check_refused(ended: Sequence[EndedProcess], *expected: str) -> None:
     """Check that all processes failed, with errors that name the difference."""
     assert [one.status for one in ended] == [1, 1]
     assert all(text in one.errors for one in ended for text in expected), [one.errors for one in ended]

@@ -23,7 +23,7 @@ from jspec.step.executable_key import ExecutableKey
 from pallas_kernels.layers.shard import AXIS
 from tests.support import engines, folders, lettered
 from tests.support.brittle import Fault
-from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
+from tests.support.grammar_cases import MASKS, TABLE, GrammarCase, check_decoding
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 TOLERANCE = 1e-4  # rounding of float32 scores with sums in another order
@@ -143,7 +143,7 @@ def devices_of(tree: Any) -> set[jax.Device]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(TABLE, marks=pytest.mark.long), MASKS], ids=["table", "masks"])
-def test_engine_with_a_draft_model_apart_emits_the_tokens_of_masked_decoding(apart: Engine, case: Case) -> None:
+def test_engine_with_a_draft_model_apart_emits_the_tokens_of_masked_decoding(apart: Engine, case: GrammarCase) -> None:
     """The host computes masks between the two devices."""
     pytest.importorskip(case.library)
     before = apart.metrics
@@ -248,7 +248,7 @@ def test_target_and_draft_model_on_any_numbers_of_devices_give_the_tokens_of_one
         assert devices_of((drafting.params, drafting.state)) == set(drafts)
 
 
-class Alternating(Policy):
+class TwoDepths(Policy):
     """A policy that chooses two draft depths in turns."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Alternating(Policy):
 @pytest.mark.long
 def test_adaptive_engine_with_a_draft_model_apart_drafts_at_all_depths_and_learns_their_times() -> None:
     with make(jax.devices()[1], "chain:1", adaptive=True, draft_depths=(0, 1)) as engine:
-        engine.policy = policy = Alternating()
+        engine.policy = policy = TwoDepths()
         assert tokens(engine) == tokens(engines.plain())
     assert {result.depth for result in policy.seen} == {0, 1}
     assert any(result.seconds is not None for result in policy.seen)

@@ -98,7 +98,7 @@ def test_fair_lock_interrupted_during_acquire_is_released(monkeypatch: pytest.Mo
 def test_fair_lock_interrupted_while_waiting_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
 
-    class Interrupted:
+    class InterruptedWait:
         def __init__(self) -> None:
             self.calls = 0
 
@@ -108,7 +108,7 @@ def test_fair_lock_interrupted_while_waiting_leaves_the_queue(monkeypatch: pytes
                 raise KeyboardInterrupt
 
     def wait() -> None:
-        monkeypatch.setattr("jspec.engine.fair_lock.threading.Lock", Interrupted)
+        monkeypatch.setattr("jspec.engine.fair_lock.threading.Lock", InterruptedWait)
         with pytest.raises(KeyboardInterrupt):
             lock.__enter__()
         monkeypatch.undo()

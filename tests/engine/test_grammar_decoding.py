@@ -11,14 +11,14 @@ import pytest
 from jspec import Engine, SamplingParams
 from jspec.engine.sampling_params import sample_seed
 from tests.support import engines, lettered
-from tests.support.grammar_cases import MASKS, PROMPTS, TABLE, Case, check_decoding, masked
+from tests.support.grammar_cases import MASKS, PROMPTS, TABLE, GrammarCase, check_decoding, masked
 
 pytestmark = pytest.mark.once
 pytest.importorskip("outlines_core")
 
 
 @pytest.fixture(params=[TABLE, MASKS], ids=["table", "masks"])
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request: pytest.FixtureRequest) -> GrammarCase:
     pytest.importorskip(request.param.library)
     return request.param
 
@@ -32,7 +32,9 @@ def case(request: pytest.FixtureRequest) -> Case:
         pytest.param(MASKS, lettered.tree, id="masks-tree", marks=pytest.mark.long),
     ],
 )
-def test_engine_with_grammars_emits_the_tokens_of_masked_decoding(case: Case, make: Callable[[], Engine]) -> None:
+def test_engine_with_grammars_emits_the_tokens_of_masked_decoding(
+    case: GrammarCase, make: Callable[[], Engine]
+) -> None:
     """The second run reuses cached prompts, slots and tables. Pages are few, so requests are preempted."""
     pytest.importorskip(case.library)
     engine = make()
@@ -46,7 +48,7 @@ def test_engine_with_grammars_emits_the_tokens_of_masked_decoding(case: Case, ma
     assert engine.pages_in_use == 0
 
 
-def test_engine_without_the_grammars_emits_other_tokens(case: Case) -> None:
+def test_engine_without_the_grammars_emits_other_tokens(case: GrammarCase) -> None:
     """Negative control: without its grammar, every request has other tokens. Some texts end before max_tokens."""
     done = lettered.chain().generate(PROMPTS, case.without_grammar())
     same = [completion.token_ids == tokens for completion, tokens in zip(done, case.expected(), strict=True)]
@@ -56,14 +58,14 @@ def test_engine_without_the_grammars_emits_other_tokens(case: Case) -> None:
     assert case.min_ended <= sum(ended) < len(ended)
 
 
-def test_request_with_grammar_and_several_samples_constrains_every_sample(case: Case) -> None:
+def test_request_with_grammar_and_several_samples_constrains_every_sample(case: GrammarCase) -> None:
     params = replace(case.params[2], n=3, draft=True)
     (done,) = lettered.chain().generate([PROMPTS[2]], params)
     seeds = [sample_seed(3, index) for index in range(3)]
     assert [one.token_ids for one in done.samples] == [masked(PROMPTS[2], params, seed) for seed in seeds]
 
 
-def test_grammar_request_with_all_allowed_tokens_banned_fails_alone(case: Case) -> None:
+def test_grammar_request_with_all_allowed_tokens_banned_fails_alone(case: GrammarCase) -> None:
     done = lettered.chain().generate([PROMPTS[0], PROMPTS[1]], [case.stuck, case.params[1]])
     assert done[0].finish_reason == "error" and done[0].token_ids == [*case.stuck_tokens]
     with pytest.raises(ValueError, match=case.stuck_error):
@@ -71,7 +73,7 @@ def test_grammar_request_with_all_allowed_tokens_banned_fails_alone(case: Case) 
     assert done[1].token_ids == case.expected()[1]
 
 
-def test_engine_with_an_invalid_grammar_raises_before_queueing(case: Case) -> None:
+def test_engine_with_an_invalid_grammar_raises_before_queueing(case: GrammarCase) -> None:
     engine = lettered.chain()
     with pytest.raises(ValueError, match=case.invalid_error):
         engine.generate([[1], [2]], [SamplingParams(), replace(SamplingParams(), **{case.field: case.invalid})])

@@ -126,9 +126,9 @@ def test_longest_pause_of_the_event_loop_beside_a_hostile_grammar_is_under_200_m
 
 
 def test_llguidance_tokenizer_of_a_large_vocabulary_holds_the_interpreter_under_200_ms() -> None:
-    from jspec.engine.grammar.cfg_matcher import Vocabulary
+    from jspec.engine.grammar.cfg_matcher import GuidanceVocabulary
 
-    vocabulary, gaps, done = Vocabulary(Words().token_bytes(), TOKENS), list[float](), threading.Event()
+    vocabulary, gaps, done = GuidanceVocabulary(Words().token_bytes(), TOKENS), list[float](), threading.Event()
 
     def tick() -> None:
         last = time.perf_counter()

@@ -242,7 +242,7 @@ def test_json_schema_whose_table_is_too_large_becomes_a_parser() -> None:
     assert isinstance(none.of(SamplingParams(json_schema=INTEGER), (END,), ()), LarkGrammar)
 
 
-class Model:
+class PydanticLike:
     """A class with pydantic's method `model_json_schema`."""
 
     @classmethod
@@ -251,11 +251,11 @@ class Model:
 
 
 def test_sampling_params_accepts_a_schema_as_dict_text_or_class() -> None:
-    schema = Model.model_json_schema()
-    made = [SamplingParams(json_schema=given) for given in (schema, json.dumps(schema), Model)]
+    schema = PydanticLike.model_json_schema()
+    made = [SamplingParams(json_schema=given) for given in (schema, json.dumps(schema), PydanticLike)]
     assert made[0] == made[1] == made[2] and hash(made[0]) == hash(made[2])
     schema["required"].append("b")  # later changes of the caller's dict have no effect
-    assert made[0] == SamplingParams(json_schema=Model)
+    assert made[0] == SamplingParams(json_schema=PydanticLike)
     pydantic = pytest.importorskip("pydantic")
     own = pydantic.create_model("Own", name=(str, ...), age=(int, pydantic.Field(ge=0)), kind=(str | None, None))
     grammar = compiled(own)

@@ -53,7 +53,7 @@ ROUNDS = {"chain:2": 3, STATIC: 2}  # rounds per dispatch for each tree
 
 
 @dataclass(frozen=True)
-class Pair:
+class ProblemPair:
     """A target with prompts, a head and a small draft model."""
 
     target: Model
@@ -63,15 +63,15 @@ class Pair:
 
 
 @cache
-def pair(name: str) -> Pair:
+def pair(name: str) -> ProblemPair:
     """The trained byte pair, or one with random weights; the prompts are bytes of English text."""
     prompts = [list(cut.encode())[:LONGEST_PROMPT] for cut in tiny.text_cuts(100, longest=LONGEST_PROMPT)]
     if name == "trained":
         target = tiny.load_target(byte_pair.TARGET)
-        return Pair(target, tiny.load_head(byte_pair.HEAD), tiny.one_layer(target), prompts)
+        return ProblemPair(target, tiny.load_head(byte_pair.HEAD), tiny.one_layer(target), prompts)
     target = tiny.model(512, layers=5, hidden=64, sharpness=4)
     head = tiny.eagle_head(target, draft_vocab=200, feature_layers=(1, 3, 4))
-    return Pair(target, head, tiny.model(512, layers=1, seed=3), prompts)
+    return ProblemPair(target, head, tiny.model(512, layers=1, seed=3), prompts)
 
 
 def is_long(case: dict[str, Any]) -> bool:
@@ -79,7 +79,9 @@ def is_long(case: dict[str, Any]) -> bool:
     return case["pair"] == "trained" and case["drafter"] not in FAKES
 
 
-def make_drafter(name: str, tree: Tree, pair: Pair, known: list[Completion], params: list[SamplingParams]) -> Drafter:
+def make_drafter(
+    name: str, tree: Tree, pair: ProblemPair, known: list[Completion], params: list[SamplingParams]
+) -> Drafter:
     """Return a drafter; fake drafters know the plain output, so they are right or wrong at every token."""
     target = pair.target
     makers: dict[str, Callable[[], Drafter]] = {
@@ -130,7 +132,7 @@ def parameters(count: int, tokens: int, temperature: float) -> list[SamplingPara
 
 
 @dataclass(frozen=True)
-class Size:
+class ProblemSize:
     """The number of prompts, and the lengths of prompts and outputs."""
 
     prompts: int
@@ -142,12 +144,12 @@ class Size:
         return self.longest + self.tokens + 1
 
 
-FULL = Size(prompts=100, longest=LONGEST_PROMPT, tokens=200)
-LONG = Size(prompts=40, longest=120, tokens=200)
-SHORT = Size(prompts=20, longest=120, tokens=48)
+FULL = ProblemSize(prompts=100, longest=LONGEST_PROMPT, tokens=200)
+LONG = ProblemSize(prompts=40, longest=120, tokens=200)
+SHORT = ProblemSize(prompts=20, longest=120, tokens=48)
 
 
-Sizes = dict[float, Size]  # for each temperature
+Sizes = dict[float, ProblemSize]  # for each temperature
 
 
 def undrafted(target: Model, longest: int) -> Engine:
@@ -161,7 +163,7 @@ def plain(name: str, longest: int) -> Engine:
 
 
 @cache
-def baseline(name: str, size: Size, temperature: float) -> list[Completion]:
+def baseline(name: str, size: ProblemSize, temperature: float) -> list[Completion]:
     prompts = [prompt[: size.longest] for prompt in pair(name).prompts[: size.prompts]]
     params = parameters(size.prompts, size.tokens, temperature)
     return plain(name, size.longest).generate(prompts, params)

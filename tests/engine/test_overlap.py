@@ -13,12 +13,12 @@ import pytest
 
 from jspec import Engine, SamplingParams, Tree
 from jspec.tools.bench.host import ready_engine
-from jspec.tools.bench.step import Case
+from jspec.tools.bench.step import StepCase
 from jspec.tools.bench.step_costs import max_tokens
 
 pytestmark = pytest.mark.once
 
-CASE = Case("least", 4, 64, Tree.chain(1), dtype="float32")
+CASE = StepCase("least", 4, 64, Tree.chain(1), dtype="float32")
 STEPS = 25
 DEVICE = HOST = 0.004  # seconds
 

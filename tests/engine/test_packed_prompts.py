@@ -28,7 +28,7 @@ from jspec.core import records
 from jspec.engine.model_runner import ModelRunner
 from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
 from tests.support import brittle, engines, lettered, tiny
-from tests.support.grammar_cases import MASKS, TABLE, Case, check_decoding
+from tests.support.grammar_cases import MASKS, TABLE, GrammarCase, check_decoding
 
 pytestmark = pytest.mark.once
 
@@ -218,7 +218,7 @@ def test_comparison_with_swapped_pages_of_two_packed_prompts_fails(monkeypatch: 
 
 @pytest.mark.parametrize("case", [TABLE, MASKS], ids=["table", "masks"])
 def test_engine_that_packs_prompts_with_grammars_emits_the_tokens_of_masked_decoding(
-    plans: list[Plan], case: Case
+    plans: list[Plan], case: GrammarCase
 ) -> None:
     """The grammars' masks of first tokens reach the right prompts of a prefill."""
     pytest.importorskip(case.library)

@@ -178,7 +178,7 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-class Lost:
+class LostResult:
     """A result that never arrives."""
 
     def block_until_ready(self) -> None:
@@ -200,7 +200,7 @@ class Faults:
             if self.is_due("interrupt"):
                 raise KeyboardInterrupt
             size, output = dispatch(plan)
-            return size, replace(output, report=Lost()) if self.is_due("block") else output
+            return size, replace(output, report=LostResult()) if self.is_due("block") else output
 
         def reads(*step: Any) -> Any:
             if self.is_due("read"):

@@ -22,7 +22,7 @@ ATTEMPTS = 4  # other programs on the machine cause pauses too
 STOPS = [f"{'q' * 990}{i}" for i in range(64)]
 
 
-class Letters:
+class LetterTokenizer:
     """A tokenizer with one letter per token."""
 
     vocab_size = VOCAB
@@ -46,7 +46,7 @@ class Letters:
 def engine() -> Engine:
     one = Engine(
         tiny.model(VOCAB, layers=1),
-        tokenizer=Letters(),
+        tokenizer=LetterTokenizer(),
         slots=8,
         max_len=MAX_LEN,
         buckets=(8,),

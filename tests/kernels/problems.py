@@ -27,7 +27,7 @@ ROWS = 320  # rows that a sequence can have: more than two of the kernel's split
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """The shapes, dtypes and options of one attention problem."""
 
     queries: int = 5
@@ -101,15 +101,15 @@ class Problem:
         return float(np.nan_to_num(difference, nan=np.inf).max())
 
 
-def full_product(**wanted: Any) -> list[Case]:
+def full_product(**wanted: Any) -> list[AttentionCase]:
     """Return a case for each combination of the factors' values; `wanted` replaces the values of some factors."""
     options = {name: (wanted[name],) if name in wanted else values for name, values in FACTORS.items()}
-    return [Case(*values) for values in itertools.product(*options.values())]
+    return [AttentionCase(*values) for values in itertools.product(*options.values())]
 
 
-def pairwise_cover(seed: int = 0) -> list[Case]:
+def pairwise_cover(seed: int = 0) -> list[AttentionCase]:
     """Return a few cases in which every pair of values of any two factors occurs."""
-    return [Case(**case) for case in cover.pairwise(FACTORS, seed=seed)]
+    return [AttentionCase(**case) for case in cover.pairwise(FACTORS, seed=seed)]
 
 
 def make_tree(kind: str, nodes: int, generator: np.random.Generator) -> np.ndarray:
@@ -135,7 +135,7 @@ def make_lengths(kind: str, queries: int) -> np.ndarray:
     }[kind].astype(np.int32)
 
 
-def make_problem(case: Case, *, seed: int = 0) -> Problem:
+def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
     """Return a problem with random values in rows that some real query sees, and NaN in all other rows of the pools."""
     generator = np.random.default_rng(seed)
     lengths = make_lengths(case.lengths, case.queries)

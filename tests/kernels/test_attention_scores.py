@@ -14,33 +14,33 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import paged_attention
 from pallas_kernels.attention.ptx import count_ones, scaled_tanh
-from tests.kernels.problems import Case, make_problem
+from tests.kernels.problems import AttentionCase, make_problem
 from tests.support import cover
 
 SCORES = [  # options of the scores, alone and together
-    Case(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
-    Case(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
-    Case(softcap=2.0, tree="causal", start=1),
-    Case(sinks=True, lengths="zero"),
-    Case(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
-    Case(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
+    AttentionCase(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
+    AttentionCase(sinks=True, tree="padded", queries=17, dtype="bfloat16", group=1),
+    AttentionCase(softcap=2.0, tree="causal", start=1),
+    AttentionCase(sinks=True, lengths="zero"),
+    AttentionCase(window=70, softcap=2.0, sinks=True, tree="causal", queries=60, dtype="bfloat16", dim=64, start=1),
+    AttentionCase(window=33, softcap=2.0, sinks=True, dtype="bfloat16", pool="float8_e4m3fn", dim=64),
 ]
 CHUNKS = [  # chunks that end before, in and after the new rows of a query; the longest contexts are split
-    Case(chunk=16, queries=17, tree="random"),
-    Case(chunk=128, queries=17, tree="padded", dtype="bfloat16", dim=64, lengths="full"),
-    Case(chunk=9, queries=60, tree="chain", page=1, start=1),
-    Case(chunk=64, queries=1, tree="causal", lengths="full", group=8),
-    Case(chunk=40, queries=17, tree="random", window=20, lengths="full", softcap=2.0, sinks=True),
-    Case(chunk=17, queries=60, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", dim=64, sinks=True),
+    AttentionCase(chunk=16, queries=17, tree="random"),
+    AttentionCase(chunk=128, queries=17, tree="padded", dtype="bfloat16", dim=64, lengths="full"),
+    AttentionCase(chunk=9, queries=60, tree="chain", page=1, start=1),
+    AttentionCase(chunk=64, queries=1, tree="causal", lengths="full", group=8),
+    AttentionCase(chunk=40, queries=17, tree="random", window=20, lengths="full", softcap=2.0, sinks=True),
+    AttentionCase(chunk=17, queries=60, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", dim=64, sinks=True),
 ]
 LONG_CHUNKS = [  # in which other places of the new rows begin chunks
-    Case(chunk=131, queries=17, tree="random", group=2, lengths="ragged"),
-    Case(chunk=16, queries=60, tree="causal", start=1),
-    Case(chunk=100, queries=17, tree="causal", lengths="full", page=64),
+    AttentionCase(chunk=131, queries=17, tree="random", group=2, lengths="ragged"),
+    AttentionCase(chunk=16, queries=60, tree="causal", start=1),
+    AttentionCase(chunk=100, queries=17, tree="causal", lengths="full", page=64),
 ]
 
 
-def check_scores(case: Case, implementation: str) -> None:
+def check_scores(case: AttentionCase, implementation: str) -> None:
     """Assert that attention matches float64, and differs from float64 if one option of the scores is another one."""
     problem = make_problem(case)
     out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
@@ -71,7 +71,7 @@ def test_paged_attention_with_chunks_matches_float64_and_ignores_rows_before_the
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_with_a_chunk_that_begins_in_a_tree_hides_ancestors_by_their_depth(implementation):
     """Sequence 2 has 129 committed rows. The control hides new rows by their number, as if the tree were a chain."""
-    problem = make_problem(Case(tree="random", queries=17, chunk=131)).finite()
+    problem = make_problem(AttentionCase(tree="random", queries=17, chunk=131)).finite()
     out = np.asarray(paged_attention(*problem.arrays, chunk=131, implementation=implementation))
     assert problem.error(out) <= problem.tolerance
     rows = [[[row for row in own if row >= 2] or own for own in of_sequence] for of_sequence in problem.new_rows]
@@ -88,7 +88,7 @@ def test_paged_attention_on_gpu_with_softcap_or_sinks_or_scale_or_window_or_chun
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_with_a_scale_multiplies_scores_by_it(implementation):
-    problem = make_problem(Case(scale=0.7))
+    problem = make_problem(AttentionCase(scale=0.7))
     out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
     assert problem.error(out) <= problem.tolerance
     assert problem.error(out, problem.expected_with(scale=None)) > 0.05
@@ -98,7 +98,7 @@ def test_paged_attention_with_a_scale_multiplies_scores_by_it(implementation):
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("tree", ["causal", "random"])
 def test_paged_attention_with_window_off_by_one_has_an_error_above_tolerance(tree, implementation):
-    problem = make_problem(Case(tree=tree, queries=5, window=12, lengths="full")).finite()
+    problem = make_problem(AttentionCase(tree=tree, queries=5, window=12, lengths="full")).finite()
     out = paged_attention(*problem.arrays, window=12, implementation=implementation)
     errors = [problem.error(out, problem.expected_with(window=window)) for window in (12, 11, 13)]
     assert errors[0] <= problem.tolerance and min(errors[1:]) > 10 * problem.tolerance
@@ -107,7 +107,7 @@ def test_paged_attention_with_window_off_by_one_has_an_error_above_tolerance(tre
 @pytest.mark.once
 def test_paged_attention_with_one_window_for_all_tree_nodes_has_an_error_above_tolerance():
     """The window of each node ends at the node; the control moves all windows to that of the root."""
-    problem = make_problem(Case(tree="random", queries=5, window=12, lengths="full")).finite()
+    problem = make_problem(AttentionCase(tree="random", queries=5, window=12, lengths="full")).finite()
     out = paged_attention(*problem.arrays, window=12, implementation="pallas")
     moved = {seen: problem.expected_with(window=11 + seen) for seen in range(1, 6)}
     fixed = [[moved[len(new)][b, node] for node, new in enumerate(rows)] for b, rows in enumerate(problem.new_rows)]
@@ -135,14 +135,14 @@ def test_tanh_on_gpu_has_the_stated_error_and_bits_are_counted():
 
 def test_paged_attention_with_invalid_options_of_scores_raises():
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
-        paged_attention(*make_problem(Case()).arrays, window=0)
+        paged_attention(*make_problem(AttentionCase()).arrays, window=0)
     with pytest.raises(ValueError, match="chunk must be None or at least 1, got 0"):
-        paged_attention(*make_problem(Case()).arrays, chunk=0)
+        paged_attention(*make_problem(AttentionCase()).arrays, chunk=0)
     for scale in (-1.0, 0.0, 1e-40, np.nan, np.inf):
         with pytest.raises(ValueError, match=f"scale must be None or above 1e-30 and finite, got {scale}"):
-            paged_attention(*make_problem(Case()).arrays, scale=scale)
+            paged_attention(*make_problem(AttentionCase()).arrays, scale=scale)
     for softcap in (-1.0, 0.0, np.nan, np.inf):
         with pytest.raises(ValueError, match=f"softcap must be None or above 0 and finite, got {softcap}"):
-            paged_attention(*make_problem(Case()).arrays, softcap=softcap)
+            paged_attention(*make_problem(AttentionCase()).arrays, softcap=softcap)
     with pytest.raises(ValueError, match=r"sinks must be None or \[8\], one per query head, got \(4,\)"):
-        paged_attention(*make_problem(Case()).arrays, jnp.zeros(4))
+        paged_attention(*make_problem(AttentionCase()).arrays, jnp.zeros(4))

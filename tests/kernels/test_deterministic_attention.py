@@ -11,23 +11,25 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from tests.kernels.problems import Case, Problem, make_problem
+from tests.kernels.problems import AttentionCase, Problem, make_problem
 from tests.support import cover
 
 CASES = [
-    Case(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
-    Case(queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"),
-    Case(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
-    Case(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
-    Case(queries=5, tree="causal", dim=64),
-    Case(queries=9, tree="padded", group=8, page=64),
-    Case(queries=60, tree="chain", lengths="zero"),
-    Case(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
+    AttentionCase(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
+    AttentionCase(
+        queries=17, tree="random", group=8, window=40, start=1, scale=0.4, softcap=1.5, sinks=True, lengths="full"
+    ),
+    AttentionCase(queries=17, tree="causal", chunk=16, start=1, lengths="full"),
+    AttentionCase(queries=5, tree="random", lengths="full", dtype="bfloat16", pool="float8_e4m3fn"),
+    AttentionCase(queries=5, tree="causal", dim=64),
+    AttentionCase(queries=9, tree="padded", group=8, page=64),
+    AttentionCase(queries=60, tree="chain", lengths="zero"),
+    AttentionCase(queries=5, tree="chain", dtype="bfloat16", pool="float8_e4m3fn", window=129, sinks=True),
 ]
 LONG = [  # their traits are those of other cases too
-    Case(queries=5, tree="random"),
-    Case(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
-    Case(queries=17, tree="random", chunk=131, sinks=True),
+    AttentionCase(queries=5, tree="random"),
+    AttentionCase(queries=5, tree="causal", window=3, softcap=2.0, lengths="full"),
+    AttentionCase(queries=17, tree="random", chunk=131, sinks=True),
 ]
 LENGTH, NEW, KV_HEADS, DIM = 580, 6, 2, 16  # each of the kernel's splits has more than one tile
 
@@ -45,7 +47,7 @@ def paths_of(problem: Problem) -> jax.Array | None:
     return jnp.asarray(paths)
 
 
-def check(case: Case, implementation: str) -> None:
+def check(case: AttentionCase, implementation: str) -> None:
     problem = make_problem(case)
     arrays = (*problem.arrays[:-1], None)
     options: dict[str, Any] = dict(implementation=implementation, deterministic=True) | problem.options
@@ -61,12 +63,12 @@ def check(case: Case, implementation: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "implementation"), cover.with_kernel(CASES, 4, long=LONG))
-def test_deterministic_attention_of_random_problems_matches_float64(case: Case, implementation: str) -> None:
+def test_deterministic_attention_of_random_problems_matches_float64(case: AttentionCase, implementation: str) -> None:
     check(case, implementation)
 
 
 def test_deterministic_attention_with_bits_or_quantisation_raises() -> None:
-    problem = make_problem(Case())
+    problem = make_problem(AttentionCase())
     arrays = problem.arrays[:-1]
     with pytest.raises(ValueError, match="pass paths instead of bits"):
         paged_attention(*arrays, problem.bits, deterministic=True)
@@ -76,7 +78,7 @@ def test_deterministic_attention_with_bits_or_quantisation_raises() -> None:
         paged_attention(*arrays, None, paths=paths_of(problem))
 
 
-class Text:
+class AttendedText:
     """The keys, values and queries of one sequence, for calls with any page size and batch."""
 
     def __init__(self, dtype: str, implementation: str, *, deterministic: bool = True, **options: Any) -> None:
@@ -117,12 +119,12 @@ class Text:
 FIRST = 574  # the queries that are compared are rows 574 to 579: tiles of the context end at row 576
 
 
-def one_by_one(text: Text) -> np.ndarray:
+def one_by_one(text: AttendedText) -> np.ndarray:
     """Return the attention of the compared queries, each computed by a separate call."""
     return np.concatenate([text.run(row, [row]) for row in range(FIRST, LENGTH)])
 
 
-def in_other_calls(text: Text, *names: str) -> dict[str, np.ndarray]:
+def in_other_calls(text: AttendedText, *names: str) -> dict[str, np.ndarray]:
     """Return the attention of the compared queries by calls that differ in number of queries, page size or batch.
 
     Args:
@@ -160,7 +162,7 @@ def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(
     The windows of the compared queries begin in two tiles of the context, and scores are limited if there is a window.
     """
     options = {} if window is None else {"window": window, "softcap": 2.0, "scale": 0.4}
-    text = Text(dtype, implementation, **options)
+    text = AttendedText(dtype, implementation, **options)
     alone = one_by_one(text)
     for name, out in in_other_calls(text, *(["chain", "chunk"] if window else [])).items():
         np.testing.assert_array_equal(out, alone, err_msg=name)
@@ -175,7 +177,7 @@ def test_deterministic_attention_of_a_query_has_equal_bits_in_every_call(
 
 def test_ordinary_attention_of_a_query_has_other_bits_in_some_calls() -> None:
     """Negative control: in jax 0.12 the call in a chunk has other bits, in jax 0.10 the call with another page size."""
-    text = Text("float32", "reference", deterministic=False)
+    text = AttendedText("float32", "reference", deterministic=False)
     alone, others = one_by_one(text), in_other_calls(text)
     for name, out in others.items():
         np.testing.assert_allclose(out, alone, rtol=0, atol=1e-5, err_msg=name)
@@ -184,7 +186,7 @@ def test_ordinary_attention_of_a_query_has_other_bits_in_some_calls() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
-def test_deterministic_attention_on_gpu_matches_float64(case: Case) -> None:
+def test_deterministic_attention_on_gpu_matches_float64(case: AttentionCase) -> None:
     check(case, "pallas")
 
 

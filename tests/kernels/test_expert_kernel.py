@@ -22,7 +22,7 @@ from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp, multiply_pac
 from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
 from pallas_kernels.layers.expert_rows import MOST_LISTED, gather_blocks
 from pallas_kernels.layers.expert_tiling import choose_tiles
-from pallas_kernels.layers.int4_tiling import Tiles
+from pallas_kernels.layers.int4_tiling import Int4Tiles
 from pallas_kernels.layers.quantized import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.h200 import compile_for_h200
@@ -153,27 +153,35 @@ def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("kind", "inner", "group", "rows", "chosen", "gate", "tiles"),
     [
-        ("mxfp4", 320, 32, 3, "any", None, Tiles(8, 1, 2, 2, 2, 3)),  # 2.5 slices in two parts of k
-        ("mxfp4", 160, 32, 9, "rows without experts", None, Tiles(8, 2, 1, 2, 1, 2)),  # several blocks of an expert
-        ("mxfp4", 320, 32, 4, "rows without experts", LIMITED, Tiles(8, 1, 2, 2, 1, 2)),
-        ("mxfp4", 128, 32, 20, "all rows to the same experts", Gate(), Tiles(16, 2, 1, 2, 1, 5)),
-        ("mxfp4", 128, 32, 3, "none", None, Tiles(8, 1, 1, 2, 1, 2)),
-        ("int4", 384, 128, 9, "an expert without rows", None, Tiles(16, 1, 2, 2, 1, 2)),
-        ("int4", 512, 256, 3, "any", LIMITED, Tiles(8, 1, 2, 2, 1, 4)),
-        ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Tiles(16, 1, 2, 2, 1, 2, has_loader=True)),
-        ("mxfp4", 160, 32, 3, "any", None, Tiles(8, 1, 1, 2, 1, 2, width=48)),
+        ("mxfp4", 320, 32, 3, "any", None, Int4Tiles(8, 1, 2, 2, 2, 3)),  # 2.5 slices in two parts of k
+        ("mxfp4", 160, 32, 9, "rows without experts", None, Int4Tiles(8, 2, 1, 2, 1, 2)),  # several blocks of an expert
+        ("mxfp4", 320, 32, 4, "rows without experts", LIMITED, Int4Tiles(8, 1, 2, 2, 1, 2)),
+        ("mxfp4", 128, 32, 20, "all rows to the same experts", Gate(), Int4Tiles(16, 2, 1, 2, 1, 5)),
+        ("mxfp4", 128, 32, 3, "none", None, Int4Tiles(8, 1, 1, 2, 1, 2)),
+        ("int4", 384, 128, 9, "an expert without rows", None, Int4Tiles(16, 1, 2, 2, 1, 2)),
+        ("int4", 512, 256, 3, "any", LIMITED, Int4Tiles(8, 1, 2, 2, 1, 4)),
+        ("mxfp4", 320, 32, 9, "rows without experts", LIMITED, Int4Tiles(16, 1, 2, 2, 1, 2, has_loader=True)),
+        ("mxfp4", 160, 32, 3, "any", None, Int4Tiles(8, 1, 1, 2, 1, 2, width=48)),
         # Scales copied with a tile: of a work item of one slot as many tiles' as slots are in flight.
-        ("mxfp4", 160, 32, 9, "rows without experts", LIMITED, Tiles(8, 1, 2, 4, 1, 2, copies_scales=True)),
-        ("mxfp4", 320, 32, 4, "any", None, Tiles(8, 1, 3, 3, 1, 3, width=48, copies_scales=True)),
-        ("mxfp4", 640, 32, 3, "rows without experts", None, Tiles(8, 1, 2, 2, 1, 2, depth=2, copies_scales=True)),
-        ("mxfp4", 320, 32, 4, "any", Gate(), Tiles(8, 1, 1, 2, 1, 2, depth=2, copies_scales=True)),
-        ("int4", 768, 128, 3, "any", None, Tiles(8, 2, 1, 2, 1, 1, depth=2, copies_scales=True)),
-        ("int4", 1024, 256, 3, "any", LIMITED, Tiles(8, 1, 4, 2, 1, 2, depth=2, width=48, copies_scales=True)),
-        ("int4", 768, 128, 9, "rows without experts", None, Tiles(8, 1, 6, 2, 1, 2)),  # two copies of a slot's weights
+        ("mxfp4", 160, 32, 9, "rows without experts", LIMITED, Int4Tiles(8, 1, 2, 4, 1, 2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", None, Int4Tiles(8, 1, 3, 3, 1, 3, width=48, copies_scales=True)),
+        ("mxfp4", 640, 32, 3, "rows without experts", None, Int4Tiles(8, 1, 2, 2, 1, 2, depth=2, copies_scales=True)),
+        ("mxfp4", 320, 32, 4, "any", Gate(), Int4Tiles(8, 1, 1, 2, 1, 2, depth=2, copies_scales=True)),
+        ("int4", 768, 128, 3, "any", None, Int4Tiles(8, 2, 1, 2, 1, 1, depth=2, copies_scales=True)),
+        ("int4", 1024, 256, 3, "any", LIMITED, Int4Tiles(8, 1, 4, 2, 1, 2, depth=2, width=48, copies_scales=True)),
+        (
+            "int4",
+            768,
+            128,
+            9,
+            "rows without experts",
+            None,
+            Int4Tiles(8, 1, 6, 2, 1, 2),
+        ),  # two copies of a slot's weights
     ],
 )
 def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
-    kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Tiles
+    kind: str, inner: int, group: int, rows: int, chosen: str, gate: Gate | None, tiles: Int4Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     weight, wide = packed(kind, inner, group, 96 if tiles.width == 48 else 128)
@@ -218,7 +226,7 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(
     x, own = jnp.asarray(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
     biases = [jnp.asarray(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
     factors = jnp.asarray(rng.uniform(size=own.shape), F32)
-    tiles = Tiles(8, 1, 1, 2, 1, 2, width=width), Tiles(8, 1, 1, 2, 2, 2)
+    tiles = Int4Tiles(8, 1, 1, 2, 1, 2, width=width), Int4Tiles(8, 1, 1, 2, 2, 2)
     arguments = x, ExpertMlp(gate_up, down, *biases), factors, jnp.asarray(own)
     got = interpreted(*arguments, function=multiply_packed, tiles=tiles, gate=LIMITED)
     inner = jnp.asarray(loop(x, wide, own, LIMITED, biases[0]), BF16)

@@ -16,7 +16,7 @@ from pallas_kernels import gated_matmul, quantize_rows
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.gated_matmul import _multiply_few, kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
-from pallas_kernels.layers.hopper_tiling import Tiles, choose_tiles
+from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quantize
 from tests.reference.activations import ACTIVATIONS
@@ -68,7 +68,9 @@ def test_gated_matmul_by_xla_applies_the_activation_function_that_is_given(activ
     assert min(errors.values()) > 1e-4, "control: the other functions"
 
 
-def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16, activation: Activation = "silu") -> jax.Array:
+def interpreted(
+    *arrays: jax.Array, tiles: HopperTiles, dtype: Any = BF16, activation: Activation = "silu"
+) -> jax.Array:
     """Run the Hopper kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     got = run_interpreted(multiply, *arrays, tiles=tiles, dtype=dtype, activation=activation)
     assert got.shape[0] == tiles.parts
@@ -79,16 +81,25 @@ def interpreted(*arrays: jax.Array, tiles: Tiles, dtype: Any = BF16, activation:
 @pytest.mark.parametrize(
     ("rows", "tiles"),
     [
-        (5, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)),  # less than a TMA tile
-        (40, Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2)),  # less than a warpgroup
-        (72, Tiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # 1 CTA, 2 tiles
-        (128, Tiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2)),  # 4 tiles for 3 CTAs
-        (40, Tiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, transposed=40)),
-        (80, Tiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, transposed=80)),
-        (72, Tiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
+        (
+            5,
+            HopperTiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2),
+        ),  # less than a TMA tile
+        (
+            40,
+            HopperTiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=3, halves=2),
+        ),  # less than a warpgroup
+        (72, HopperTiles(groups=2, columns=96, inner=64, stages=3, store=16, programs=1, halves=2)),  # 1 CTA, 2 tiles
+        (
+            128,
+            HopperTiles(groups=2, columns=48, inner=64, stages=4, store=16, programs=3, halves=2),
+        ),  # 4 tiles for 3 CTAs
+        (40, HopperTiles(groups=1, columns=64, inner=64, stages=2, store=8, programs=2, halves=2, transposed=40)),
+        (80, HopperTiles(groups=3, columns=192, inner=64, stages=3, store=16, programs=1, halves=2, transposed=80)),
+        (72, HopperTiles(groups=2, columns=56, inner=64, stages=2, store=56, programs=2, halves=2)),  # stored at once
     ],
 )
-def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows: int, tiles: HopperTiles) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     out = 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(rows, out, 320)
@@ -102,7 +113,7 @@ def test_hopper_kernel_interpreted_with_gate_and_up_weights_matches_float64(rows
 @mosaic
 def test_hopper_kernel_interpreted_with_gelu_by_tanh_matches_float64() -> None:
     x, weight = problem(8, 192, 128)
-    tiles = Tiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)
+    tiles = HopperTiles(groups=1, columns=48, inner=64, stages=2, store=16, programs=4, halves=2)
     got = interpreted(x, weight, tiles=tiles, dtype=F32, activation="gelu_tanh")
     errors = {name: error(got, x, weight, name) for name in ACTIVATIONS}
     assert errors.pop("gelu_tanh") < 1e-5
@@ -168,7 +179,7 @@ def test_hopper_kernel_interpreted_with_two_parts_sums_them_to_the_product(
     rows: int, columns: int, programs: int
 ) -> None:
     x, weight = problem(rows, 192, 512)
-    tiles = Tiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
+    tiles = HopperTiles(groups=1, columns=columns, inner=64, stages=3, store=16, programs=programs, parts=2)
     right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     got, wrong = (np.asarray(interpreted(*pair, tiles=tiles, dtype=F32)) for pair in ((x, weight), (x[::-1], weight)))
     assert np.abs(got - right).max() < 1e-5
@@ -183,7 +194,7 @@ def test_hopper_kernel_interpreted_with_scales_applies_them_to_both_parts() -> N
     x, weight = problem(40, 192, 1024)
     rows, quantized = quantize_rows(x), quantize(weight, "fp8_dynamic")
     right = exact(QuantizedActivation(*rows, BF16)) @ exact(quantized).T
-    tiles = Tiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, scale_tiles=2)
+    tiles = HopperTiles(groups=1, columns=96, inner=128, stages=3, store=16, programs=5, parts=2, scale_tiles=2)
 
     def largest_error(row_scale: jax.Array, scale: jax.Array) -> float:
         got = interpreted(rows[0], quantized.values, row_scale, scale, tiles=tiles, dtype=F32)
@@ -200,31 +211,31 @@ def test_hopper_kernel_interpreted_with_scales_applies_them_to_both_parts() -> N
     [
         pytest.param(
             72,
-            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, scale_tiles=2),
+            HopperTiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=1, halves=2, scale_tiles=2),
             marks=pytest.mark.matrix,
         ),
-        (5, Tiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, scale_tiles=2)),
+        (5, HopperTiles(groups=1, columns=48, inner=128, stages=3, store=16, programs=3, halves=2, scale_tiles=2)),
         pytest.param(
             128,
-            Tiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2),
+            HopperTiles(groups=2, columns=96, inner=128, stages=3, store=16, programs=2, halves=2),
             marks=pytest.mark.long,
         ),
         pytest.param(
             128,
-            Tiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, scale_tiles=4),
+            HopperTiles(groups=2, columns=56, inner=128, stages=2, store=56, programs=1, halves=2, scale_tiles=4),
             marks=pytest.mark.long,
         ),
         pytest.param(
             72,
-            Tiles(
+            HopperTiles(
                 groups=2, columns=128, inner=128, stages=2, store=8, programs=1, halves=2, scale_tiles=2, transposed=72
             ),
             marks=pytest.mark.long,
         ),
-        (48, Tiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
+        (48, HopperTiles(groups=2, columns=128, inner=128, stages=2, store=16, programs=2, halves=2, transposed=48)),
     ],
 )
-def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(many: int, tiles: Tiles) -> None:
+def test_hopper_kernel_interpreted_with_fp8_gate_and_up_applies_their_scales(many: int, tiles: HopperTiles) -> None:
     out = 256 if tiles.transposed else 4 * tiles.columns if tiles.stores_in_x else 192
     x, weight = problem(many, out, 640)
     rows, quantized = QuantizedActivation(*quantize_rows(x), BF16), quantize(weight, "fp8_dynamic")

@@ -14,7 +14,7 @@ from pallas_kernels.layers import int4
 from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.int4_kernel import multiply
-from pallas_kernels.layers.int4_tiling import Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.quantized import Quantized
 from tests.reference import int4 as reference
@@ -42,7 +42,7 @@ def test_bytes_of_128_columns_are_the_registers_of_wgmma_in_their_order() -> Non
         assert (pair & 0xFFFF, pair >> 16) == (values[0, first], values[0, first + 1])
 
 
-def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> np.ndarray:
+def interpreted(x: jax.Array, *weight: jax.Array, tiles: Int4Tiles, **more: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     got = run_interpreted(multiply, x, *weight, tiles=tiles, dtype=F32, **more)
     assert got.shape == (tiles.parts, len(x), len(weight[0]) // (2 if more else 1))
@@ -53,17 +53,47 @@ def interpreted(x: jax.Array, *weight: jax.Array, tiles: Tiles, **more: Any) -> 
 @pytest.mark.parametrize(
     ("rows", "inner", "group", "has_zeros", "tiles"),
     [
-        (5, 512, 128, True, Tiles(height=8, channels=1, splits=2, stages=2, parts=1, programs=1)),  # 2 items, joined
-        (20, 256, 64, False, Tiles(height=16, channels=2, splits=1, stages=2, parts=1, programs=2)),  # 2 tiles of rows
-        (8, 512, 32, True, Tiles(height=8, channels=1, splits=1, stages=3, parts=2, programs=3)),  # 4 items, 3 CTAs
-        (3, 768, 384, True, Tiles(height=8, channels=2, splits=1, stages=2, parts=2, programs=1)),
-        (3, 2048, 128, True, Tiles(height=8, channels=1, splits=4, stages=2, parts=2, programs=2, width=32)),  # boxes
-        (3, 2048, 128, True, Tiles(height=8, channels=1, splits=2, stages=2, parts=2, programs=2, depth=2, width=48)),
-        (20, 1024, 128, True, Tiles(height=16, channels=1, splits=2, stages=2, parts=1, programs=3, has_loader=True)),
+        (
+            5,
+            512,
+            128,
+            True,
+            Int4Tiles(height=8, channels=1, splits=2, stages=2, parts=1, programs=1),
+        ),  # 2 items, joined
+        (
+            20,
+            256,
+            64,
+            False,
+            Int4Tiles(height=16, channels=2, splits=1, stages=2, parts=1, programs=2),
+        ),  # 2 tiles of rows
+        (8, 512, 32, True, Int4Tiles(height=8, channels=1, splits=1, stages=3, parts=2, programs=3)),  # 4 items, 3 CTAs
+        (3, 768, 384, True, Int4Tiles(height=8, channels=2, splits=1, stages=2, parts=2, programs=1)),
+        (
+            3,
+            2048,
+            128,
+            True,
+            Int4Tiles(height=8, channels=1, splits=4, stages=2, parts=2, programs=2, width=32),
+        ),  # boxes
+        (
+            3,
+            2048,
+            128,
+            True,
+            Int4Tiles(height=8, channels=1, splits=2, stages=2, parts=2, programs=2, depth=2, width=48),
+        ),
+        (
+            20,
+            1024,
+            128,
+            True,
+            Int4Tiles(height=16, channels=1, splits=2, stages=2, parts=1, programs=3, has_loader=True),
+        ),
     ],
 )
 def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
-    rows: int, inner: int, group: int, has_zeros: bool, tiles: Tiles
+    rows: int, inner: int, group: int, has_zeros: bool, tiles: Int4Tiles
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     rng, out = np.random.default_rng(rows), 384 if tiles.width == 48 else 128
@@ -87,11 +117,11 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
 @pytest.mark.parametrize(
     ("rows", "has_zeros", "activation", "tiles"),
     [
-        (5, False, "silu", Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2, width=48)),
-        (12, True, "gelu_tanh", Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=2)),
+        (5, False, "silu", Int4Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2, width=48)),
+        (12, True, "gelu_tanh", Int4Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=2)),
     ],
 )
-def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activation: str, tiles: Tiles) -> None:
+def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activation: str, tiles: Int4Tiles) -> None:
     rng, (out, inner) = np.random.default_rng(rows), (192, 1024)
     x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = ["reference", "pallas"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class PageCase:
     page: int = 16
     tokens: int = 5
     kv_heads: int = 2
@@ -32,19 +32,19 @@ class Case:
 
 
 CASES = [
-    Case(page=20, tokens=17, kv_heads=3, dim=24),
-    Case(page=1, dtype="bfloat16"),
-    Case(page=16, tokens=5, dtype="float8_e4m3fn"),
-    Case(page=16, tokens=9, kv_heads=1, dim=16, value_dim=48),
-    Case(),
-    Case(page=64, tokens=1, kv_heads=8, dim=128),
-    Case(page=16, tokens=60, kv_heads=1, dim=64, dtype="bfloat16"),
-    Case(page=1, tokens=33, kv_heads=4, dim=128, dtype="float16"),
-    Case(page=4, kv_heads=1, dim=64, value_dim=512, dtype="bfloat16"),
+    PageCase(page=20, tokens=17, kv_heads=3, dim=24),
+    PageCase(page=1, dtype="bfloat16"),
+    PageCase(page=16, tokens=5, dtype="float8_e4m3fn"),
+    PageCase(page=16, tokens=9, kv_heads=1, dim=16, value_dim=48),
+    PageCase(),
+    PageCase(page=64, tokens=1, kv_heads=8, dim=128),
+    PageCase(page=16, tokens=60, kv_heads=1, dim=64, dtype="bfloat16"),
+    PageCase(page=1, tokens=33, kv_heads=4, dim=128, dtype="float16"),
+    PageCase(page=4, kv_heads=1, dim=64, value_dim=512, dtype="bfloat16"),
 ]
 
 
-def make_cache(case: Case, generator: np.random.Generator):
+def make_cache(case: PageCase, generator: np.random.Generator):
     """Return random pools of K and V, a page table of three sequences, and the number of rows it has per sequence."""
     columns = -(-ROWS // case.page)
     shapes = [(3 * columns + 1, case.kv_heads, case.page, dim) for dim in (case.dim, case.value_dim or case.dim)]
@@ -79,7 +79,7 @@ def assert_same_but_null(pool, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(pool[1:].view(np.uint8), expected[1:].view(np.uint8))
 
 
-def check_append(case: Case, implementation: str) -> None:
+def check_append(case: PageCase, implementation: str) -> None:
     generator = np.random.default_rng(0)
     k_pool, v_pool, page_table, rows = make_cache(case, generator)
     first_row = np.array([0, 31, rows - 2], np.int32)  # the last sequence's rows go past the table's end
@@ -94,7 +94,7 @@ def check_append(case: Case, implementation: str) -> None:
         assert (np.asarray(pool) != np.asarray(old)).any()
 
 
-def check_move(case: Case, implementation: str, pairs: int = 1) -> None:
+def check_move(case: PageCase, implementation: str, pairs: int = 1) -> None:
     """Move the rows of an accepted path to rows from 7 on; rows that are read overlap those that are written.
 
     Args:
@@ -128,7 +128,7 @@ def test_cache_row_move_of_overlapping_ranges_reads_all_rows_before_writing(case
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cache_row_move_of_more_layers_than_a_kernel_supports_moves_all(implementation):
-    check_move(Case(), implementation, pairs=LAYERS // 2 + 1)
+    check_move(PageCase(), implementation, pairs=LAYERS // 2 + 1)
 
 
 @pytest.mark.gpu
@@ -140,7 +140,7 @@ def test_cache_append_and_row_move_on_gpu_equal_numpy(case):
 
 def test_overlapping_rows_moved_one_by_one_differ_from_rows_moved_together():
     """Negative control: a row that is written before it is read changes the result."""
-    case = Case()
+    case = PageCase()
     k_pool, _, page_table, _ = make_cache(case, np.random.default_rng(1))
     sources, targets = np.array([[0, 1, 2]] * 3), np.array([[1, 2, 3]] * 3)
     valid = np.ones(sources.shape, bool)
@@ -155,7 +155,7 @@ def test_overlapping_rows_moved_one_by_one_differ_from_rows_moved_together():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cache_append_and_row_move_without_valid_rows_change_no_page(implementation):
-    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(2))
+    k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(2))
     rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
     new = jnp.full((3, 4, 2, 16), jnp.nan)
     table = jnp.asarray(page_table)
@@ -178,7 +178,7 @@ def test_cache_append_to_float8_pool_clips_large_values(implementation):
 
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
 def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
-    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(3))
+    k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(3))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     arguments = (new, new, page_table, rows[:, 0]) if operation is append else (page_table, rows, rows + 1)
@@ -189,14 +189,14 @@ def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
 
 
 def test_cache_row_move_of_too_many_rows_raises():
-    k_pool, v_pool, page_table, _ = make_cache(Case(dim=128), np.random.default_rng(4))
+    k_pool, v_pool, page_table, _ = make_cache(PageCase(dim=128), np.random.default_rng(4))
     rows = jnp.zeros((3, 129), jnp.int32)
     with pytest.raises(NotImplementedError, match="at most 128 rows"):
         move_rows([k_pool], [v_pool], jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
 
 
 def test_cache_append_of_mismatched_arrays_raises():
-    k_pool, v_pool, page_table, _ = make_cache(Case(), np.random.default_rng(5))
+    k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(5))
     new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
     with pytest.raises(ValueError, match="pools of K and V must be alike"):
         append(k_pool, v_pool.astype(jnp.bfloat16), new, new, jnp.asarray(page_table), rows[:, 0], valid)
@@ -210,7 +210,7 @@ def test_cache_append_of_mismatched_arrays_raises():
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_cache_row_move_in_layers_of_different_shapes_moves_each_as_if_alone(implementation):
     caches = [
-        make_cache(Case(dim=dim, kv_heads=heads), np.random.default_rng(dim)) for dim, heads in ((16, 2), (32, 1))
+        make_cache(PageCase(dim=dim, kv_heads=heads), np.random.default_rng(dim)) for dim, heads in ((16, 2), (32, 1))
     ]
     (small, wide), table = caches, jnp.asarray(caches[0][2])
     rows = jnp.asarray([[3, 5], [0, 2], [1, 4]], jnp.int32)

@@ -13,51 +13,51 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.attention import merge
 from tests.conftest import MANY_MAPS, free_programs
-from tests.kernels.problems import FACTORS, ROWS, Case, full_product, make_problem, pairwise_cover
+from tests.kernels.problems import FACTORS, ROWS, AttentionCase, full_product, make_problem, pairwise_cover
 from tests.kernels.test_quantize_rows import half_step_error
 from tests.support import cover
 
 COVER = pairwise_cover()
 FP8 = [
-    Case(dtype="bfloat16", pool="float8_e4m3fn"),
-    Case(dtype="float32", pool="float8_e4m3fn", tree="causal", page=1, start=1, queries=17, dim=64),
-    Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", queries=60, dim=128, group=2, lengths="full"),
+    AttentionCase(dtype="bfloat16", pool="float8_e4m3fn"),
+    AttentionCase(dtype="float32", pool="float8_e4m3fn", tree="causal", page=1, start=1, queries=17, dim=64),
+    AttentionCase(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", queries=60, dim=128, group=2, lengths="full"),
 ]
 BETWEEN = [
-    Case(dim=80),
-    Case(dim=400, dtype="bfloat16", tree="padded", queries=5, group=8, lengths="full"),
-    Case(dim=80, dtype="bfloat16", tree="padded", queries=60, group=2, lengths="full"),
-    Case(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
-    Case(dim=176, window=40, queries=17, tree="random"),
-    Case(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
-    Case(dim=96, queries=1, tree="causal", lengths="zero"),
-    Case(dim=400, dtype="bfloat16", tree="padded", queries=17, group=8, lengths="full"),
+    AttentionCase(dim=80),
+    AttentionCase(dim=400, dtype="bfloat16", tree="padded", queries=5, group=8, lengths="full"),
+    AttentionCase(dim=80, dtype="bfloat16", tree="padded", queries=60, group=2, lengths="full"),
+    AttentionCase(dim=96, dtype="bfloat16", tree="causal", queries=17, start=1),
+    AttentionCase(dim=176, window=40, queries=17, tree="random"),
+    AttentionCase(dim=80, dtype="bfloat16", pool="float8_e4m3fn"),
+    AttentionCase(dim=96, queries=1, tree="causal", lengths="zero"),
+    AttentionCase(dim=400, dtype="bfloat16", tree="padded", queries=17, group=8, lengths="full"),
 ]
 WINDOWS = [
-    Case(window=1, queries=1, tree="causal", page=1, start=1),
-    Case(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
-    Case(window=17, queries=17, tree="block"),
-    Case(window=16, queries=1, tree="causal", group=2),
-    Case(window=ROWS, tree="random"),
-    Case(window=7, queries=17, tree="causal", lengths="full"),
-    Case(window=100, queries=60, tree="causal", start=1),
-    Case(window=90, queries=60, tree="chain", dim=64, lengths="full"),
-    Case(window=5, tree="random", page=64, lengths="full"),
-    Case(window=70, queries=60, tree="block", start=1, dtype="bfloat16", lengths="full"),
-    Case(window=40, queries=17, tree="random", lengths="zero"),
-    Case(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
+    AttentionCase(window=1, queries=1, tree="causal", page=1, start=1),
+    AttentionCase(window=129, queries=17, tree="padded", start=1, dtype="bfloat16"),
+    AttentionCase(window=17, queries=17, tree="block"),
+    AttentionCase(window=16, queries=1, tree="causal", group=2),
+    AttentionCase(window=ROWS, tree="random"),
+    AttentionCase(window=7, queries=17, tree="causal", lengths="full"),
+    AttentionCase(window=100, queries=60, tree="causal", start=1),
+    AttentionCase(window=90, queries=60, tree="chain", dim=64, lengths="full"),
+    AttentionCase(window=5, tree="random", page=64, lengths="full"),
+    AttentionCase(window=70, queries=60, tree="block", start=1, dtype="bfloat16", lengths="full"),
+    AttentionCase(window=40, queries=17, tree="random", lengths="zero"),
+    AttentionCase(window=33, tree="random", dtype="bfloat16", pool="float8_e4m3fn"),
 ]
 QUANTIZED_OUTPUT = [  # contexts have three splits
-    Case(dtype="bfloat16", dim=64),
-    Case(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
-    Case(dtype="bfloat16", group=3, dim=80, lengths="zero"),
-    Case(dtype="bfloat16", window=33, softcap=2.0, sinks=True),
-    Case(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", dim=128, group=2, lengths="full"),
+    AttentionCase(dtype="bfloat16", dim=64),
+    AttentionCase(dtype="float32", tree="causal", start=1, queries=17, group=1, dim=16),
+    AttentionCase(dtype="bfloat16", group=3, dim=80, lengths="zero"),
+    AttentionCase(dtype="bfloat16", window=33, softcap=2.0, sinks=True),
+    AttentionCase(dtype="bfloat16", pool="float8_e4m3fn", tree="padded", dim=128, group=2, lengths="full"),
 ]
 PROBLEMS = functools.lru_cache(maxsize=4)(make_problem)
 
 
-def check(case: Case, implementation: str) -> None:
+def check(case: AttentionCase, implementation: str) -> None:
     problem = PROBLEMS(case)
     out = paged_attention(*problem.arrays, **problem.options, implementation=implementation)
     assert out.dtype == problem.q.dtype
@@ -85,7 +85,7 @@ def test_paged_attention_with_a_window_ignores_older_rows(case, implementation):
     check(case, implementation)
 
 
-def check_quantized_output(case: Case, implementation: str) -> None:
+def check_quantized_output(case: AttentionCase, implementation: str) -> None:
     """Assert that quantised attention is off by at most half a float8 step: 2**-4 of a value or 2**-10 of its scale."""
     problem = PROBLEMS(case)
     quantized = paged_attention(*problem.arrays, **problem.options, quantize_output=True, implementation=implementation)
@@ -114,7 +114,7 @@ def test_paged_attention_on_gpu_with_quantize_output_matches_float64(case):
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("pallas", marks=pytest.mark.once)])
 def test_paged_attention_of_large_scores_does_not_overflow(implementation):
     """Base-2 scores reach several hundred: every split and both merge kernels must subtract the maximum."""
-    problem = make_problem(Case(scale=30.0))
+    problem = make_problem(AttentionCase(scale=30.0))
     attend = functools.partial(paged_attention, *problem.arrays, **problem.options, implementation=implementation)
     out, row = attend(), attend(quantize_output=True)
     assert problem.error(out) <= 100 * problem.tolerance
@@ -195,7 +195,7 @@ def test_paged_attention_on_gpu_matches_float64(case):
 
 @pytest.mark.gpu
 def test_paged_attention_on_gpu_with_auto_implementation_runs_the_kernel():
-    problem = make_problem(Case())
+    problem = make_problem(AttentionCase())
     text = jax.jit(paged_attention).lower(*problem.arrays).as_text()
     assert "triton" in text
 
@@ -229,7 +229,7 @@ def test_paged_attention_of_rows_beyond_the_page_table_ignores_them():
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_of_query_that_sees_no_row_returns_zeros(implementation):
-    problem = make_problem(Case(lengths="zero", tree="chain"))
+    problem = make_problem(AttentionCase(lengths="zero", tree="chain"))
     q, k_pool, _, page_table, lengths, bits = problem.arrays
     nan = jnp.full_like(k_pool, jnp.nan)
     arrays = (q, nan, nan, page_table, lengths * 0, bits * 0)
@@ -243,7 +243,7 @@ def test_paged_attention_of_query_that_sees_no_row_returns_zeros(implementation)
 @pytest.mark.parametrize("queries", [17, 60])
 def test_paged_attention_of_the_last_tree_level_sees_rows_of_earlier_levels(queries, implementation):
     """The queries are the last tree level; their bits also name new rows that earlier calls wrote."""
-    problem = make_problem(Case(queries=queries, tree="random"))
+    problem = make_problem(AttentionCase(queries=queries, tree="random"))
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     last = slice(queries - 5, None)
     out = paged_attention(
@@ -260,7 +260,7 @@ def test_paged_attention_of_the_last_tree_level_sees_rows_of_earlier_levels(quer
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_paged_attention_of_page_size_20_matches_float64(implementation):
     """The page size need not be a power of two."""
-    check(Case(page=20), implementation)
+    check(AttentionCase(page=20), implementation)
 
 
 @pytest.mark.once
@@ -269,7 +269,7 @@ def test_paged_attention_with_any_page_size_returns_equal_bits(implementation):
     """Contexts are divided into splits and tiles by rows, not by pages."""
     outs = []
     for page in FACTORS["page"]:
-        problem = make_problem(Case(lengths="full", page=page))  # the same values, at other places
+        problem = make_problem(AttentionCase(lengths="full", page=page))  # the same values, at other places
         outs.append(np.asarray(paged_attention(*problem.arrays, implementation=implementation)))
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
@@ -277,7 +277,7 @@ def test_paged_attention_with_any_page_size_returns_equal_bits(implementation):
 
 def test_paged_attention_kernel_on_one_sequence_of_a_batch_has_unchanged_bits():
     """The sequence alone has a wider page table; both calls divide contexts into equally many splits."""
-    problem = make_problem(Case())
+    problem = make_problem(AttentionCase())
     q, k_pool, v_pool, page_table, lengths, bits = problem.arrays
     out = paged_attention(*problem.arrays, implementation="pallas")
     wide = jnp.pad(page_table, ((0, 0), (0, 30)))
@@ -289,7 +289,7 @@ def test_paged_attention_kernel_on_one_sequence_of_a_batch_has_unchanged_bits():
 @pytest.mark.parametrize("tree", ["causal", "random"])
 def test_paged_attention_reference_with_a_window_reads_only_its_pages(tree):
     """No array has as many rows as the page table addresses, so the cost does not grow with the context."""
-    problem = make_problem(Case(tree=tree, page=16))
+    problem = make_problem(AttentionCase(tree=tree, page=16))
     run = functools.partial(paged_attention, implementation="reference")
     sizes = {w: str(jax.make_jaxpr(functools.partial(run, window=w))(*problem.arrays)) for w in (20, None)}
     assert f",{ROWS}" in sizes[None] and f",{ROWS}" not in sizes[20] and ",48" in sizes[20]
@@ -335,14 +335,14 @@ def test_paged_attention_of_mismatched_arrays_raises(name, bad, message):
 
 
 def test_paged_attention_with_unknown_implementation_raises():
-    problem = make_problem(Case(queries=1))
+    problem = make_problem(AttentionCase(queries=1))
     with pytest.raises(ValueError, match="implementation must be"):
         paged_attention(*problem.arrays, implementation="triton")
 
 
 @pytest.mark.once
 def test_paged_attention_without_jit_matches_float64():
-    problem = make_problem(Case(lengths="zero"))
+    problem = make_problem(AttentionCase(lengths="zero"))
     with jax.disable_jit():
         out = paged_attention(*problem.arrays)
     assert problem.error(out) <= problem.tolerance

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import causal_bits, paged_attention
-from tests.kernels.problems import FACTORS, Case, make_problem
+from tests.kernels.problems import FACTORS, AttentionCase, make_problem
 
 
 def _causal_instead_of_tree(arrays):
@@ -43,13 +43,13 @@ FAULTS = [_causal_instead_of_tree, _table_off_by_one_page, _one_row_too_few, _he
 @pytest.mark.parametrize("dtype", FACTORS["dtype"])
 def test_paged_attention_with_faulty_arguments_has_an_error_above_tolerance(fault, dtype):
     """All values are finite, because NaN would be too easy to detect."""
-    problem = make_problem(Case(dtype=dtype, lengths="full", queries=17)).finite()
+    problem = make_problem(AttentionCase(dtype=dtype, lengths="full", queries=17)).finite()
     assert problem.error(paged_attention(*problem.arrays)) <= problem.tolerance
     assert problem.error(paged_attention(*fault(problem.arrays))) > 10 * problem.tolerance
 
 
 @pytest.mark.once
 def test_paged_attention_from_row_0_instead_of_1_has_an_error_above_tolerance():
-    problem = make_problem(Case(start=1)).finite()
+    problem = make_problem(AttentionCase(start=1)).finite()
     assert problem.error(paged_attention(*problem.arrays, start=1)) <= problem.tolerance
     assert problem.error(paged_attention(*problem.arrays, start=0)) > 10 * problem.tolerance

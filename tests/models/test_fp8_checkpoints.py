@@ -210,7 +210,7 @@ def test_float8_checkpoint_of_other_families_has_the_logits_of_its_widened_weigh
     np.testing.assert_allclose(logits(own, IDS), logits(plain, IDS), atol=TOLERANCE)
 
 
-def with_float8_experts(folder: Path, form: made.Format) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
+def with_float8_experts(folder: Path, form: made.QuantizedFormat) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
     """Return the config and the tensors of a mixture of experts with float8 experts, and with their widened weights."""
     config, own = json.loads((folder / "config.json").read_text()), folders.stored(folder)
     stored = wide = folders.experts_one_by_one(own) if "llama4" in config["model_type"] else own

@@ -27,7 +27,7 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 
 
-def with_packed_experts(folder: Path, form: made.Format) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
+def with_packed_experts(folder: Path, form: made.Int4Format) -> tuple[dict[str, Any], made.Tensors, made.Tensors]:
     """Return the config and the tensors of a mixture with experts in four bits, and with their widened weights."""
     config = json.loads((folder / "config.json").read_text())
     stored = wide = folders.stored(folder)

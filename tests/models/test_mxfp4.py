@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convert.fields import CheckpointError, Fields
-from convert.huggingface import Row, batches, check, mapped, stacked
+from convert.huggingface import MapRow, batches, check, mapped, stacked
 from convert.sources import open_source
 from jspec import Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.models.mxfp4_rows import mxfp4_rows, widened
@@ -55,7 +55,7 @@ def read(values: np.ndarray) -> np.ndarray:
     return values.swapaxes(1, 2)[:, ::-1]
 
 
-def rows() -> list[Row]:
+def rows() -> list[MapRow]:
     return [mapped(stacked("experts", {NAME: (EXPERTS, OUT, INNER)}), read, (EXPERTS, INNER, OUT))]
 
 

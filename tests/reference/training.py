@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     state_norm: bool = False  # EAGLE-3.1: each state of the target is normed before fc
 
 
-class Document(NamedTuple):
+class ReferenceDocument(NamedTuple):
     tokens: np.ndarray  # [n]
     counted: np.ndarray  # [n]
     states: np.ndarray  # [n, 3, target hidden]
@@ -60,7 +60,7 @@ def cross_entropy(p: np.ndarray, q: np.ndarray) -> float:
 def loss(
     weights: Weights,
     shape: Shape,
-    document: Document,
+    document: ReferenceDocument,
     embedding: np.ndarray,
     ids: np.ndarray,
     *,

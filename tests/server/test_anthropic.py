@@ -9,7 +9,7 @@ import pytest
 
 from jspec.server.anthropic import _content
 from jspec.server.anthropic_input import read_messages
-from jspec.server.blocks import Block
+from jspec.server.blocks import AnswerBlock
 from jspec.server.errors import ApiError
 from jspec.server.settings import digest_of
 from tests.support import serving, tool_serving
@@ -252,7 +252,7 @@ def test_errors_of_other_kinds_have_their_types(client: Any, server: serving.Run
 
 @pytest.mark.parametrize("arguments", ['{"x": 1e999}', '{"x": "\\ud800"}', "[1]", '{"x"'])
 def test_call_whose_arguments_the_answer_cannot_have_as_an_object_is_text(arguments: str) -> None:
-    call = Block(0, "call", "1", "f", arguments)
+    call = AnswerBlock(0, "call", "1", "f", arguments)
     assert _content(call) == {"type": "text", "text": arguments}
     call.text = '{"x": "\\ud83d\\ude00"}'
     assert _content(call) == {"type": "tool_use", "id": "1", "name": "f", "input": {"x": "\U0001f600"}}

@@ -30,7 +30,7 @@ class Shade(pydantic.BaseModel):
     dark: bool
 
 
-class Colour(pydantic.BaseModel):
+class AnsweredColour(pydantic.BaseModel):
     """A colour."""
 
     name: Literal["red", "green"]
@@ -77,7 +77,7 @@ def own(body: dict[str, Any]) -> Any:
 
 
 def colour(done: Any) -> Any:
-    return Colour.model_validate_json(done.text).model_dump()
+    return AnsweredColour.model_validate_json(done.text).model_dump()
 
 
 # -- instructor
@@ -97,10 +97,10 @@ def instruct(server: serving.Running, http: httpx.Client) -> Any:
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor_parses_the_engines_own_object(instruct: Any, bodies: list[Any], mode: str) -> None:
-    client, fields = instruct(mode, Colour)
+    client, fields = instruct(mode, AnsweredColour)
     parsed, answer = client.create_with_completion(**fields)
     done = own(bodies[-1])
-    assert isinstance(parsed, Colour) and parsed.model_dump() == colour(done)
+    assert isinstance(parsed, AnsweredColour) and parsed.model_dump() == colour(done)
     assert answer.usage.completion_tokens == len(done.token_ids)
     others = [colour(own({**bodies[-1], "seed": seed})) for seed in range(4)]
     assert any(one != parsed.model_dump() for one in others)  # the negative control
@@ -108,7 +108,7 @@ def test_instructor_parses_the_engines_own_object(instruct: Any, bodies: list[An
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor_streams_parts_of_the_engines_own_object(instruct: Any, bodies: list[Any], mode: str) -> None:
-    client, fields = instruct(mode, Colour)
+    client, fields = instruct(mode, AnsweredColour)
     parts = list(client.create_partial(**fields))
     assert bodies[-1]["stream"] is True
     assert len(parts) > 3 and parts[0].name is None
@@ -152,15 +152,15 @@ def test_langchain_answers_with_the_engines_own_text_and_usage_streamed_or_not(c
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_parses_the_engines_own_object_streamed_or_not(chat: Any, bodies: list[Any], method: str) -> None:
-    runnable = chat.with_structured_output(Colour, method=method)
+    runnable = chat.with_structured_output(AnsweredColour, method=method)
     parsed = runnable.invoke(PROMPT)
-    assert type(parsed) is Colour and parsed.model_dump() == colour(own(bodies[-1]))
+    assert type(parsed) is AnsweredColour and parsed.model_dump() == colour(own(bodies[-1]))
     assert list(runnable.stream(PROMPT))[-1] == parsed and bodies[-1]["stream"] is True
 
 
 @pytest.mark.parametrize("choice", ["any", "Colour"])
 def test_langchain_reads_forced_calls_streamed_or_not(chat: Any, bodies: list[Any], choice: str) -> None:
-    tooled = chat.bind_tools([Colour], tool_choice=choice, parallel_tool_calls=False)
+    tooled = chat.bind_tools([AnsweredColour], tool_choice=choice, parallel_tool_calls=False)
     (call,) = tooled.invoke(PROMPT).tool_calls
     given = json.loads(own(bodies[-1]).text)
     assert (call["name"], call["args"]) == ("Colour", given["arguments"] if choice == "any" else given)
@@ -170,7 +170,7 @@ def test_langchain_reads_forced_calls_streamed_or_not(chat: Any, bodies: list[An
 
 
 def test_langchain_sends_a_tools_result_back(chat: Any, bodies: list[Any]) -> None:
-    short = chat.model_copy(update={"max_tokens": 24}).bind_tools([Colour])
+    short = chat.model_copy(update={"max_tokens": 24}).bind_tools([AnsweredColour])
     call = {"name": "Colour", "args": {"name": "red"}, "id": "call_1"}
     turns = [
         ("user", PROMPT),
@@ -213,10 +213,10 @@ def test_litellm_answers_with_the_engines_own_text_streamed_or_not(complete: Any
 
 
 def test_litellm_takes_objects_and_calls(complete: Any, bodies: list[Any]) -> None:
-    answer = complete(response_format=Colour)
+    answer = complete(response_format=AnsweredColour)
     assert answer.choices[0].message.content == own(bodies[-1]).text
-    assert Colour.model_validate_json(answer.choices[0].message.content)
-    tool = {"type": "function", "function": {"name": "f", "parameters": Colour.model_json_schema()}}
+    assert AnsweredColour.model_validate_json(answer.choices[0].message.content)
+    tool = {"type": "function", "function": {"name": "f", "parameters": AnsweredColour.model_json_schema()}}
     answer = complete(tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
     (call,) = answer.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("f", own(bodies[-1]).text)

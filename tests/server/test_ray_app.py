@@ -31,7 +31,7 @@ PROMPT = "class Config:\n    def _interpolate_some(self, parser, option, accum, 
 # -- the router
 
 
-class Router(prefix_router.PrefixRouter):  # type: ignore[misc, name-defined]
+class RouterWithoutRay(prefix_router.PrefixRouter):  # type: ignore[misc, name-defined]
     """The router without Ray: its replicas are names, and the number of requests of each is given."""
 
     def __init__(self, loads: Mapping[str, int]) -> None:
@@ -53,7 +53,7 @@ class Router(prefix_router.PrefixRouter):  # type: ignore[misc, name-defined]
 
 
 def test_requests_with_equal_beginnings_go_to_one_replica() -> None:
-    router = Router(dict.fromkeys("abc", 0))
+    router = RouterWithoutRay(dict.fromkeys("abc", 0))
     shared = "x" * 1024
     home, *_ = router.route(shared + "first question")
     router.loads[home] = prefix_router.BUSIER - 1
@@ -63,7 +63,7 @@ def test_requests_with_equal_beginnings_go_to_one_replica() -> None:
 
 
 def test_home_with_too_many_requests_passes_them_on() -> None:
-    router = Router(dict.fromkeys("ab", 0))
+    router = RouterWithoutRay(dict.fromkeys("ab", 0))
     home, other = router.route("short")
     router.loads[home] = prefix_router.BUSIER - 1
     assert router.route("short") == [home, other]
@@ -74,7 +74,7 @@ def test_home_with_too_many_requests_passes_them_on() -> None:
 
 
 def test_home_that_is_gone_is_replaced() -> None:
-    router = Router(dict.fromkeys("ab", 0))
+    router = RouterWithoutRay(dict.fromkeys("ab", 0))
     home, other = router.route("prompt")
     del router.loads[home]
     router.loads["new"] = 5
@@ -85,7 +85,7 @@ def test_home_that_is_gone_is_replaced() -> None:
 
 def test_number_of_remembered_homes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "MOST_HOMES", 4)
-    router = Router({"a": 0})
+    router = RouterWithoutRay({"a": 0})
     for number in range(9):
         router.route(f"prompt {number}")
     assert len(router._homes) == 4

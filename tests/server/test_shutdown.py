@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from jspec import SamplingParams
-from jspec.server.calls import Calls
+from jspec.server.calls import OpenCalls
 from jspec.server.errors import ApiError
 from tests.support import serving
 
@@ -138,7 +138,7 @@ def test_failure_while_a_request_is_prepared_is_an_error_of_the_server(monkeypat
 
 
 def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
-    calls = Calls(serving.engine(), 1)
+    calls = OpenCalls(serving.engine(), 1)
     calls.thread.stop()
     with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([serving.engine().prepare([5])]):
         pass

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jspec.server import text_reader
-from jspec.server.text_reader import CallDelta, OutputParser, Part
+from jspec.server.text_reader import AnswerPart, CallDelta, OutputParser
 from jspec.server.tool_calls.choose import FORMATS
 from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined, parsed, split
 
@@ -122,7 +122,7 @@ def test_parser_of_calls_in_its_format_finds_names_and_exact_arguments(
 # -- any text
 
 
-def without_markup(format_: str, parts: Sequence[Part], text: str) -> bool:
+def without_markup(format_: str, parts: Sequence[AnswerPart], text: str) -> bool:
     """Return whether a text is what was found in it, in the same order, and between that only what belongs to calls."""
     pieces = [part.content or (part.call and part.call.arguments) or "" for part in parts]
     markup = [*map(re.escape, MARKERS[format_]), r"\s", r"[\[\]{},:;]", '"(?:name|arguments|parameters)"', '"?f"?']
@@ -270,7 +270,7 @@ def test_parser_hands_on_every_character_of_arguments_at_once(format_: str, head
         if index == 0:
             assert first.call is not None and (first.call.index, first.call.name, first.call.arguments) == (0, "f", "")
             (first,) = rest
-        assert first == Part(call=CallDelta(0, arguments=character))
+        assert first == AnswerPart(call=CallDelta(0, arguments=character))
 
 
 @pytest.mark.parametrize(("format_", "marker"), [(name, markers[0]) for name, markers in MARKERS.items()])
@@ -297,13 +297,13 @@ def test_llama_parser_lets_go_of_other_json_once_it_can_be_no_call(text: str) ->
 class PieceByPiece:
     """A wrong parser: it looks for the markers in each piece alone."""
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         start, marker, rest = text.partition("<tool_call>")
         body = json.loads(rest.partition("</tool_call>")[0]) if marker else {}
         call = CallDelta(0, "1", body["name"], json.dumps(body["arguments"])) if marker else None
-        return [part for part in (Part(start), Part(call=call)) if part != Part()]
+        return [part for part in (AnswerPart(start), AnswerPart(call=call)) if part != AnswerPart()]
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         return []
 
 

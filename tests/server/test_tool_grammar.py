@@ -9,7 +9,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
-from jspec.server.text_reader import Part
+from jspec.server.text_reader import AnswerPart
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import read_choice
@@ -79,7 +79,7 @@ def answers(engine: Engine, tools: Any, choice: Any, parallel: bool | None) -> l
     ]
     found = []
     for done in engine.generate(["def weather(city):\n"] * len(params), params):
-        parser, parts = parser_for(None, None, read_choice(tools, choice), False), list[Part]()
+        parser, parts = parser_for(None, None, read_choice(tools, choice), False), list[AnswerPart]()
         for piece in done.pieces or [done.text or ""]:
             parts += parser.push(piece)
         found.append((str(done.finish_reason), joined([*parts, *parser.finish()])))

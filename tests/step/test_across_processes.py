@@ -50,7 +50,7 @@ class Programs:
         check([])
 
 
-class Runner:
+class RecordingRunner:
     """What follows the calls of process 0: it records them."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Runner:
 
 
 @contextmanager
-def following(found: Sequence[Job], runners: Sequence[Runner]) -> Iterator[tuple[Lead, list[Future[None]]]]:
+def following(found: Sequence[Job], runners: Sequence[RecordingRunner]) -> Iterator[tuple[Lead, list[Future[None]]]]:
     """Yield the calls of an engine in process 0, and the ends of the last processes, which follow them."""
     late = threading.Timer(SECONDS, found[0].fail, ["a call hangs"])
     late.start()
@@ -105,7 +105,7 @@ def test_devices_in_another_order_are_refused_in_all_processes() -> None:
 def test_engine_that_is_closed_twice_does_not_end_the_next_one() -> None:
     with jobs() as (found, _):
         for _ in range(2):
-            runners = [Runner(), Runner()]
+            runners = [RecordingRunner(), RecordingRunner()]
             with following(found, runners) as (lead, followed):
                 run(lead, KEYS[0])
                 lead.close()
@@ -125,7 +125,7 @@ def test_close_that_is_interrupted_is_made_once_by_the_next_close(moment: str) -
     with jobs() as (found, _), pytest.MonkeyPatch.context() as patch:
         do = found[0].do
         for _ in range(2):  # a second message to close the first engine would end the second one
-            runners = [Runner(), Runner()]
+            runners = [RecordingRunner(), RecordingRunner()]
             with following(found, runners) as (lead, followed):
                 run(lead, KEYS[0])
                 patch.setattr(found[0], "do", interrupted)
@@ -140,7 +140,7 @@ def test_close_that_is_interrupted_is_made_once_by_the_next_close(moment: str) -
 
 def test_follower_that_is_interrupted_while_it_compiles_tells_the_others_and_does_not_wait() -> None:
     with jobs() as (found, _), pytest.MonkeyPatch.context() as patch:
-        runners = [Runner(), Runner()]
+        runners = [RecordingRunner(), RecordingRunner()]
         runners[1].programs.may_compile.clear()
         patch.setattr(found[2], "take", Fault(found[2].take, 2, KeyboardInterrupt()))
         with following(found, runners) as (lead, followed):
@@ -166,7 +166,7 @@ def test_answers_to_an_interrupted_compilation_are_not_taken_for_those_to_the_ne
         assert [runner.programs.digests.get(key.kind) for runner in runners] == [key.kind] * 2
 
     with jobs() as (found, _), pytest.MonkeyPatch.context() as patch:
-        programs, runners = Runner().programs, [Runner(), Runner()]
+        programs, runners = RecordingRunner().programs, [RecordingRunner(), RecordingRunner()]
         runners[1].programs.may_compile.clear()
         with following(found, runners) as (lead, _):
             do, take = found[0].do, found[0].take
@@ -245,10 +245,14 @@ def test_follower_goes_on_after_one_signal_of_each_kind_and_ends_at_a_second(
         run(lead, KEYS[0])
         lead.close()
 
-    expected, interrupts, runner = "process 1 (b) ends when process 0 closes its engine", list[int](), Runner()
+    expected, interrupts, runner = "process 1 (b) ends when process 0 closes its engine", list[int](), RecordingRunner()
     before = [signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)]
     try:
-        with jobs() as (found, _), following(found, [Runner()]) as (lead, (other,)), ThreadPoolExecutor() as pool:
+        with (
+            jobs() as (found, _),
+            following(found, [RecordingRunner()]) as (lead, (other,)),
+            ThreadPoolExecutor() as pool,
+        ):
             sent = pool.submit(send)
             try:
                 Follow(found[1]).follow(runner)

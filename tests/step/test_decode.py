@@ -30,7 +30,7 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  
 
 
 @dataclass(frozen=True)
-class Case:
+class DecodeCase:
     program: Program
     params: Params
     fused: Callable[..., Any]
@@ -38,7 +38,7 @@ class Case:
 
 
 @cache
-def case(drafter: str) -> Case:
+def case(drafter: str) -> DecodeCase:
     """Return a case with the draft model and the rejection rule, or with EAGLE-3 and the coupled rule."""
     target = tiny.model(VOCAB, layers=1, sharpness=2.0)
     if drafter == "eagle3":
@@ -48,7 +48,7 @@ def case(drafter: str) -> Case:
         method, rule = DraftModel(tiny.model(VOCAB, layers=1, seed=1), Tree.chain(LENGTH)), "rejection"
     program = Program(method, method.feature_layers(target), rule, "reference", trace=True)
     params = Params(target=target, draft=method.bind(target))
-    return Case(program, params, jit(partial(decode.spec_round, program)), stages(program))
+    return DecodeCase(program, params, jit(partial(decode.spec_round, program)), stages(program))
 
 
 def stages(program: Program) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ def compile_round(
     target = target.replace(layers=target.layers[:layers], config=config)
     if quantize is not None:
         target, head = (jax.eval_shape(partial(quantize_weights, kind=quantize), model) for model in (target, head))
-    case = rounds.Case(
+    case = rounds.StepCase(
         shape,
         batch=batch,
         context=1024,
@@ -336,7 +336,7 @@ def test_h200_prefill_of_a_mixture_of_experts_sorts_nothing_and_fits_into_the_pl
     target = jax.eval_shape(partial(shapes.random_target, "qwen3-30b-a3b", "bfloat16"))
     config = replace(target.config, layers=target.config.layers[:2])
     target = target.replace(layers=target.layers[:2], config=config)
-    case = rounds.Case("qwen3-30b-a3b", batch=8, context=1024, tree=None)
+    case = rounds.StepCase("qwen3-30b-a3b", batch=8, context=1024, tree=None)
     program, params, pool = rounds.build(case, target, None)
     program = replace(program, controls=False)
     state = jax.eval_shape(lambda p: init_state(program, p, pool), params)

@@ -39,7 +39,7 @@ QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}  # compiles in hal
 
 
 @dataclass(frozen=True)
-class Case:
+class PrefillCase:
     """Compiled programs of a drafter: a prefill of blocks, a prefill of one block, and their drafts."""
 
     params: Params
@@ -51,7 +51,9 @@ class Case:
     draft: Callable[[SlotState, Any], Draft]
 
 
-def make_case(name: str, tree: Tree, page: int, target: Model | None = None, *, deterministic: bool = False) -> Case:
+def make_case(
+    name: str, tree: Tree, page: int, target: Model | None = None, *, deterministic: bool = False
+) -> PrefillCase:
     """Compile a case; its prefills return the log-probabilities of all tokens at all positions."""
     options = QUICK if target is None else None  # in the quick programs, sums often have the same order
     target = target or tiny.model(VOCAB)
@@ -85,7 +87,7 @@ def make_case(name: str, tree: Tree, page: int, target: Model | None = None, *, 
         return drafter.draft(params.draft, state.draft, view_of(state, slots, program))[0]
 
     state = jax.tree.map(with_nan, states[0])
-    return Case(params, pools[0], state, run, alone, states[1], jax.jit(draft, compiler_options=QUICK))
+    return PrefillCase(params, pools[0], state, run, alone, states[1], jax.jit(draft, compiler_options=QUICK))
 
 
 case = cache(make_case)
@@ -134,7 +136,7 @@ class Prompt:
         )
 
 
-def random_prompts(one: Case, rng: np.random.Generator) -> list[Prompt]:
+def random_prompts(one: PrefillCase, rng: np.random.Generator) -> list[Prompt]:
     """Return prompts of random lengths in random pages; some begin with full pages of an earlier prompt."""
     page, width = one.pool.page_size, one.state.page_table.shape[1]
     free = (1 + rng.permutation(one.pool.pages - 1)).tolist()
@@ -172,7 +174,9 @@ def random_counts(prompts: Sequence[Prompt], rng: np.random.Generator, size: int
     return chosen
 
 
-def run_pieces(one: Case, state: SlotState, chosen: Sequence[tuple[Prompt, int]]) -> tuple[SlotState, list[np.ndarray]]:
+def run_pieces(
+    one: PrefillCase, state: SlotState, chosen: Sequence[tuple[Prompt, int]]
+) -> tuple[SlotState, list[np.ndarray]]:
     """Run one prefill; return the state, and the distributions after each token of each piece."""
     pieces = [prompt.piece(count) for prompt, count in chosen]
     tokens = [prompt.tokens[prompt.start :][:count] for prompt, count in chosen]
@@ -191,7 +195,7 @@ def run_pieces(one: Case, state: SlotState, chosen: Sequence[tuple[Prompt, int]]
 class Oracle:
     """Prefills of one prompt, in pieces of at most ``size`` tokens, each in one block of rows in a cache of its own."""
 
-    def __init__(self, one: Case, size: int = LONGEST) -> None:
+    def __init__(self, one: PrefillCase, size: int = LONGEST) -> None:
         self.one, self.size = one, size
 
     def __call__(self, tokens: list[int]) -> tuple[np.ndarray, SlotState]:
@@ -208,7 +212,7 @@ class Oracle:
         return np.concatenate(found), state
 
 
-def check_mixes(one: Case, prefills: int, seed: int = 0) -> int:
+def check_mixes(one: PrefillCase, prefills: int, seed: int = 0) -> int:
     """Compare random mixes of pieces with the oracle; return how many pieces shared pages of their own prefill."""
     rng, oracle, done, hits = np.random.default_rng(seed), Oracle(one), 0, 0
     while done < prefills:

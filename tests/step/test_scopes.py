@@ -32,7 +32,7 @@ def build(tree: Tree | None) -> tuple[Program, Params, Any]:
     """Return a program, and the shapes of its weights and state."""
     target = jax.eval_shape(partial(shapes.random_target, SHAPE, "float32"))
     head = jax.eval_shape(partial(shapes.random_head, SHAPE, "float32"))
-    program, params, pool = rounds.build(rounds.Case(SHAPE, 1, 64, tree, dtype="float32"), target, head)
+    program, params, pool = rounds.build(rounds.StepCase(SHAPE, 1, 64, tree, dtype="float32"), target, head)
     return program, params, jax.eval_shape(lambda p: init_state(program, p, pool), params)
 
 

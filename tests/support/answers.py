@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from jspec.server.text_reader import OutputParser, Part
+from jspec.server.text_reader import AnswerPart, OutputParser
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.tools import read_choice
 
@@ -29,7 +29,7 @@ class Joined:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
 
-def joined(parts: Sequence[Part]) -> Joined:
+def joined(parts: Sequence[AnswerPart]) -> Joined:
     """Join parts, after a check that each call begins once, with an id of its own, and has its number."""
     found, ids = Joined(), list[str]()
     for part in parts:
@@ -54,7 +54,7 @@ def auto(format_: str, *, reasoning: bool = False, prompt: str = "") -> OutputPa
 
 
 def parsed(make: Callable[[], OutputParser], pieces: Sequence[str]) -> Joined:
-    parser, parts = make(), list[Part]()
+    parser, parts = make(), list[AnswerPart]()
     for piece in pieces:
         parts += parser.push(piece)
     return joined([*parts, *parser.finish()])

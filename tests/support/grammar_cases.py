@@ -49,7 +49,7 @@ MASK_PARAMS = [
 
 
 @dataclass(frozen=True)
-class Case:
+class GrammarCase:
     """Eight requests of one kind of grammar.
 
     Attributes:
@@ -96,7 +96,7 @@ def masked(prompt: list[int], params: SamplingParams, seed: int | None = None, *
 
 
 # After "a" the table's grammar requires the token "b" or "ab"; the bad words ban both after "a".
-TABLE = Case(
+TABLE = GrammarCase(
     library="outlines_core",
     field="regex",
     params=TABLE_PARAMS,
@@ -107,7 +107,7 @@ TABLE = Case(
     invalid="x",
     invalid_error="none of its texts can be written",
 )
-MASKS = Case(
+MASKS = GrammarCase(
     library="llguidance",
     field="grammar",
     params=MASK_PARAMS,
@@ -123,7 +123,7 @@ MASKS = Case(
 CASES = {case.field: case for case in (TABLE, MASKS)}
 
 
-def check_decoding(engine: Engine, case: Case, order: Sequence[int]) -> None:
+def check_decoding(engine: Engine, case: GrammarCase, order: Sequence[int]) -> None:
     """Run the requests numbered in ``order`` and check their tokens, texts and log-probabilities."""
     done = engine.generate([PROMPTS[i] for i in order], [case.params[i] for i in order])
     expected = case.expected()

@@ -15,12 +15,12 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.models.layer_config import Rope
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.inflate import grow
-from jspec.tools.bench.inflate.grow import Sizes
+from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from tests.support import byte_pair, tiny
 
 VOCAB, DRAFTED, LAYERS = 40, 12, 7
-SIZES = Sizes(
+SIZES = GrownSizes(
     hidden_size=40,
     intermediate_size=48,
     num_layers=12,
@@ -35,7 +35,7 @@ LLAMA3 = Rope(
     theta=500.0, kind="llama3", factor=8.0, original_max_position=64
 )  # the scaling changes some of the few channels
 # Few layers, to compile quickly; larger in every size.
-BYTE_SIZES = Sizes(96, 208, 9, 9, 3, 32, 300, 100)
+BYTE_SIZES = GrownSizes(96, 208, 9, 9, 3, 32, 300, 100)
 TEXT = (byte_pair.PROMPT * 3).encode()[:96]
 
 
@@ -90,7 +90,7 @@ def compare(small: Model, large: Model, states: tuple[int, ...], new_states: tup
 
 def inflate_pair(
     small: Model,
-    sizes: Sizes,
+    sizes: GrownSizes,
     *,
     head: EagleHead | None = None,
     feature_layers: tuple[int, ...] | None = None,

@@ -69,7 +69,7 @@ def as_packed(numbers: Numbers, *, has_zeros: bool = False) -> Tensors:
     return tensors | ({"weight_zero_point": words(zeros, 0)} if has_zeros else {})
 
 
-class Format(NamedTuple):
+class Int4Format(NamedTuple):
     config: dict[str, Any]  # quantization_config
     write: Callable[[Numbers], Tensors]
     is_symmetric: bool = False
@@ -77,20 +77,20 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "gptq": Format(GPTQ, as_gptq),
-    "gptq v2": Format({**GPTQ, "checkpoint_format": "gptq_v2"}, lambda numbers: as_gptq(numbers, offset=0)),
-    "awq": Format(AWQ, as_awq),
-    "compressed-tensors": Format(packed_config(), as_packed, is_symmetric=True),
-    "compressed-tensors with zero points": Format(
+    "gptq": Int4Format(GPTQ, as_gptq),
+    "gptq v2": Int4Format({**GPTQ, "checkpoint_format": "gptq_v2"}, lambda numbers: as_gptq(numbers, offset=0)),
+    "awq": Int4Format(AWQ, as_awq),
+    "compressed-tensors": Int4Format(packed_config(), as_packed, is_symmetric=True),
+    "compressed-tensors with zero points": Int4Format(
         packed_config(symmetric=False), lambda numbers: as_packed(numbers, has_zeros=True)
     ),
-    "compressed-tensors by row": Format(
+    "compressed-tensors by row": Int4Format(
         packed_config(strategy="channel", group_size=None), as_packed, is_symmetric=True, group=None
     ),
 }
 
 
-def quantised(form: Format) -> tuple[Tensors, Tensors]:
+def quantised(form: Int4Format) -> tuple[Tensors, Tensors]:
     """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for."""
     stored: Tensors = {}
     wide = folders.target_tensors(CONFIG)
@@ -107,6 +107,6 @@ def quantised(form: Format) -> tuple[Tensors, Tensors]:
     return stored, wide
 
 
-def write(folder: Path, form: Format, stored: Mapping[str, np.ndarray], **changes: Any) -> Path:
+def write(folder: Path, form: Int4Format, stored: Mapping[str, np.ndarray], **changes: Any) -> Path:
     """Write a quantised checkpoint; ``changes`` replace values of its quantization_config."""
     return folders.write(folder, {**CONFIG, "quantization_config": {**form.config, **changes}}, stored)

@@ -21,7 +21,7 @@ SECONDS = 150.0  # after this time the processes are killed
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedProcess:
     """What is left of a process.
 
     Attributes:
@@ -56,7 +56,7 @@ def script(name: str, port: int, process_id: int, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "tests.support.process_scripts", name, str(port), "2", str(process_id), *arguments]
 
 
-def run(commands: Sequence[Sequence[str]], *, devices: int = 2) -> list[Ended]:
+def run(commands: Sequence[Sequence[str]], *, devices: int = 2) -> list[EndedProcess]:
     """Run commands at once, and wait for all of them."""
     options: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(devices))
     started = [subprocess.Popen(command, start_new_session=True, **options) for command in commands]
@@ -68,15 +68,15 @@ def run(commands: Sequence[Sequence[str]], *, devices: int = 2) -> list[Ended]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ended(process: subprocess.Popen[str]) -> Ended:
+def _ended(process: subprocess.Popen[str]) -> EndedProcess:
     out, errors = process.communicate(timeout=SECONDS)
     lines = re.sub(r"\[Gloo\] [^\n]*?: \d+", "", out).splitlines()
     said = [json.loads(line.removeprefix("said ")) for line in lines if line.startswith("said ")]
     text = "\n".join(line for line in lines if line and not line.startswith("said "))
-    return Ended(process.returncode, said, text, errors, time.time())
+    return EndedProcess(process.returncode, said, text, errors, time.time())
 
 
-def run_script(name: str, *arguments: str, devices: int = 2) -> list[Ended]:
+def run_script(name: str, *arguments: str, devices: int = 2) -> list[EndedProcess]:
     """Run a script of `tests.support.process_scripts` in two processes."""
     port = free_port()
     return run([script(name, port, process_id, *arguments) for process_id in range(2)], devices=devices)

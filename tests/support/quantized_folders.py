@@ -58,7 +58,7 @@ def by_block_of_compressed_tensors(weight: np.ndarray) -> Quantised:
     return by_block(weight, "weight_scale")
 
 
-class Format(NamedTuple):
+class QuantizedFormat(NamedTuple):
     config: dict[str, Any]  # quantization_config
     quantise: Callable[[np.ndarray], Quantised]
 
@@ -80,14 +80,14 @@ PER_TOKEN, STATIC = {"dynamic": True, "strategy": "token"}, {"dynamic": False, "
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
 FORMATS = {
-    "compressed-tensors by row": Format(compressed("channel", PER_TOKEN), by_row),
-    "compressed-tensors by tensor": Format(compressed("tensor", STATIC), by_tensor),
-    "compressed-tensors by block": Format(
+    "compressed-tensors by row": QuantizedFormat(compressed("channel", PER_TOKEN), by_row),
+    "compressed-tensors by tensor": QuantizedFormat(compressed("tensor", STATIC), by_tensor),
+    "compressed-tensors by block": QuantizedFormat(
         compressed("block", PER_TOKEN, block_structure=list(BLOCK)), by_block_of_compressed_tensors
     ),
-    "modelopt": Format(MODELOPT, by_scalar),
-    "fp8 by block": Format({**FP8, "fmt": "e4m3", "weight_block_size": list(BLOCK)}, by_block),
-    "fp8 by tensor": Format({**FP8, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, by_tensor),
+    "modelopt": QuantizedFormat(MODELOPT, by_scalar),
+    "fp8 by block": QuantizedFormat({**FP8, "fmt": "e4m3", "weight_block_size": list(BLOCK)}, by_block),
+    "fp8 by tensor": QuantizedFormat({**FP8, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, by_tensor),
 }
 
 
@@ -103,7 +103,9 @@ def weights() -> Tensors:
     return found
 
 
-def quantised(form: Format, excluded: str = "lm_head", plain: Tensors | None = None) -> tuple[Tensors, Tensors]:
+def quantised(
+    form: QuantizedFormat, excluded: str = "lm_head", plain: Tensors | None = None
+) -> tuple[Tensors, Tensors]:
     """Return the tensors of a quantised checkpoint, and those of the unquantised one that it stands for.
 
     Args:
@@ -122,6 +124,6 @@ def quantised(form: Format, excluded: str = "lm_head", plain: Tensors | None = N
     return stored, wide
 
 
-def write(folder: Path, form: Format, stored: Mapping[str, np.ndarray], **changes: Any) -> Path:
+def write(folder: Path, form: QuantizedFormat, stored: Mapping[str, np.ndarray], **changes: Any) -> Path:
     """Write a quantised checkpoint; ``changes`` replace values of its quantization_config."""
     return folders.write(folder, {**CONFIG, "quantization_config": {**form.config, **changes}}, stored)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jspec.engine.grammar import regex_dfa
-from jspec.engine.grammar.regex_dfa import TokenTexts
+from jspec.engine.grammar.regex_dfa import TokenBytes
 from jspec.engine.grammar.token_table import Grammar, compile_grammar
 
 
@@ -20,7 +20,7 @@ def table(
     cells: int | None = None,
 ) -> Grammar:
     """Compile a regular expression over the tokens' bytes."""
-    own = TokenTexts(texts, vocab_size)
+    own = TokenBytes(texts, vocab_size)
 
     def run(name: str, regex: str, *args: Any) -> Any:
         return regex_dfa.table_of(regex, own, *args)

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0)
 LONG = SamplingParams(max_tokens=20, temperature=0)
 
 
-class Terminal(io.StringIO):
+class ChatTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -62,7 +62,7 @@ def test_chat_answers_the_whole_conversation_until_reset(engine: Engine, monkeyp
     second = completed(engine, f"1ab{first}b,")
     fresh = completed(engine, "1a{")
     out = io.StringIO()
-    talk = chat.Chat(engine, GREEDY, "1", out)
+    talk = chat.ChatSession(engine, GREEDY, "1", out)
     say(monkeypatch, "ab", " b, ", "", "/reset", "a{", "/unknown", "/exit", "never read")
     talk.run()
     assert talk.messages == [
@@ -77,7 +77,7 @@ def test_chat_answers_the_whole_conversation_until_reset(engine: Engine, monkeyp
 def test_chat_prints_speed_and_acceptance_after_each_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     say(monkeypatch, "ba", "/reset", "b")
-    chat.Chat(engine, LONG, None, out).run()
+    chat.ChatSession(engine, LONG, None, out).run()
     first, second = engine.generate(["ba", "b"], LONG)
     lines = [line for line in out.getvalue().split("\n") if re.fullmatch(SPEED, line)]
     assert [line.split(" tokens/s")[0].rsplit(", ", 1)[0] for line in lines] == [
@@ -101,7 +101,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
 
     monkeypatch.setattr(engine, "stream", interrupted)
     out = io.StringIO()
-    talk = chat.Chat(engine, GREEDY, None, out)
+    talk = chat.ChatSession(engine, GREEDY, None, out)
     say(monkeypatch, KeyboardInterrupt, "ab", KeyboardInterrupt)
     talk.run()
     answer = talk.messages[-1]["content"]
@@ -113,7 +113,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
 
 def test_chat_message_that_is_too_long_is_refused_and_not_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    talk = chat.Chat(engine, GREEDY, None, out)
+    talk = chat.ChatSession(engine, GREEDY, None, out)
     say(monkeypatch, "1" * 60, "ab")
     talk.run()
     assert "max_len=48" in out.getvalue() and "/reset" in out.getvalue()
@@ -126,16 +126,16 @@ def test_chat_on_a_terminal_colours_drafted_tokens(engine: Engine, monkeypatch: 
     tokens = zip(done.pieces or [], done.from_draft, strict=True)
     drafted = "".join(piece for piece, is_drafted in tokens if is_drafted)
     assert drafted and len(drafted) < len(done.text or "")
-    out = Terminal()
+    out = ChatTerminal()
     say(monkeypatch, "ba")
-    chat.Chat(engine, LONG, None, out).run()
+    chat.ChatSession(engine, LONG, None, out).run()
     pattern = re.escape(colour.COLOUR) + "(.*?)" + re.escape(colour.RESET)
     assert "".join(re.findall(pattern, out.getvalue(), re.S)) == drafted
     assert re.sub(pattern, r"\1", out.getvalue()).startswith(f"{chat.HELP}\n{done.text}\n(")
     monkeypatch.setenv("NO_COLOR", "1")
-    plain = Terminal()
+    plain = ChatTerminal()
     say(monkeypatch, "ba")
-    chat.Chat(engine, LONG, None, plain).run()
+    chat.ChatSession(engine, LONG, None, plain).run()
     assert "\033" not in plain.getvalue()
 
 
@@ -143,13 +143,13 @@ def test_chat_command_reads_options_and_runs_until_the_end_of_the_input(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     made: list[SamplingParams] = []
-    init: Callable[..., None] = chat.Chat.__init__
+    init: Callable[..., None] = chat.ChatSession.__init__
 
-    def remember(self: chat.Chat, one: Engine, params: SamplingParams, system: str | None) -> None:
+    def remember(self: chat.ChatSession, one: Engine, params: SamplingParams, system: str | None) -> None:
         made.append(params)
         init(self, one, params, system)
 
-    monkeypatch.setattr(chat.Chat, "__init__", remember)
+    monkeypatch.setattr(chat.ChatSession, "__init__", remember)
     monkeypatch.setattr(type(engine), "close", lambda self: None)
     monkeypatch.setattr(generate, "prepare", lambda arguments: lettered.tokenizer())
     monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: engine)

@@ -19,8 +19,8 @@ from jspec.engine.metrics import LowAcceptanceWarning
 from jspec.engine.stats_logger import MIN_ROUNDS, LowAcceptanceWarner
 from jspec.engine.tokenizer import ByteTokenizer
 from jspec.tools import check_head, testing
-from jspec.tools.check_head import OWN, Measurement, Setting
-from jspec.tools.replay import Replay, Rounds, Texts, continue_greedily, observe
+from jspec.tools.check_head import OWN, HeadSetting, Measurement
+from jspec.tools.replay import Replay, ReplayedTexts, Rounds, continue_greedily, observe
 from tests.support import byte_pair, folders, recordings, tiny
 
 pytestmark = pytest.mark.once
@@ -62,20 +62,22 @@ class Recorded:
         self._replays: dict[object, Replay] = {}
         self._seen: dict[object, Rounds] = {}
 
-    def settings_of(self, head: Path) -> list[Setting]:
+    def settings_of(self, head: Path) -> list[HeadSetting]:
         return check_head.settings_of(Eagle3(tiny.load_head(head), Tree.chain(5)), self.target)
 
-    def rounds(self, setting: Setting, *, stepwise: bool) -> Rounds:
+    def rounds(self, setting: HeadSetting, *, stepwise: bool) -> Rounds:
         """Return the rounds on the recorded texts, up to the last recorded root."""
         return self._rounds(setting, self.texts, self.start, self.start + TOKENS, stepwise)
 
-    def measurement(self, setting: Setting) -> Measurement:
+    def measurement(self, setting: HeadSetting) -> Measurement:
         cuts = self._rounds(setting, self.cuts, np.full(16, check_head.FIRST), CUT - 6, True)
         chains = self.rounds(setting, stepwise=False)
         return Measurement(setting.name, cuts.hits[cuts.is_round], chains.accept_len[chains.is_round] + 1)
 
-    def _rounds(self, setting: Setting, texts: Texts, start: np.ndarray, last: np.ndarray | int, step: bool) -> Rounds:
-        # `feature_layers` and `source_format` do not change the program; `Setting.layers` selects the features.
+    def _rounds(
+        self, setting: HeadSetting, texts: ReplayedTexts, start: np.ndarray, last: np.ndarray | int, step: bool
+    ) -> Rounds:
+        # `feature_layers` and `source_format` do not change the program; `HeadSetting.layers` selects the features.
         config = replace(setting.drafter.head.config, feature_layers=None, source_format="")
         key = (config, setting.layers, texts is self.cuts, step)
         if config not in self._replays:

@@ -21,7 +21,7 @@ from jspec.tools.command_line import make_parser
 pytestmark = pytest.mark.once
 
 
-class Terminal(io.StringIO):
+class DemoTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -80,7 +80,7 @@ def test_demo_output_recommends_commands_that_parse() -> None:
 def test_demo_on_a_terminal_prints_a_legend_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     chunks = [Chunk("ab", [97, 98], [True, False], pieces=["a", "b"]), Chunk("c", [99], [False], pieces=["c"])]
-    out = Terminal()
+    out = DemoTerminal()
     demo._print_completion(SimpleNamespace(stream=lambda prompt, params: chunks), SamplingParams(), out)  # type: ignore[arg-type]
     assert out.getvalue().startswith(colour.legend())
     assert f"{demo.PROMPT}{colour.COLOUR}a{colour.RESET}bc ...\n" in out.getvalue()

@@ -59,7 +59,7 @@ def compiled(method: str, head: Any) -> Any:
     return lambda rows: gradients(weights, rest, rows)
 
 
-class Case:
+class BlockCase:
     """A head and packed documents; each is predicted by the reference from the files of the head."""
 
     def __init__(self, method: str) -> None:
@@ -157,7 +157,7 @@ class Case:
         return total
 
 
-case_of = cache(Case)  # each compiles one program
+case_of = cache(BlockCase)  # each compiles one program
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "medusa"])

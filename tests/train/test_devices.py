@@ -11,7 +11,7 @@ import pytest
 
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
-from jspec.train.program import Program, TrainState, mesh_of
+from jspec.train.program import TrainingProgram, TrainState, mesh_of
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -20,9 +20,9 @@ UPDATES = 3
 
 
 @cache
-def program_on(devices: int) -> Program:
+def program_on(devices: int) -> TrainingProgram:
     method = Eagle3Method(TrainConfig(feature_layers=support.STATES, ttt=2, learning_rate=1e-2))
-    return Program(method, support.target(), support.head(), 10, mesh_of(devices))
+    return TrainingProgram(method, support.target(), support.head(), 10, mesh_of(devices))
 
 
 def updated(devices: int, rows: Any) -> tuple[TrainState, list[Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.tools.replay import Replay, Texts, continue_greedily
+from jspec.tools.replay import Replay, ReplayedTexts, continue_greedily
 from jspec.tools.replay import observe as replay_observe
 from jspec.train import eagle3
 from jspec.train.observe import observe
@@ -31,7 +31,7 @@ LAST = TARGET.config.num_layers + 1
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
+def texts() -> ReplayedTexts:
     """Eight greedy texts of the target, with its outputs as the engine's forward pass gives them."""
     ids = list(tiny.english().encode())
     starts = np.random.default_rng(0).integers(0, len(ids) - PROMPT, TEXTS)
@@ -40,14 +40,14 @@ def texts() -> Texts:
 
 
 @pytest.fixture(scope="module")
-def accepted(texts: Texts) -> dict[tuple[int, int], int]:
+def accepted(texts: ReplayedTexts) -> dict[tuple[int, int], int]:
     """The number of accepted draft tokens at every root after the prompts, by text and position of the root."""
     rounds = Replay(DRAFTER, TARGET)(texts, layers=LAYERS, start=[PROMPT] * TEXTS, stepwise=[True] * TEXTS)
     where = np.argwhere(rounds.is_round)
     return {(int(text), int(rounds.positions[i, text])): int(rounds.accept_len[i, text]) for i, text in where}
 
 
-def predicted(texts: Texts, **changes: Any) -> np.ndarray:
+def predicted(texts: ReplayedTexts, **changes: Any) -> np.ndarray:
     """Return the predicted number of accepted tokens [texts, column]; a column's root is the next position.
 
     Args:
@@ -66,7 +66,7 @@ def predicted(texts: Texts, **changes: Any) -> np.ndarray:
 
 
 def test_predicted_acceptance_equals_that_of_replay_at_every_root(
-    texts: Texts, accepted: dict[tuple[int, int], int]
+    texts: ReplayedTexts, accepted: dict[tuple[int, int], int]
 ) -> None:
     found = predicted(texts)
     assert len(accepted) >= TEXTS * (COUNT - DEPTH - 2)
@@ -78,7 +78,7 @@ def test_predicted_acceptance_equals_that_of_replay_at_every_root(
     "change", [{"theta": 1e6}, {"norm_output": True}, {"layers": (1, 3, 4)}, {"shift": 1}], ids=lambda c: next(iter(c))
 )
 def test_predicted_acceptance_of_another_forward_differs_at_some_root(
-    texts: Texts, accepted: dict[tuple[int, int], int], change: dict[str, Any]
+    texts: ReplayedTexts, accepted: dict[tuple[int, int], int], change: dict[str, Any]
 ) -> None:
     found = predicted(texts, **change)
     assert {root: found[root[0], root[1] - 1] for root in accepted} != accepted

@@ -45,13 +45,13 @@ def expected(weights: dict[str, np.ndarray], head: EagleHead, sizes: Sequence[in
 
 
 @cache
-def observed(sizes: tuple[int, ...]) -> list[training.Document]:
+def observed(sizes: tuple[int, ...]) -> list[training.ReferenceDocument]:
     """Return documents with the target's states and logits."""
     documents = []
     for tokens, counted in support.documents(sizes):
         out = run_texts(support.target(), jnp.asarray(tokens[None], jnp.int32), support.STATES)
         states = np.asarray(out.features[0], np.float64).reshape(len(tokens), 3, -1)  # type: ignore[index]
-        documents.append(training.Document(tokens, counted, states, np.asarray(out.logits[0], np.float64)))
+        documents.append(training.ReferenceDocument(tokens, counted, states, np.asarray(out.logits[0], np.float64)))
     return documents
 
 

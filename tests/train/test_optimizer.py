@@ -18,14 +18,14 @@ RATE = 0.25
 
 
 @struct.dataclass
-class Weights:
+class OptimizedWeights:
     fc: Any
     norm: Any
     head: Any
     embed: Any = None  # as a frozen field
 
 
-def first_change(kind: str, weights: Weights, gradient: Weights) -> Weights:
+def first_change(kind: str, weights: OptimizedWeights, gradient: OptimizedWeights) -> OptimizedWeights:
     config = TrainConfig(optimizer=kind, learning_rate=RATE, warmup=0.0, final=1.0, clip=1e9)
     made = optimizer(config, 4)
     change, _ = made.update(gradient, made.init(weights), weights)
@@ -33,12 +33,12 @@ def first_change(kind: str, weights: Weights, gradient: Weights) -> Weights:
 
 
 @pytest.fixture
-def gradient() -> Weights:
+def gradient() -> OptimizedWeights:
     rng = np.random.default_rng(0)
-    return Weights(*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((6, 20), (6,), (30, 6))))
+    return OptimizedWeights(*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((6, 20), (6,), (30, 6))))
 
 
-def test_muon_makes_matrices_orthogonal_and_leaves_norms_and_output_heads_to_adamw(gradient: Weights) -> None:
+def test_muon_makes_matrices_orthogonal_and_leaves_norms_and_output_heads_to_adamw(gradient: OptimizedWeights) -> None:
     change = first_change("muon", gradient.replace(embed=None), gradient)
     u, values, v = np.linalg.svd(np.asarray(gradient.fc), full_matrices=False)
     size = RATE * 0.2 * np.sqrt(20)
@@ -54,7 +54,7 @@ def test_muon_makes_matrices_orthogonal_and_leaves_norms_and_output_heads_to_ada
     assert change.embed is None
 
 
-def test_adamw_changes_each_weight_by_the_sign_of_its_gradient(gradient: Weights) -> None:
+def test_adamw_changes_each_weight_by_the_sign_of_its_gradient(gradient: OptimizedWeights) -> None:
     change = first_change("adamw", gradient, gradient)
     for name in ("fc", "norm", "head"):
         np.testing.assert_allclose(getattr(change, name), -RATE * np.sign(getattr(gradient, name)), rtol=1e-4)

@@ -21,11 +21,11 @@ COLUMNS = 2**20
 
 
 @struct.dataclass
-class Weights:
+class HeadWeights:
     x: Any
 
 
-def loss(head: Weights, *arguments: Any) -> tuple[Any, Measured]:
+def loss(head: HeadWeights, *arguments: Any) -> tuple[Any, Measured]:
     """Return a sum over products in float16, whose least number is 6e-8."""
     total = jnp.sum((head.x.astype(jnp.float16) * jnp.float16(0.01)).astype(jnp.float32))
     none = jnp.zeros((1, 4))
@@ -37,8 +37,8 @@ def test_gradient_is_divided_by_the_number_of_places_after_the_products(monkeypa
     method: Any = SimpleNamespace(config=TrainConfig(), frozen=(), loss=loss, columns=lambda rows: COLUMNS)
     method.states, method.split = lambda head, target: (), lambda head: (head, {})
     target: Any = None
-    made = program.Program(method, target, Weights(jnp.ones(3)), steps=1)
-    state = made.start(Weights(jnp.ones(3)))
+    made = program.TrainingProgram(method, target, HeadWeights(jnp.ones(3)), steps=1)
+    state = made.start(HeadWeights(jnp.ones(3)))
     rows = Rows(jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16), jnp.int32), jnp.ones((1, 16), bool))
     state, report = made.update(state, rows)
     mean = np.asarray(state.optimizer[1][0].mu.x)  # Adam's mean, (1 - beta1) times the gradient

@@ -11,7 +11,7 @@ import pytest
 from jspec.models.decoder import Model
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
-from jspec.train.program import Program
+from jspec.train.program import TrainingProgram
 from jspec.train.rows import Rows
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "families"
@@ -32,7 +32,7 @@ def test_updates_for_targets_of_each_family_lower_the_loss(name: Path) -> None:
     method = METHODS["eagle3"](TrainConfig(ttt=2, feature_layers=states, learning_rate=1e-2, warmup=0.0))
     method.check(target)
     head = method.create(target, np.arange(16, dtype=np.int32))
-    program = Program(method, target, head, 10)
+    program = TrainingProgram(method, target, head, 10)
     state, tokens = program.start(head), np.random.default_rng(0).integers(0, 16, (2, 32))
     rows = Rows(jnp.asarray(tokens, jnp.int32), jnp.ones((2, 32), jnp.int32), jnp.ones((2, 32), bool))
     losses = []

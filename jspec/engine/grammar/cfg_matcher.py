@@ -55,7 +55,7 @@ class LarkGrammar:
         return set(_tokens(_next_tokens(self, self.start.deep_copy())))
 
 
-class Vocabulary:
+class GuidanceVocabulary:
     """The vocabulary in the form that llguidance reads.
 
     Args:
@@ -95,7 +95,7 @@ class _TokenizerWrapper:
 
 
 def compile_lark(
-    source: str, lark: str, vocabulary: Vocabulary, stop_ids: tuple[int, ...], run: Callable[..., Any]
+    source: str, lark: str, vocabulary: GuidanceVocabulary, stop_ids: tuple[int, ...], run: Callable[..., Any]
 ) -> LarkGrammar:
     """Compile a grammar in Lark's syntax, after a trial in a process with limits of time and memory.
 

@@ -14,7 +14,7 @@ from typing import final
 
 from jspec.engine.grammar import disjoint, json_schema, schema_lark, schema_regex
 from jspec.engine.grammar.builder import Builder
-from jspec.engine.grammar.cfg_matcher import LarkGrammar, Vocabulary, compile_lark
+from jspec.engine.grammar.cfg_matcher import GuidanceVocabulary, LarkGrammar, compile_lark
 from jspec.engine.grammar.expression import NoTable
 from jspec.engine.grammar.regex_dfa import TooLarge
 from jspec.engine.grammar.token_table import Grammar, compile_grammar
@@ -133,8 +133,8 @@ class GrammarInput:
         return grammar
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._texts, self._vocab_size)
+    def _vocabulary(self) -> GuidanceVocabulary:
+        return GuidanceVocabulary(self._texts, self._vocab_size)
 
     @cached_property
     def _texts(self) -> list[bytes | None]:

@@ -15,7 +15,7 @@ class NoTable(Exception):
     """Error: no table can follow a JSON schema, but a parser may."""
 
 
-class Part(NamedTuple):
+class RegexPart(NamedTuple):
     """A part of a regular expression.
 
     Attributes:
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     size: int
 
 
-def literal(text: str) -> Part:
+def literal(text: str) -> RegexPart:
     """Return the expression that matches exactly one text."""
     if any(ord(letter) in MARKS for letter in text):
         raise NoTable
@@ -40,7 +40,7 @@ def _escaped(letter: str) -> str:
     return f"\\x{{{ord(letter):X}}}"
 
 
-def one_of(ranges: Iterable[tuple[int, int]], others: Iterable[str] = (), *, is_negated: bool = False) -> Part:
+def one_of(ranges: Iterable[tuple[int, int]], others: Iterable[str] = (), *, is_negated: bool = False) -> RegexPart:
     """Return the expression that matches one character of a set.
 
     Args:
@@ -55,19 +55,19 @@ def one_of(ranges: Iterable[tuple[int, int]], others: Iterable[str] = (), *, is_
     return _checked(f"[{'^' if is_negated else ''}{inner}]", 1 if is_ascii else 10)
 
 
-def sequence(*parts: Part) -> Part:
+def sequence(*parts: RegexPart) -> RegexPart:
     """Return the expression that matches a text of each part, one after another."""
     return _checked("".join(part.text for part in parts), sum(part.size for part in parts))
 
 
-def choice(parts: Sequence[Part]) -> Part:
+def choice(parts: Sequence[RegexPart]) -> RegexPart:
     """Return the expression that matches the texts of any of the parts."""
     if len(parts) == 1:
         return parts[0]
     return _checked(f"(?:{'|'.join(part.text for part in parts)})", sum(part.size for part in parts))
 
 
-def repeated(part: Part, least: int, most: int | None) -> Part:
+def repeated(part: RegexPart, least: int, most: int | None) -> RegexPart:
     """Return the expression that matches ``least`` to ``most`` texts of a part in a row; ``most`` None: no limit."""
     if most is not None and most < least:
         raise NoTable
@@ -76,8 +76,8 @@ def repeated(part: Part, least: int, most: int | None) -> Part:
     return _checked(f"(?:{part.text}){times}", part.size * max(least, most or 1, 1))
 
 
-def _checked(text: str, size: int) -> Part:
+def _checked(text: str, size: int) -> RegexPart:
     size = max(size, len(text) // 16)
     if size > MAX_SIZE:
         raise NoTable
-    return Part(text, size)
+    return RegexPart(text, size)

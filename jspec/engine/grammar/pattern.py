@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jspec.engine.grammar.expression import MAX_POINT, NoTable, Part, choice, literal, one_of, repeated, sequence
+from jspec.engine.grammar.expression import MAX_POINT, NoTable, RegexPart, choice, literal, one_of, repeated, sequence
 
 Ranges = list[tuple[int, int]]
 DIGITS: Ranges = [(0x30, 0x39)]
@@ -40,7 +40,7 @@ class Pattern(NamedTuple):
         is_plain: whether none of these texts has a character that JSON escapes (quote, backslash, control character).
     """
 
-    part: Part
+    part: RegexPart
     is_plain: bool
 
 
@@ -99,7 +99,7 @@ class _Reader:
     def _error(self, expected: str) -> Unsupported:
         return Unsupported(f"expected {expected} at character {self._place}, got {self._pattern!r:.200}")
 
-    def whole(self) -> Part:
+    def whole(self) -> RegexPart:
         """Read the whole pattern: alternatives, each with its anchors."""
         found = [self._anchored()]
         while self._may_take("|"):
@@ -108,7 +108,7 @@ class _Reader:
             raise self._error("the end")
         return choice(found)
 
-    def _anchored(self) -> Part:
+    def _anchored(self) -> RegexPart:
         anything = repeated(one_of([], is_negated=True), 0, None)
         is_first = self._may_take("^")
         middle = self._sequence()
@@ -116,19 +116,19 @@ class _Reader:
         self.is_plain &= is_first and is_last
         return sequence(*([] if is_first else [anything]), middle, *([] if is_last else [anything]))
 
-    def _choice(self) -> Part:
+    def _choice(self) -> RegexPart:
         found = [self._sequence()]
         while self._may_take("|"):
             found.append(self._sequence())
         return choice(found)
 
-    def _sequence(self) -> Part:
-        found: list[Part] = []
+    def _sequence(self) -> RegexPart:
+        found: list[RegexPart] = []
         while self._place < len(self._pattern) and self._pattern[self._place] not in "|)$":
             found.append(self._repeated())
         return sequence(*found)
 
-    def _repeated(self) -> Part:
+    def _repeated(self) -> RegexPart:
         atom, times = self._atom(), self._match(TIMES)
         if times is None:
             return atom
@@ -141,7 +141,7 @@ class _Reader:
         self._may_take("?")  # a lazy repetition matches the same texts
         return repeated(atom, *bounds)
 
-    def _atom(self) -> Part:
+    def _atom(self) -> RegexPart:
         letter = self._take()
         if letter == "(":
             return self._group()
@@ -157,7 +157,7 @@ class _Reader:
             raise self._error("a character or its escape")
         return self._one_of([(ord(letter), ord(letter))])
 
-    def _group(self) -> Part:
+    def _group(self) -> RegexPart:
         if self._may_take("?") and not (self._may_take(":") or self._match(re.compile(r"<[A-Za-z_]\w*>"))):
             raise self._error("a group without look-around and flags")
         inner = self._choice()
@@ -165,7 +165,7 @@ class _Reader:
             raise self._error("')'")
         return inner
 
-    def _set(self) -> Part:
+    def _set(self) -> RegexPart:
         is_negated, ranges, categories = self._may_take("^"), Ranges(), list[str]()
         if self._sees("]"):
             raise self._error("a character in the brackets")
@@ -211,7 +211,7 @@ class _Reader:
             raise self._error("an escape that a schema's patterns may hold")
         return [(ord(letter), ord(letter))], []
 
-    def _one_of(self, ranges: Ranges, categories: list[str] | None = None, *, is_negated: bool = False) -> Part:
+    def _one_of(self, ranges: Ranges, categories: list[str] | None = None, *, is_negated: bool = False) -> RegexPart:
         """Return the expression that matches one character of a set; clear `is_plain` if JSON escapes any of them."""
         matched = _complement(ranges) if is_negated else ranges
         self.is_plain &= not any(

@@ -128,7 +128,7 @@ def _transitions(index: Any, stop_id: int) -> tuple[Int[np.ndarray, "states"], I
     return names, step
 
 
-class TokenTexts:
+class TokenBytes:
     """The bytes of all tokens, grouped by their position in the token, as `table_of` reads them.
 
     Args:
@@ -155,7 +155,7 @@ class TokenTexts:
 
 
 def table_of(
-    regex: str, texts: TokenTexts, stop_ids: Collection[int], banned: Collection[int], cells: int | None
+    regex: str, texts: TokenBytes, stop_ids: Collection[int], banned: Collection[int], cells: int | None
 ) -> Table:
     """Compile a regular expression to a table over tokens; the expression must match the whole text.
 
@@ -189,7 +189,7 @@ def table_of(
     return class_of.astype(np.int16), table.astype(np.int16)
 
 
-def _over_tokens(step: np.ndarray, texts: TokenTexts, is_allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _over_tokens(step: np.ndarray, texts: TokenBytes, is_allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Convert an automaton over bytes to an automaton over tokens.
 
     A column contains the state after a byte string, for each state before it. All tokens advance by one byte at a time.
@@ -349,7 +349,7 @@ def serve(limit: int) -> None:
 def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[str | None, Any]:
     try:
         if name == "table":
-            vocabulary[:] = [one if isinstance(one, TokenTexts) else TokenTexts(*one) for one in vocabulary]
+            vocabulary[:] = [one if isinstance(one, TokenBytes) else TokenBytes(*one) for one in vocabulary]
             return None, table_of(args[0], vocabulary[0], *args[1:])
         tasks: dict[str, Callable[..., Any]] = {"build": build, "lark": try_lark}
         return None, tasks[name](*args)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jspec.engine.grammar import json_schema, schema_regex
-from jspec.engine.grammar.expression import NoTable, Part, choice, literal, one_of, repeated, sequence
+from jspec.engine.grammar.expression import NoTable, RegexPart, choice, literal, one_of, repeated, sequence
 
 # At most one blank between JSON tokens, as in `jspec.engine.grammar.schema_regex`.
 OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False, "coerce_one_of": False}
@@ -146,11 +146,11 @@ def _others(names: Collection[str], starts: Collection[str], path: str) -> str:
         raise ValueError(f"json_schema: 'properties' at {path:.100}: expected fewer or shorter names") from None
 
 
-def _except(names: set[str], starts: set[str]) -> Part:
+def _except(names: set[str], starts: set[str]) -> RegexPart:
     """The expression of the texts that are none of the names and have none of the starts, which are not empty."""
     letters = {text[0] for text in names | starts if text}
     parts = [sequence(one_of([*CONTROLS, *((ord(letter), ord(letter)) for letter in letters)], is_negated=True), ANY)]
     for letter in sorted(letters - starts):
         rests = ({text[1:] for text in texts if text[:1] == letter} for texts in (names, starts))
         parts.append(sequence(literal(letter), _except(*rests)))
-    return choice(parts if "" in names else [*parts, Part("", 0)])
+    return choice(parts if "" in names else [*parts, RegexPart("", 0)])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.engine.grammar import json_schema, pattern
-from jspec.engine.grammar.expression import NoTable, Part, choice, literal, one_of, repeated, sequence
+from jspec.engine.grammar.expression import NoTable, RegexPart, choice, literal, one_of, repeated, sequence
 
 IGNORED = json_schema.ANNOTATIONS | {"$defs", "definitions", "$schema", "$id", "id"}
 FOLLOWED = {  # keywords that the expression of each type enforces
@@ -22,14 +22,16 @@ FOLLOWED = {  # keywords that the expression of each type enforces
 }
 MAX_REFS = 100  # most levels of references inside references
 
-BLANK, COMMA, COLON = Part(" ?", 1), Part(" ?, ?", 3), Part(" ?: ?", 3)
+BLANK, COMMA, COLON = RegexPart(" ?", 1), RegexPart(" ?, ?", 3), RegexPart(" ?: ?", 3)
 QUOTE = literal('"')
-CHARACTER = choice([one_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)], is_negated=True), Part(r'\\["\\/bfnrt]', 2)])
-INTEGER = Part("-?(?:0|[1-9][0-9]*)", 3)
-NUMBER = Part(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?", 8)  # an exponent of two digits fits a double
+CHARACTER = choice([one_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)], is_negated=True), RegexPart(r'\\["\\/bfnrt]', 2)])
+INTEGER = RegexPart("-?(?:0|[1-9][0-9]*)", 3)
+NUMBER = RegexPart(
+    r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?", 8
+)  # an exponent of two digits fits a double
 SCALARS = {
-    "boolean": Part("(?:true|false)", 9),
-    "null": Part("null", 4),
+    "boolean": RegexPart("(?:true|false)", 9),
+    "null": RegexPart("null", 4),
     "integer": INTEGER,
     "number": NUMBER,
 }
@@ -70,7 +72,7 @@ class _Translator:
     def __init__(self, root: Any) -> None:
         self._root = root
 
-    def part(self, schema: Any, path: str, refs: tuple[str, ...]) -> Part:
+    def part(self, schema: Any, path: str, refs: tuple[str, ...]) -> RegexPart:
         """Return the expression for a schema.
 
         Args:
@@ -102,7 +104,7 @@ class _Translator:
         if keys != {name}:
             raise NoTable
 
-    def _typed(self, schema: Mapping[str, Any], keys: set[str], path: str, refs: tuple[str, ...]) -> Part:
+    def _typed(self, schema: Mapping[str, Any], keys: set[str], path: str, refs: tuple[str, ...]) -> RegexPart:
         assumed = "object" if "properties" in keys else "array" if "prefixItems" in keys else ()
         given = schema.get("type", assumed)
         types = [given] if isinstance(given, str) else list(given)
@@ -111,7 +113,7 @@ class _Translator:
         make = {"string": self._string, "array": self._array, "object": self._object}
         return choice([SCALARS[name] if name in SCALARS else make[name](schema, path, refs) for name in types])
 
-    def _string(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> Part:
+    def _string(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> RegexPart:
         bounds = schema.keys() & {"minLength", "maxLength"}
         if len(schema.keys() & {"pattern", "format"}) + bool(bounds) > 1:
             raise NoTable
@@ -123,12 +125,12 @@ class _Translator:
         elif "format" in schema:
             if schema["format"] not in FORMATS:
                 raise NoTable
-            inner = Part(FORMATS[schema["format"]], 100)
+            inner = RegexPart(FORMATS[schema["format"]], 100)
         else:
             inner = repeated(CHARACTER, int(schema.get("minLength", 0)), _most(schema, "maxLength"))
         return sequence(QUOTE, choice([inner]), QUOTE)
 
-    def _array(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> Part:
+    def _array(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> RegexPart:
         least, most = int(schema.get("minItems", 0)), _most(schema, "maxItems")
         if schema.get("uniqueItems"):
             raise NoTable
@@ -145,7 +147,7 @@ class _Translator:
             raise NoTable
         return _listed("[", self.part(schema["items"], f"{path}/items", refs), least, most, "]")
 
-    def _object(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> Part:
+    def _object(self, schema: Mapping[str, Any], path: str, refs: tuple[str, ...]) -> RegexPart:
         others = schema.get("additionalProperties", True)
         if "properties" not in schema:
             if "required" in schema or others is True:
@@ -157,7 +159,7 @@ class _Translator:
         if not isinstance(others, bool) or not {*schema.get("required", ())} <= schema["properties"].keys():
             raise NoTable
         required = {*schema.get("required", ())}
-        members, first = list[tuple[Part, bool]](), None
+        members, first = list[tuple[RegexPart, bool]](), None
         for name, value in schema["properties"].items():
             key = literal(json.dumps(name, ensure_ascii=False))
             members.append(
@@ -188,7 +190,7 @@ def _most(schema: Mapping[str, Any], name: str) -> int | None:
     return int(schema[name]) if name in schema else None
 
 
-def _values(schema: Mapping[str, Any], keys: set[str], path: str) -> Part:
+def _values(schema: Mapping[str, Any], keys: set[str], path: str) -> RegexPart:
     """Return the expression for the values of `enum` or `const` that have the type `type`."""
     if not (keys <= {"enum", "type"} or keys <= {"const", "type"}):
         raise NoTable
@@ -204,7 +206,7 @@ def _values(schema: Mapping[str, Any], keys: set[str], path: str) -> Part:
     return choice([_value(value) for value in found])
 
 
-def _value(value: Any) -> Part:
+def _value(value: Any) -> RegexPart:
     if isinstance(value, Mapping):
         members = [sequence(_value(name), COLON, _value(inner)) for name, inner in value.items()]
         return _enclosed("{", _joined(members), "}")
@@ -213,29 +215,29 @@ def _value(value: Any) -> Part:
     return literal(json.dumps(value, ensure_ascii=False))
 
 
-def _joined(parts: list[Part]) -> Part | None:
+def _joined(parts: list[RegexPart]) -> RegexPart | None:
     return sequence(parts[0], *(sequence(COMMA, part) for part in parts[1:])) if parts else None
 
 
-def _enclosed(start: str, inner: Part | None, end: str) -> Part:
+def _enclosed(start: str, inner: RegexPart | None, end: str) -> RegexPart:
     if inner is None:
         return sequence(literal(start), BLANK, literal(end))
     return sequence(literal(start), BLANK, inner, BLANK, literal(end))
 
 
-def _listed(start: str, item: Part, least: int, most: int | None, end: str) -> Part:
+def _listed(start: str, item: RegexPart, least: int, most: int | None, end: str) -> RegexPart:
     """Return the expression for a list of ``least`` to ``most`` items with commas between them."""
     inner = sequence(item, repeated(sequence(COMMA, item), max(least - 1, 0), None if most is None else most - 1))
     return _enclosed(start, inner if least else repeated(inner, 0, 1), end)
 
 
-def _following(members: list[tuple[Part, bool]]) -> Part:
+def _following(members: list[tuple[RegexPart, bool]]) -> RegexPart:
     """Return the expression for properties after an earlier one; each is (expression, whether it is required)."""
     after = [(sequence(COMMA, member), is_required) for member, is_required in members]
     return sequence(*(member if is_required else repeated(member, 0, 1) for member, is_required in after))
 
 
-def _some(members: list[Part]) -> Part:
+def _some(members: list[RegexPart]) -> RegexPart:
     """Return the expression for at least one of n optional properties in their order; its size grows as n log n."""
     if len(members) == 1:
         return members[0]

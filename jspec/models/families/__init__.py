@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from convert.fields import Fields
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import unsupported
 
@@ -38,7 +38,7 @@ class Family(Protocol):
             NotImplementedError: an option is not supported.
         """
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         """Return the rows of the weight map, one per parameter.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from convert.fields import Fields
-from convert.huggingface import Row, mapped
+from convert.huggingface import MapRow, mapped
 from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
@@ -46,7 +46,7 @@ class GptOss(Llama):
         "experts_down_bias": ("mlp.experts.down_proj_bias",),
     }
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         return [_read(row) for row in super().weights(config, names)]
 
     def layer_types(self, fields: Fields) -> list[str]:
@@ -74,7 +74,7 @@ class GptOss(Llama):
         return {"norms_in_float32": True}
 
 
-def _read(row: Row) -> Row:
+def _read(row: MapRow) -> MapRow:
     """Return the row of a parameter of experts, whose weights are stored as [experts, in, out].
 
     Of the output channels of `gate_up_proj`, the even ones are the gate's and the odd ones are up's.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
@@ -87,7 +87,7 @@ class Llama:
         """Return a config.json with the family's values of the keys that it leaves out."""
         return Fields({**self.defaults, **fields}, fields.place)
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         """Return the rows of the weight map; `jspec.models.families.Family.weights` documents the arguments."""
         return model_rows(config, names, self.layer_names(config), norms_less_one=self.norms_less_one)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from convert.fields import Fields, is_int
-from convert.huggingface import Row
+from convert.huggingface import MapRow
 from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
@@ -51,7 +51,7 @@ class Llama4(Llama):
         "experts_down": (f"{EXPERTS}.down_proj",),
     }
 
-    def weights(self, config: ModelConfig, names: Collection[str]) -> list[Row]:
+    def weights(self, config: ModelConfig, names: Collection[str]) -> list[MapRow]:
         if any(f".{EXPERTS}.0." in name for name in names):
             return model_rows(config, names, {**self.names, **SEPARATE})
         made = model_rows(config, names, self.names)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Collection
 
 from jspec.server.json_scanner import JsonScanner
-from jspec.server.text_reader import CallDelta, Part, Reader, Reading
+from jspec.server.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
 BARE_KEYS = ("name", "arguments", "type", "id")  # keys of a call that no marker announces
@@ -18,7 +18,7 @@ def make_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class Calls:
+class AnswerCalls:
     """The tool calls of one answer.
 
     A call has the name of a given tool, and a JSON object as arguments. Text that only begins like a call is left to
@@ -49,7 +49,7 @@ class Calls:
             self._add(CallDelta(self._count - 1, arguments=arguments))
 
     def _add(self, call: CallDelta) -> None:
-        self._reader.parts.append(Part(call=call))
+        self._reader.parts.append(AnswerPart(call=call))
 
     def stream_arguments(self, name: str) -> Reading[bool]:
         """Read a JSON object, the arguments of a call that begins here; return whether the object is complete."""

@@ -8,10 +8,10 @@ from jspec.core.shorten import short
 from jspec.server import reasoning as thinking
 from jspec.server.text_reader import OutputParser, Reader, Reading, TextParser
 from jspec.server.tool_calls import forced, hermes, llama3_json, mistral, pythonic
-from jspec.server.tool_calls.calls import Calls, make_id
+from jspec.server.tool_calls.calls import AnswerCalls, make_id
 from jspec.server.tool_calls.tools import ToolChoice
 
-FORMATS: dict[str, Callable[[Reader, Calls], Reading[None]]] = {
+FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "hermes": hermes.read,
     "llama3_json": llama3_json.read,
     "mistral": mistral.read,
@@ -49,7 +49,7 @@ def parser_for(
     def read_answer(reader: Reader) -> Reading[None]:
         if reasoning and not choice.is_forced:
             yield from thinking.read(reader, is_inside=thinking.begins_in(prompt))
-        yield from read(reader, Calls(reader, names, new_id))
+        yield from read(reader, AnswerCalls(reader, names, new_id))
 
     return TextParser(read_answer)
 
@@ -62,7 +62,7 @@ def check_name(name: str | None) -> None:
 
 def _format_of(
     choice: ToolChoice, chat_template: str | None, name: str | None
-) -> tuple[Callable[[Reader, Calls], Reading[None]], Callable[[], str]]:
+) -> tuple[Callable[[Reader, AnswerCalls], Reading[None]], Callable[[], str]]:
     """Return what reads an answer, and what makes the ids of its calls."""
     check_name(name)
     found = name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jspec.server.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import Calls
+from jspec.server.tool_calls.calls import AnswerCalls
 
 
-def read_named(reader: Reader, calls: Calls, name: str) -> Reading[None]:
+def read_named(reader: Reader, calls: AnswerCalls, name: str) -> Reading[None]:
     """Read the arguments of a call of the tool ``name``; text that follows is content."""
     yield from reader.skip_blanks()
     yield from calls.stream_arguments(name)
@@ -14,7 +14,7 @@ def read_named(reader: Reader, calls: Calls, name: str) -> Reading[None]:
     yield from reader.pass_all()
 
 
-def read_required(reader: Reader, calls: Calls) -> Reading[None]:
+def read_required(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read ``{"name": ..., "arguments": {...}}``, or an array of such calls; text that follows is content."""
     yield from reader.skip_blanks()
     if not (yield from calls.read_array()):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jspec.server.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import Calls
+from jspec.server.tool_calls.calls import AnswerCalls
 
 
-def read(reader: Reader, calls: Calls) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer with any number of calls, each between its own two markers, and text between them."""
     while (yield from reader.pass_until("<tool_call>")):
         yield from reader.skip_blanks()

@@ -6,10 +6,10 @@ The calls are at the answer's beginning, or after ``<|python_tag|>``.
 from __future__ import annotations
 
 from jspec.server.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import Calls
+from jspec.server.tool_calls.calls import AnswerCalls
 
 
-def read(reader: Reader, calls: Calls) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer with calls and text."""
     found = is_bare = True
     while found:

@@ -11,7 +11,7 @@ import secrets
 import string
 
 from jspec.server.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import Calls
+from jspec.server.tool_calls.calls import AnswerCalls
 
 NAME, ID = re.compile(r"[\w.-]*"), re.compile(r"[a-zA-Z0-9]{0,9}")
 
@@ -21,7 +21,7 @@ def make_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-def read(reader: Reader, calls: Calls) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer with calls in either form, and text."""
     while (yield from reader.pass_until("[TOOL_CALLS]")):
         yield from reader.skip_blanks()
@@ -30,7 +30,7 @@ def read(reader: Reader, calls: Calls) -> Reading[None]:
         yield from reader.drop_blanks_at_end()
 
 
-def _read_named(reader: Reader, calls: Calls) -> Reading[None]:
+def _read_named(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read ``name[ARGS]{...}``, as far as there is one."""
     name = yield from _read_run(reader, NAME)
     if name not in calls.names:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jspec.server.text_reader import Reader, Reading
-from jspec.server.tool_calls.calls import Calls
+from jspec.server.tool_calls.calls import AnswerCalls
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_CHARACTERS = 2**16  # most characters of a list of calls
@@ -33,7 +33,7 @@ STRING_BEGUN = re.compile("|".join(rf"{q * 3}.*|{q * 2}|{q}(?!{q * 2}){body}\\?"
 ESCAPES = "\n\\'\"abfnrtvxuUN01234567"  # what may follow a backslash; Python warns of others, and keeps the backslash
 
 
-def read(reader: Reader, calls: Calls) -> Reading[None]:
+def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer that is a list of calls, or has lists of calls between markers."""
     found = True
     while found:

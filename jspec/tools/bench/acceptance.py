@@ -21,7 +21,7 @@ from jspec.core.tree import TREE_FORMS, Tree
 from jspec.engine.api import Engine
 from jspec.engine.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.sampling_params import SamplingParams
-from jspec.tools.bench.pair import Pair
+from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
 from pallas_kernels.layers.quantized import KINDS
 
@@ -37,7 +37,7 @@ PREFILL = 512
 
 
 @dataclass(frozen=True)
-class Case:
+class AcceptanceCase:
     """The settings of one compiled engine, which serves all temperatures and context lengths."""
 
     accept: Annotated[str, Column("accept rule", lambda rule: rule + " (lossy)" * (rule == "typical"))]
@@ -48,10 +48,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """The measured acceptance of an engine's draft tokens at one temperature."""
 
-    case: Case
+    case: AcceptanceCase
     temperature: Annotated[float, Column("temperature", "g")]
     length: Annotated[float, Column("tokens a step", ".2f")]  # mean acceptance length
     error: Annotated[float, Column("±", ".2f")]  # standard error of `length` over prompts, tokens a step
@@ -64,7 +64,7 @@ def cases(
     trees: Sequence[Tree],
     draft_quantize: str | None = None,
     windows: Sequence[int | None] = (None,),
-) -> list[Case]:
+) -> list[AcceptanceCase]:
     """Return one case for each accept rule, each tree that the rule supports, and each draft window, tree by tree.
 
     "block" accepts chains alone; a dynamic tree is not sampled, so there "rejection" and "traversal" equal
@@ -81,7 +81,7 @@ def cases(
             f"expected an accept rule that fits a tree, got {[*rules]} and {[str(tree) for tree in trees]}: "
             '"block" needs a chain, "rejection" and "traversal" a chain or a static tree'
         )
-    return [Case(rule, tree, draft_quantize, window) for (tree, rule), window in product(pairs, windows)]
+    return [AcceptanceCase(rule, tree, draft_quantize, window) for (tree, rule), window in product(pairs, windows)]
 
 
 def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
@@ -91,14 +91,14 @@ def prompts(count: int = PROMPTS, size: int = PROMPT_SIZE) -> list[str]:
 
 
 def measure(
-    pair: Pair,
-    case: Case,
+    pair: BenchPair,
+    case: AcceptanceCase,
     temperatures: Sequence[float] = TEMPERATURES,
     texts: Mapping[int | None, Sequence[Any]] | None = None,
     *,
     tokens: int = TOKENS,
     samples: int = SAMPLES,
-) -> Iterator[Acceptance]:
+) -> Iterator[MeasuredAcceptance]:
     """Yield the acceptance at each temperature and context, as the pair continues texts with fixed seeds.
 
     Args:
@@ -135,8 +135,8 @@ def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dic
 
 
 def _complete(
-    engine: Engine, case: Case, texts: Sequence[Any], temperature: float, tokens: int, samples: int
-) -> Acceptance:
+    engine: Engine, case: AcceptanceCase, texts: Sequence[Any], temperature: float, tokens: int, samples: int
+) -> MeasuredAcceptance:
     """Complete each prompt ``samples`` times and return the acceptance over all completions."""
     given = [text for text in texts for _ in range(samples)]
     common = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=case.context is not None)
@@ -147,7 +147,7 @@ def _complete(
     parts = [sum(done[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
     figures = (whole.mean_acceptance_length, standard_error(parts), whole.acceptance_rate, whole.num_drafts)
-    return Acceptance(case, temperature, *figures)
+    return MeasuredAcceptance(case, temperature, *figures)
 
 
 def standard_error(parts: Sequence[Metrics]) -> float:
@@ -158,7 +158,7 @@ def standard_error(parts: Sequence[Metrics]) -> float:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    a, pair, texts = arguments, Pair.of(arguments), None
+    a, pair, texts = arguments, BenchPair.of(arguments), None
     settings = cases(a.accept, a.tree, a.draft_quantize, a.draft_window)
     if a.context is not None:
         files = [a.text] if a.text else sorted(Path(__file__).parents[2].rglob("*.py"))  # Python, for the embedded pair

@@ -36,7 +36,7 @@ TOKEN = 5
 class HostTime:
     """The host's time of one turn of an engine thread; a block is several turns, timed one by one."""
 
-    case: step.Case
+    case: step.StepCase
     milliseconds: Annotated[float, Column("ms a step", ".3f")]  # CPU time, median over blocks of medians
     spread: Annotated[float, Column("max-min", ".3f")]  # largest less smallest block median of CPU time, milliseconds
     wall: Annotated[float, Column("wall ms", ".3f")]  # wall time, median over blocks of a block's median
@@ -72,7 +72,7 @@ class Turns:
             self._thread.turn()
 
 
-def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: int, blocks: int) -> list[HostTime]:
+def measure_host(engines: Sequence[Engine], cases: Sequence[step.StepCase], steps: int, blocks: int) -> list[HostTime]:
     """Return the host's time of a turn for each case, over ``blocks`` of ``steps`` turns of its `ready_engine`."""
     turns = [Turns(engine) for engine in engines]
     medians = [np.median(time_steps(turns, cases, WARM_UP, steps), axis=-1) for _ in range(blocks)]
@@ -81,7 +81,7 @@ def measure_host(engines: Sequence[Engine], cases: Sequence[step.Case], steps: i
     return [HostTime(*line) for line in zip(cases, *(one.tolist() for one in figures), strict=True)]
 
 
-def ready_engine(case: step.Case, max_len: int, tokenizer: Tokenizer | None = None) -> Engine:
+def ready_engine(case: step.StepCase, max_len: int, tokenizer: Tokenizer | None = None) -> Engine:
     """Return an engine whose programs compute nothing; the ready result of a step accepts half of the chain.
 
     Args:
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
     def times() -> Iterator[HostTime]:
         for rows, tree in product(a.batch, a.tree):
-            cases = [step.Case("least", rows, context, tree, dtype="float32") for context in a.context]
+            cases = [step.StepCase("least", rows, context, tree, dtype="float32") for context in a.context]
             max_len = max(a.context) + max_tokens(cases[0], WARM_UP + a.steps)
             with ExitStack() as stack:
                 engines = [stack.enter_context(ready_engine(case, max_len, tokenizer)) for case in cases]

@@ -37,7 +37,7 @@ ATTENTION = ("batch", "rows", "context", "heads", "kv_heads", "head_dim", "page_
 
 
 @dataclass(frozen=True)
-class Result:
+class KernelResult:
     """The measured time, least time, bytes and flops of one call of a kernel."""
 
     name: Annotated[str, Column("kernel")]
@@ -51,7 +51,7 @@ class Result:
     timer: Annotated[str, Column("timed by")]  # "device" or "host"
 
 
-def attention(settings: dict[str, Any]) -> Result:
+def attention(settings: dict[str, Any]) -> KernelResult:
     """Time attention of ``rows`` new tokens a sequence to ``context`` committed ones, with pages in random order.
 
     The settings are the values of `ATTENTION`; ``kv`` is the dtype of the caches.
@@ -75,7 +75,7 @@ def attention(settings: dict[str, Any]) -> Result:
     return _timed(cost, settings, run, (queries, pools, page_table, lengths))
 
 
-def gemm(name: str, settings: dict[str, Any]) -> Result:
+def gemm(name: str, settings: dict[str, Any]) -> KernelResult:
     """Time the product of activations [rows, inner] and a weight [out, inner], with the decoder's function."""
     keys = ("rows", "out", "inner", "dtype", "quantize", "implementation")
     rows, out, inner, dtype, kind, how = (settings[key] for key in keys)
@@ -104,7 +104,7 @@ def calls_for(bytes_read: float) -> int:
 
 def _timed(
     cost: roofline.Cost, settings: dict[str, Any], run: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Result:
+) -> KernelResult:
     """Time the program ``run``, which calls one kernel several times; return the times of one call."""
     calls, program = calls_for(cost.bytes), jax.jit(run).lower(*arguments).compile()
     for _ in range(3):
@@ -115,7 +115,7 @@ def _timed(
         computed = sum(event.duration_ns for event in profiling.gpu_events(folder)) / 1e9 / REPEATS
     seconds, timer = (computed / calls, "device") if computed else (statistics.median(times) / calls, "host")
     floor = roofline.seconds([cost])
-    return Result(
+    return KernelResult(
         name=cost.name,
         settings=settings,
         bytes=cost.bytes,
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> Report:
     return Report("one call, random data", _results(arguments))
 
 
-def _results(a: argparse.Namespace) -> Iterator[Result]:
+def _results(a: argparse.Namespace) -> Iterator[KernelResult]:
     c = random_models.TARGETS[a.shape or random_models.default_shape()]
     heads, dims = (a.heads or c.num_heads, a.kv_heads or c.num_kv_heads), a.head_dim or [c.head_dim]
     points = product(a.page_size, dims, a.context, a.batch, a.rows) if "attention" in a.kernel else ()

@@ -35,7 +35,7 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class BenchPair:
     """A target, loaded once for several engines, and the source of its drafters."""
 
     target: Model
@@ -46,7 +46,7 @@ class Pair:
     head: EagleHead | None = None  # a head with random weights, used if ``draft`` is None
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Pair:
+    def of(cls, arguments: argparse.Namespace) -> BenchPair:
         """Load the target that the command line names (`OPTIONS`), else the embedded target and its head.
 
         ``--shape``, if the command has it, stands for a target and a head with random weights, without a tokenizer.

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Clock:
+class GpuClock:
     """The medians of a GPU's clock and power during some work."""
 
     mhz: Annotated[float, Column("SM MHz", ".0f")]  # clock of the multiprocessors, MHz
@@ -44,7 +44,7 @@ def has_gpu() -> bool:
     return jax.devices()[0].platform == "gpu"
 
 
-def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Clock | None:
+def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuClock | None:
     """Repeat ``work`` for ``seconds`` and return the GPU's clock by `nvidia-smi`; None if that reports nothing."""
     program = shutil.which("nvidia-smi")
     if program is None or not has_gpu():
@@ -63,18 +63,18 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> Cloc
     return _parse_clock(lines[1:-1])  # the first sample is from before the work, the last one may be cut off
 
 
-def _parse_clock(lines: list[str]) -> Clock | None:
+def _parse_clock(lines: list[str]) -> GpuClock | None:
     """Return the medians over the lines of `nvidia-smi` that have all values; None without such a line."""
     number = r"([\d.]+)"
     found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
     if not (rows := [match.groups() for match in found if match]):
         return None
     mhz, highest, watts = (statistics.median(float(row[i]) for row in rows) for i in range(3))
-    return Clock(mhz, highest, watts, sum(row[3] == "Active" for row in rows) / len(rows))
+    return GpuClock(mhz, highest, watts, sum(row[3] == "Active" for row in rows) / len(rows))
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelTime:
     """The number and time of one kernel's launches in a trace."""
 
     name: Annotated[str, Column("launch")]
@@ -96,17 +96,17 @@ def stream_events(planes: Iterable[Any]) -> list[Any]:
     return [event for line in lines for event in line.events]
 
 
-def launches_by_name(events: Iterable[Any], steps: int) -> list[Launch]:
+def launches_by_name(events: Iterable[Any], steps: int) -> list[KernelTime]:
     """Return each kernel's launches a step, the longest first, and their sum last."""
     nanoseconds = defaultdict(list)
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
     total = sum(map(sum, nanoseconds.values()))
     found = [
-        Launch(name, len(own) / steps, statistics.median(own) / 1e3, sum(own) / steps / 1e6, sum(own) / total)
+        KernelTime(name, len(own) / steps, statistics.median(own) / 1e3, sum(own) / steps / 1e6, sum(own) / total)
         for name, own in nanoseconds.items()
     ]
-    whole = [Launch("all", sum(one.count for one in found), None, total / steps / 1e6)] if found else []
+    whole = [KernelTime("all", sum(one.count for one in found), None, total / steps / 1e6)] if found else []
     return sorted(found, key=lambda launch: -launch.milliseconds) + whole
 
 

@@ -31,7 +31,7 @@ from jspec.engine.sampling_params import SamplingParams
 from jspec.engine.sizes import halvings, portions
 from jspec.tools.bench import random_models
 from jspec.tools.bench.load import Arrival, Load, Log, serve
-from jspec.tools.bench.pair import PROMPT_FIELDS, Pair, read_prompts
+from jspec.tools.bench.pair import PROMPT_FIELDS, BenchPair, read_prompts
 from jspec.tools.bench.profiling import time_in_turns
 from jspec.tools.bench.report import TREES, Report, count, file_option, option, tree_name
 from jspec.tools.table import table
@@ -43,7 +43,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Setting:
+class ServeSetting:
     """One configuration of the engine under a load."""
 
     tree: Tree | None = None  # draft tree; None: plain decoding
@@ -102,7 +102,7 @@ class Spread(NamedTuple):
         return cls._make([found.size, *quantiles, float(found.mean()), float(found.std())])
 
 
-def figures_of(setting: Setting, log: Log) -> dict[str, Any]:
+def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
     """Return one setting's latencies, throughput and acceptance, named as in vLLM's ``bench serve``.
 
     Requests that ended with an error count as ``failed`` alone. The spreads are in milliseconds: latencies of the
@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 
 
 def measure(
-    pair: Pair, settings: Sequence[Setting], arrivals: Sequence[Arrival], repeats: int = 1, **options: Any
+    pair: BenchPair, settings: Sequence[ServeSetting], arrivals: Sequence[Arrival], repeats: int = 1, **options: Any
 ) -> Iterator[dict[str, Any]]:
     """Serve the same requests at the same times with each setting and yield its results.
 
@@ -190,7 +190,7 @@ def measure(
             yield figures_of(setting, sorted(logs, key=lambda log: log.seconds)[len(logs) // 2]) | more
 
 
-def _run(engine: Engine, setting: Setting, policy: Policy | None, arrivals: Sequence[Arrival]) -> Log:
+def _run(engine: Engine, setting: ServeSetting, policy: Policy | None, arrivals: Sequence[Arrival]) -> Log:
     """Serve the load once with a setting; an engine can change overlap, as its programs do not depend on it."""
     engine.config = replace(engine.config, overlap=setting.overlap)
     if policy is not None:
@@ -221,8 +221,8 @@ def run(arguments: argparse.Namespace) -> Report:
     requests = (a.num_prompts or NUM_PROMPTS) if texts is None else len(texts)
     load = Load(requests, **{name: getattr(a, name) for name in names})
     grid = product(a.tree, a.depth, a.max_concurrency, a.overlap)
-    settings = [Setting(tree, depth if tree else None, most, how == "yes") for tree, depth, most, how in grid]
-    pair = Pair.of(a)
+    settings = [ServeSetting(tree, depth if tree else None, most, how == "yes") for tree, depth, most, how in grid]
+    pair = BenchPair.of(a)
     if texts is None:
         source = None if a.text is None else pair.tokenizer.encode(a.text.read_text(encoding="utf-8"))
         arrivals, longest = load.arrivals(pair.target.config.vocab_size, source), load.input_len

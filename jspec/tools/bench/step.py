@@ -51,7 +51,7 @@ MXFP4_BYTES = 1 / 2 + 1 / mxfp4.GROUP  # of a weight in mxfp4, with its part of 
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """The model, batch and settings of one measured step."""
 
     shape: Annotated[str, Column("shape")]  # name of a shape in `random_models`
@@ -80,18 +80,18 @@ class Case:
 class Timing:
     """The measured and least times of a case's step."""
 
-    case: Case
+    case: StepCase
     milliseconds: Annotated[float, Column("ms", ".3f")]  # median time of a step
     spread: Annotated[float, Column("p90-p10", ".3f")]  # 90th less 10th percentile, milliseconds
     floor: Annotated[float | None, Column("floor", ".3f")]  # least time of a step, milliseconds; None: unknown device
     ratio: Annotated[float | None, Column("ratio", ".2f")]  # measured over least time
-    clock: profiling.Clock | None  # clock of the GPU, during further steps that are not timed
+    clock: profiling.GpuClock | None  # clock of the GPU, during further steps that are not timed
     tokens: Annotated[float, Column("tokens", ".2f")]  # mean number of tokens emitted a step and row
     host: Annotated[float, Column("host ms", ".2f")]  # median time in which the host dispatches a step, milliseconds
 
 
 def build(
-    case: Case, target: Model, head: EagleHead | DFlashHead | None, *, growth: int | None = None
+    case: StepCase, target: Model, head: EagleHead | DFlashHead | None, *, growth: int | None = None
 ) -> tuple[Program, Params, PoolShape]:
     """Return the program, weights and pool shape of a case; the models may hold shapes in place of arrays."""
     if not 0 <= case.idle < case.batch:
@@ -139,10 +139,10 @@ class Group(NamedTuple):
     host: float  # milliseconds in which the host dispatched one of the first steps
 
 
-class Runner:
+class StepTimer:
     """A timer of steps; each call times a group of steps that are dispatched without waiting for results."""
 
-    def __init__(self, executable: Any, params: Params, state: SlotState, case: Case) -> None:
+    def __init__(self, executable: Any, params: Params, state: SlotState, case: StepCase) -> None:
         self.executable, self.params, self.state, self.case = executable, params, state, case
 
     def __call__(self) -> Group:
@@ -165,13 +165,15 @@ class Runner:
         return Group((ended - began) / GROUP * 1e3, tokens, host * 1e3)
 
 
-def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None) -> Timing:
+def measure(
+    case: StepCase, target: Model, head: EagleHead | DFlashHead | None, *, profile: Path | None = None
+) -> Timing:
     """Compile a case's step and return its median time over groups of steps, in milliseconds."""
     program, params, pool = build(case, target, head)
     state = filled_state(make_state(program, params, pool), case)
     if case.depth is not None:
         program = replace(program, drafter=program.drafter.cut(case.depth))
-    run = Runner(compile_step(program, params, state, case.batch), params, state, case)
+    run = StepTimer(compile_step(program, params, state, case.batch), params, state, case)
     ((*groups,),) = profiling.time_in_turns([run], GROUPS, warm_up=WARM_UP)
     times, emitted, host = zip(*groups, strict=True)
     clock = profiling.watch_clock(run)
@@ -191,7 +193,7 @@ def measure(case: Case, target: Model, head: EagleHead | DFlashHead | None, *, p
     )
 
 
-def floor_milliseconds(case: Case) -> float | None:
+def floor_milliseconds(case: StepCase) -> float | None:
     """Return the least milliseconds of a case's step; None if the device's rates are unknown."""
 
     def widths(quantize: str | None) -> roofline.Widths:
@@ -214,7 +216,7 @@ def floor_milliseconds(case: Case) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def filled_state(state: SlotState, case: Case) -> SlotState:
+def filled_state(state: SlotState, case: StepCase) -> SlotState:
     """Return the state with an active request, random keys, values and root token in every slot but the idle ones."""
     width, rng, rows = state.page_table.shape[1], np.random.default_rng(0), case.batch
 
@@ -240,17 +242,17 @@ def filled_state(state: SlotState, case: Case) -> SlotState:
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), filled, state)
 
 
-def cases_of(arguments: argparse.Namespace) -> list[Case]:
+def cases_of(arguments: argparse.Namespace) -> list[StepCase]:
     """Return the cases that the parsed command line asks for."""
     given = vars(arguments) | {"shape": arguments.shape or random_models.default_shape()}
     given["greedy"] = not given.get("sampled")
     first = ("shape", "page_size", "context", "batch", "tree")  # varies slowest
-    names = [*first, *(one.name for one in fields(Case) if one.name in given and one.name not in first)]
+    names = [*first, *(one.name for one in fields(StepCase) if one.name in given and one.name not in first)]
     values = [given[name] if isinstance(given[name], (list, tuple)) else [given[name]] for name in names]
-    return [Case(**dict(zip(names, choice, strict=True))) for choice in product(*values)]
+    return [StepCase(**dict(zip(names, choice, strict=True))) for choice in product(*values)]
 
 
-def models_of(cases: Sequence[Case]) -> tuple[Model, Any]:
+def models_of(cases: Sequence[StepCase]) -> tuple[Model, Any]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
     one, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:

@@ -73,7 +73,7 @@ VARIANTS = (
 class VariantTime:
     """The time of one variant's step, and its difference to the first variant's step."""
 
-    case: step.Case
+    case: step.StepCase
     kind: Annotated[Variant, Column("variant", lambda kind: kind.name)]
     batch: int  # number of batch rows
     milliseconds: Annotated[float, Column("ms", ".3f")]  # median time of a step
@@ -81,7 +81,7 @@ class VariantTime:
 
 
 def measure_controls(
-    case: step.Case, target: Model, head: EagleHead | None, variants: Sequence[Variant] = VARIANTS
+    case: step.StepCase, target: Model, head: EagleHead | None, variants: Sequence[Variant] = VARIANTS
 ) -> list[VariantTime]:
     """Time steps of all variants in turns, on the same weights; return one result a variant."""
     program, params, pool = step.build(case, target, head)
@@ -92,7 +92,7 @@ def measure_controls(
         state = _filled(step.filled_state(init_state(own, params, pool), case), variant)
         if own not in compiled:
             compiled[own] = step.compile_step(own, params, state, case.batch)
-        runs.append(step.Runner(compiled[own], params, state, case))
+        runs.append(step.StepTimer(compiled[own], params, state, case))
     timed = profiling.time_in_turns(runs, step.GROUPS, warm_up=step.WARM_UP)
     times = np.array([[group.milliseconds for group in own] for own in timed])  # variant, group
     medians = zip(variants, np.median(times, 1).tolist(), np.median(times - times[0], 1).tolist(), strict=True)
@@ -146,14 +146,14 @@ def run_controls(arguments: argparse.Namespace) -> Report:
 class Overlap:
     """The times of a step with and without the host between steps."""
 
-    case: step.Case
+    case: step.StepCase
     loop: Annotated[float, Column("loop ms", ".3f")]  # median time of a step with `LOOP` steps a dispatch
     engine: Annotated[float, Column("engine ms", ".3f")]  # median time of a step with one step a dispatch
     # Share of the engine's time in which the GPU waits, noise included; None: there is no GPU.
     idle: Annotated[float | None, Column("idle share", ".1%")]
 
 
-def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, overlap: bool = True) -> Overlap:
+def measure_overlap(case: step.StepCase, target: Model, head: EagleHead | None, *, overlap: bool = True) -> Overlap:
     """Time steps of an engine with many steps a dispatch, and with one; ``overlap`` is the engine's option."""
     # Attention takes longer as the text grows: both times are taken at the same mean length.
     before = max((LOOP_WARM_UP * 2 + LOOPS) * LOOP - STEPS, 0) // 2
@@ -170,7 +170,7 @@ def measure_overlap(case: step.Case, target: Model, head: EagleHead | None, *, o
 
 
 def bench_engine(
-    case: step.Case, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any
+    case: step.StepCase, target: Model, head: EagleHead | None, max_len: int, chunk: int, **options: Any
 ) -> Engine:
     """Return an engine that prefills the prompts of all batch rows, ``chunk`` tokens at once, before the first step."""
     sizes: dict[str, Any] = dict(
@@ -190,13 +190,13 @@ def bench_engine(
     return Engine(target, drafter=drafter, **sizes | options)
 
 
-def max_tokens(case: step.Case, steps: int, size: int = 1) -> int:
+def max_tokens(case: step.StepCase, steps: int, size: int = 1) -> int:
     """Return more tokens than a request emits in ``steps`` engine steps of ``size`` decoding steps each."""
     return (steps + SPARE) * size * (case.tree_depth + 1)
 
 
 def time_steps(
-    engines: Sequence[Any], cases: Sequence[step.Case], untimed: int, timed: int, size: int = 1
+    engines: Sequence[Any], cases: Sequence[step.StepCase], untimed: int, timed: int, size: int = 1
 ) -> Float[np.ndarray, "clock engine step"]:
     """Return the seconds of ``timed`` steps of each engine: CPU time of the thread (clock 0), wall time (clock 1).
 
@@ -217,7 +217,7 @@ def time_steps(
     return seconds[untimed:].T
 
 
-def _begin(engine: Any, case: step.Case, tokens: int) -> list[Request]:
+def _begin(engine: Any, case: step.StepCase, tokens: int) -> list[Request]:
     """Submit a random prompt for each batch row and return the requests once each has its first token."""
     rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -259,7 +259,7 @@ class Startup:
     compile: Annotated[dict[str, float], Column("compile s", lambda own: f"{sum(own.values()):.1f}")]
 
 
-def measure_startup(case: step.Case, target: Model, head: EagleHead | None, **options: Any) -> Iterator[Startup]:
+def measure_startup(case: step.StepCase, target: Model, head: EagleHead | None, **options: Any) -> Iterator[Startup]:
     """Make an engine twice, and answer a short request; ``options`` are the engine's."""
     events: list[str] = []
 

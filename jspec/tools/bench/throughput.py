@@ -97,10 +97,10 @@ def synthetic_step(
 
 
 @dataclass(frozen=True)
-class Case:
+class ThroughputCase:
     """The settings of one measured throughput."""
 
-    point: step.Case  # model, batch and tree; its context is the rows' first one
+    point: step.StepCase  # model, batch and tree; its context is the rows' first one
     rates: Rates  # share of steps that accept each level of the tree
     tokens: Annotated[int, Column("new tokens")] = TOKENS  # number of tokens that each row emits
     seed: int = 0  # seed of the accepted numbers
@@ -110,7 +110,7 @@ class Case:
 class Throughput:
     """The measured throughput and times of one case at its stated acceptance."""
 
-    case: Case
+    case: ThroughputCase
     stated_length: Annotated[float, Column("stated", ".2f")]  # mean acceptance length by the rates, tokens a step
     length: Annotated[float, Column("measured", ".2f")]  # mean tokens a step without the cut at the end of a row
     rounds: Annotated[int, Column("steps")]  # number of steps of a repeat, until the last row has its tokens
@@ -122,7 +122,7 @@ class Throughput:
     tokens_per_second: Annotated[float, Column("tokens/s", ".0f")]  # of all rows
 
 
-def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
+def measure(case: ThroughputCase, target: Model, head: EagleHead | None) -> Throughput:
     """Compile a case's step, decode all its tokens `REPEATS` times and return the throughput."""
     program, params, pool = step.build(case.point, target, head, growth=case.tokens)
     state = step.filled_state(init_state(program, params, pool), case.point)
@@ -151,7 +151,7 @@ def measure(case: Case, target: Model, head: EagleHead | None) -> Throughput:
     )
 
 
-def restart(state: SlotState, case: Case) -> SlotState:
+def restart(state: SlotState, case: ThroughputCase) -> SlotState:
     """Return the state with every row active, at the case's context length, and with all tokens left to emit."""
     rows = case.point.batch
     return replace(
@@ -181,7 +181,9 @@ def run_steps(
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
-    cases = [Case(one, rates_of(one.tree, a.positions, a.length), a.tokens, a.seed) for one in step.cases_of(a)]
+    cases = [
+        ThroughputCase(one, rates_of(one.tree, a.positions, a.length), a.tokens, a.seed) for one in step.cases_of(a)
+    ]
     target, head = step.models_of([case.point for case in cases])
     results = (measure(case, target, head) for case in cases)
     return Report(f"tokens/s; {ABOUT}", results, about={"acceptance": ABOUT})

@@ -23,8 +23,8 @@ from jspec.train.methods import METHODS
 from jspec.train.rows import Rows
 
 if TYPE_CHECKING:
-    from jspec.train.program import Program, TrainState
-    from jspec.train.program import Report as TrainReport
+    from jspec.train.program import TrainingProgram, TrainState
+    from jspec.train.program import UpdateReport as TrainReport
 
 WARM_UP = 2  # updates before the clock starts
 DOCUMENTS = 4  # documents of a row
@@ -61,14 +61,16 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
         dtype: dtype of the target.
         seconds: how long updates are made after the first ones.
     """
-    from jspec.train.program import Program  # here, because it imports the optimiser, which no other command needs
+    from jspec.train.program import (
+        TrainingProgram,
+    )  # here, because it imports the optimiser, which no other command needs
 
     target = random_models.random_target(shape, load.dtype_name(dtype))
     method = METHODS[config.method](config)
     vocab, size = target.config.vocab_size, config.draft_vocab or target.config.vocab_size
     head = method.create(target, np.sort(np.random.default_rng(0).choice(vocab, size, replace=False)))
     planned, flops = plan.memory_plan(config, target, head), _flops(config, target, head)
-    program = Program(method, target, head, steps=10**6)
+    program = TrainingProgram(method, target, head, steps=10**6)
     state, batches = program.start(head), _batches(config, vocab)
     del head
     began = time.perf_counter()
@@ -100,7 +102,7 @@ def measure(config: TrainConfig, shape: str, dtype: str | None, seconds: float) 
 
 
 def _time(
-    program: Program, state: TrainState, batches: Iterator[Rows], seconds: float
+    program: TrainingProgram, state: TrainState, batches: Iterator[Rows], seconds: float
 ) -> tuple[TrainReport, int, float]:
     """Make updates for some seconds, one in advance; return the last report, their number and the seconds of each."""
     for _ in range(WARM_UP):

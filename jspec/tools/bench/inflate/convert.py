@@ -27,7 +27,7 @@ from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
 from jspec.tools import demo
 from jspec.tools.bench import random_models
-from jspec.tools.bench.inflate.grow import DTYPES, NAMES, Factor, Padder, Plan, Sizes, plan
+from jspec.tools.bench.inflate.grow import DTYPES, NAMES, Factor, GrownSizes, GrowthPlan, Padder, plan
 from jspec.tools.bench.report import Report, count, ints, option
 
 DEMO = "demo"  # in place of a folder: the embedded pair
@@ -39,13 +39,13 @@ Batches = Iterator[dict[str, Array]]  # weights by name; one batch is in memory 
 def write(
     target: str | Path,
     out: str | Path,
-    sizes: Sizes,
+    sizes: GrownSizes,
     *,
     head: str | Path | None = None,
     head_out: str | Path | None = None,
     overwrite: bool = False,
     **options: Any,
-) -> Plan:
+) -> GrowthPlan:
     """Inflate a target and its head and write their folders; raise all errors before the first file is written.
 
     Args:
@@ -79,7 +79,7 @@ def _save(out: str | Path, source: Checkpoint, padder: Padder, batches: Batches,
     orbax.save(out, source.kind, padder.new, on_host, files=files, overwrite=overwrite, compress=True)
 
 
-def target_batches(model: Model, made: Plan) -> Batches:
+def target_batches(model: Model, made: GrowthPlan) -> Batches:
     """Yield the padded weights of the target by name: embedding, each layer, norm and output head."""
     padder = made.target
 
@@ -127,13 +127,13 @@ def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
 def run(arguments: argparse.Namespace) -> Report:
     """Write the inflated target and head to the folders that the command line names."""
     a = arguments
-    given = {one.name: value for one in fields(Sizes) if (value := getattr(a, one.name)) is not None}
+    given = {one.name: value for one in fields(GrownSizes) if (value := getattr(a, one.name)) is not None}
     missing = [name for name in NAMES if name not in given]
     if a.shape is None and missing:
         raise ValueError(
             f"expected --shape or every size, got none for {', '.join(missing)}; give the one or the other"
         )
-    sizes = Sizes(**given) if a.shape is None else replace(Sizes.of(a.shape), **given)
+    sizes = GrownSizes(**given) if a.shape is None else replace(GrownSizes.of(a.shape), **given)
     layers = None if a.feature_layers is None else tuple(a.feature_layers)
     options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)

@@ -157,7 +157,7 @@ UNPADDED = ("norm_before_residual", "norm_before_fc", "fc_bias", "qkv_bias", "qk
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GrownSizes:
     """Sizes of the larger target, named as in `ModelConfig`; the head's layers get the same sizes."""
 
     hidden_size: int
@@ -170,7 +170,7 @@ class Sizes:
     draft_vocab_size: int | None = None  # tokens that the head can draft; None: as many as the old head
 
     @classmethod
-    def of(cls, shape: str) -> Sizes:
+    def of(cls, shape: str) -> GrownSizes:
         """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
         own = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
         return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
@@ -180,11 +180,11 @@ class Sizes:
         return {name: getattr(self, name) for name in NAMES if name != "num_layers"}
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Sizes) if field.name != "draft_vocab_size")
+NAMES = tuple(field.name for field in dataclasses.fields(GrownSizes) if field.name != "draft_vocab_size")
 
 
 @dataclass(frozen=True)
-class Plan:
+class GrowthPlan:
     """The padders of the target's and head's weights, and the order of the new target's layers."""
 
     target: Padder
@@ -193,8 +193,8 @@ class Plan:
 
 
 def plan(
-    target: Model, sizes: Sizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
-) -> Plan:
+    target: Model, sizes: GrownSizes, *, head: EagleHead | None, feature_layers: tuple[int, ...] | None, dtype: str
+) -> GrowthPlan:
     """Check that a target and its head can grow, and return the plan.
 
     Without a head, the new target's states numbered `default_states` equal the old one's, for a head inflated later.
@@ -222,7 +222,7 @@ def plan(
             f"feature_layers: expected a state for each of {states}, got {wanted}; pass {len(states)} of them"
         )
     layer_at = insert_layers(old.num_layers, new.num_layers, dict(zip(states, wanted, strict=True)))
-    return Plan(padder, None if head is None else _plan_head(head.config, padder, sizes, wanted), layer_at)
+    return GrowthPlan(padder, None if head is None else _plan_head(head.config, padder, sizes, wanted), layer_at)
 
 
 def _check_layers(old: ModelConfig) -> None:
@@ -236,7 +236,7 @@ def _check_layers(old: ModelConfig) -> None:
             )
 
 
-def _eps(old: Config, sizes: Sizes) -> float:
+def _eps(old: Config, sizes: GrownSizes) -> float:
     return old.norm_eps * old.hidden_size / sizes.hidden_size
 
 
@@ -290,7 +290,7 @@ def _check_head(head: EagleHead, target: Model) -> None:
         )
 
 
-def _plan_head(old: HeadConfig, target: Padder, sizes: Sizes, feature_layers: tuple[int, ...]) -> Padder:
+def _plan_head(old: HeadConfig, target: Padder, sizes: GrownSizes, feature_layers: tuple[int, ...]) -> Padder:
     most = old.draft_vocab_size + sizes.vocab_size - old.vocab_size  # padded draft tokens are padded target tokens
     drafted = sizes.draft_vocab_size or old.draft_vocab_size
     if not old.draft_vocab_size <= drafted <= most:
