@@ -89,7 +89,7 @@ def test_prefix_cache_makes_other_programs_for_drafters_that_read_the_text_alone
         dict(tokenizer=lettered.tokenizer()),
         dict(quantize="int8"),
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options),
 )
 def test_options_of_programs_make_others(options: dict[str, Any]) -> None:
     assert settings(**options) != settings()
