@@ -22,40 +22,40 @@ if TYPE_CHECKING:
     from jspec.draft.ngram import NGram
     from jspec.draft.peagle import PEagle
     from jspec.draft.suffix import Suffix
-    from jspec.engine.api import Engine
-    from jspec.engine.metrics import Metrics
-    from jspec.engine.replicas import Replicas
-    from jspec.engine.request import Chunk, Completion, TokenLogprob
-    from jspec.engine.round_record import Round
-    from jspec.engine.sampling_params import SamplingParams
+    from jspec.engine.callers.api import Engine
+    from jspec.engine.callers.replicas import Replicas
+    from jspec.engine.request.metrics import Metrics
+    from jspec.engine.request.request import Chunk, Completion, TokenLogprob
+    from jspec.engine.request.round_record import Round
+    from jspec.engine.request.sampling_params import SamplingParams
     from jspec.models.decoder import Model
     from jspec.sampling.logits_processor import LogitsContext
 
 __version__ = "0.1.0"
 
 MODULES = {  # the module that defines each public name, except the names of modules
-    "Chunk": "jspec.engine.request",
-    "Completion": "jspec.engine.request",
+    "Chunk": "jspec.engine.request.request",
+    "Completion": "jspec.engine.request.request",
     "DFlash": "jspec.draft.dflash",
     "DSpark": "jspec.draft.dspark",
     "DraftModel": "jspec.draft.draft_model",
     "Drafter": "jspec.draft.base",
     "Eagle": "jspec.draft.eagle",
     "Eagle3": "jspec.draft.eagle",
-    "Engine": "jspec.engine.api",
+    "Engine": "jspec.engine.callers.api",
     "EngineConfig": "jspec.core.config",
     "LogitsContext": "jspec.sampling.logits_processor",
     "MTP": "jspec.draft.mtp",
     "Medusa": "jspec.draft.medusa",
-    "Metrics": "jspec.engine.metrics",
+    "Metrics": "jspec.engine.request.metrics",
     "Model": "jspec.models.decoder",
     "NGram": "jspec.draft.ngram",
     "PEagle": "jspec.draft.peagle",
-    "Replicas": "jspec.engine.replicas",
-    "Round": "jspec.engine.round_record",
-    "SamplingParams": "jspec.engine.sampling_params",
+    "Replicas": "jspec.engine.callers.replicas",
+    "Round": "jspec.engine.request.round_record",
+    "SamplingParams": "jspec.engine.request.sampling_params",
     "Suffix": "jspec.draft.suffix",
-    "TokenLogprob": "jspec.engine.request",
+    "TokenLogprob": "jspec.engine.request.request",
     "Tree": "jspec.core.tree",
     "frequent_tokens": "jspec.draft.draft_vocab",
 }

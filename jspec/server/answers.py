@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from starlette.types import Receive, Scope, Send
 
-from jspec.engine.request import Chunk, Request
+from jspec.engine.request.request import Chunk, Request
 from jspec.server.calls import Output
 from jspec.server.errors import ApiError, failed, invalid, refused
 from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 from jspec.server import anthropic_input as read
 from jspec.server.blocks import CALL, REASONING, AnswerBlock, AnswerBlocks, Step
 from jspec.server.calls import Output

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jspec.engine.api import Engine
-from jspec.engine.replicas import Replicas
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.replicas import Replicas
 from jspec.server.answers import Generate
 from jspec.server.anthropic import CountTokens, MessageAnswer
 from jspec.server.chat import ChatAnswer

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from jspec.engine.api import Engine
-from jspec.engine.engine_thread import Delivery
-from jspec.engine.replicas import Replicas, make_thread
-from jspec.engine.request import Chunk, Request
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.engine_thread import Delivery
+from jspec.engine.callers.replicas import Replicas, make_thread
+from jspec.engine.request.request import Chunk, Request
 from jspec.server.errors import ApiError, failed
 
 RETRY_SECONDS = 1  # what a client is told to wait after 429

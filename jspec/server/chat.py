@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.engine.chat_input import format_conversations
-from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
-from jspec.engine.request import Chunk, Request
-from jspec.engine.sampling_params import GRAMMARS
-from jspec.engine.text_generator import TextGenerator
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.callers.text_generator import TextGenerator
+from jspec.engine.input.chat_input import format_conversations
+from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.request.request import Chunk, Request
+from jspec.engine.request.sampling_params import GRAMMARS
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server import reasoning
 from jspec.server.answers import Answer, finish_reason, stop_reason
 from jspec.server.errors import invalid, refused

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.engine.detokenizer import IncrementalDetokenizer
-from jspec.engine.request import Chunk, Request
-from jspec.engine.sampling_params import is_int
-from jspec.engine.token_logprobs import TokenLogprob
+from jspec.engine.request.request import Chunk, Request
+from jspec.engine.request.sampling_params import is_int
+from jspec.engine.request.token_logprobs import TokenLogprob
+from jspec.engine.text.detokenizer import IncrementalDetokenizer
 from jspec.server.answers import Answer, finish_reason, stop_reason
 from jspec.server.chat import check_length
 from jspec.server.errors import invalid

@@ -10,7 +10,7 @@ from typing import Any
 
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.shorten import short
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.errors import invalid, refused
 from jspec.server.messages import messages
 from jspec.server.structured import response_format, structured_outputs

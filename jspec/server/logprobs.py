@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, final
 
-from jspec.engine.token_logprobs import TokenLogprob
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.request.token_logprobs import TokenLogprob
+from jspec.engine.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks; OpenAI's value
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from jspec.engine.replica_threads import BUSIER
+from jspec.engine.callers.replica_threads import BUSIER
 
 BLOCK = 512  # characters between two marks of a prompt
 MOST_HOMES = 100_000  # marks of which the home replica is remembered

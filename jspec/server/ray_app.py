@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jspec.core.config import EngineConfig
 from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
-from jspec.engine.api import Engine
+from jspec.engine.callers.api import Engine
 from jspec.server.app import make_app
 from jspec.server.body import ClientGone, read_json
 from jspec.server.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 from jspec.server.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
 from jspec.server.calls import Output
 from jspec.server.chat import ChatAnswer

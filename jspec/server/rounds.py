@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.engine.request import Chunk, Round
+from jspec.engine.request.request import Chunk, Round
 from jspec.server.logprobs import LEAST, ShownTokens
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from jspec.engine.api import Engine
-from jspec.engine.replicas import Replicas
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.replicas import Replicas
 from jspec.server.app import make_app
 from jspec.server.errors import ApiError
 from jspec.server.protocol import Protocol

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
-from jspec.engine.api import Engine
-from jspec.engine.replicas import Replicas
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.replicas import Replicas
 from jspec.server.body import read_json
 from jspec.server.calls import OpenCalls
 from jspec.server.errors import ApiError

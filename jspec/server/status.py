@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from jspec.engine.replica_threads import ReplicaThreads
+from jspec.engine.callers.replica_threads import ReplicaThreads
 from jspec.server.counts import Counts
 from jspec.server.page import page
 from jspec.server.service import Service

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from jspec.core.shorten import short
-from jspec.engine.sampling_params import is_int
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.request.sampling_params import is_int
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.chat import check_conversation, check_length, render, template_names
 from jspec.server.errors import ApiError, invalid, refused
 from jspec.server.events import send_json

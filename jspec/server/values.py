@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.engine.sampling_params import is_int
+from jspec.engine.request.sampling_params import is_int
 from jspec.server.errors import invalid
 
 Reader = Callable[[str, Any], Any]

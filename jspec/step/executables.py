@@ -1,6 +1,6 @@
 """Compiles all programs of an engine and stores them by key.
 
-The engine says which programs to compile and when (`jspec.engine.program_choice`).
+The engine says which programs to compile and when (`jspec.engine.schedule.program_choice`).
 """
 
 from __future__ import annotations

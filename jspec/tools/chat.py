@@ -8,8 +8,8 @@ import sys
 from contextlib import closing
 from typing import Any, TextIO
 
-from jspec.engine.api import Engine
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools import generate, interrupt
 from jspec.tools.colour import has_colours, painted
 

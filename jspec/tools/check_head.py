@@ -26,7 +26,7 @@ from jspec.draft import auto
 from jspec.draft.base import Drafter
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.head_config import Eagle3Config, HeadConfig, PEagleConfig
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer, warn_if_replaced
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools.replay import Replay, ReplayedTexts, continue_greedily, observe

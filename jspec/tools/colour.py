@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TextIO
 
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 
 COLOUR, RESET = "\033[36m", "\033[0m"  # cyan
 

@@ -28,10 +28,10 @@ from jspec.draft.mtp import MTP
 from jspec.draft.ngram import NGram
 from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
-from jspec.engine.api import Engine
-from jspec.engine.request import Chunk
-from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Chunk
+from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {

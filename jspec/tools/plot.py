@@ -20,10 +20,10 @@ from jspec.train.journal import read_journal
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from jspec.engine.metrics import Metrics
-    from jspec.engine.request import Completion
-    from jspec.engine.round_record import Round
-    from jspec.engine.tokenizer import Tokenizer
+    from jspec.engine.request.metrics import Metrics
+    from jspec.engine.request.request import Completion
+    from jspec.engine.request.round_record import Round
+    from jspec.engine.text.tokenizer import Tokenizer
 
 DRAFT, TARGET, FAINT = "#0072B2", "#D55E00", "#BBBBBB"
 FONT, FONT_SIZE = "DejaVu Sans Mono", 8.0  # font that comes with matplotlib; size in points

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jspec import distributed
-from jspec.engine.api import Engine
-from jspec.engine.replicas import Replicas
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.replicas import Replicas
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
 from jspec.step.on_mesh import meshes_of

@@ -16,9 +16,9 @@ from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.tree import Tree
 from jspec.draft.base import Drafter, DraftState, StatelessDrafter, require_static, static_draft
-from jspec.engine.api import Engine
-from jspec.engine.request import Completion
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Completion
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
 from jspec.sampling import sampler

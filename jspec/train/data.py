@@ -18,7 +18,7 @@ from jaxtyping import Bool, Integer
 
 from jspec.core.progress import progress_bar
 from jspec.core.shorten import short
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

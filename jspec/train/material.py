@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jspec.draft.draft_vocab import frequent_tokens
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
 from jspec.train.data import LEAST, DataError, Document, check_file, read_documents

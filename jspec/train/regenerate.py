@@ -16,9 +16,9 @@ from typing import Any
 
 from jspec.core.progress import progress_bar
 from jspec.draft.suffix import Suffix
-from jspec.engine.api import Engine
-from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.models.decoder import Model
 from jspec.train.config import TrainConfig
 from jspec.train.data import LEAST, DataError, parse, read_lines, refuse

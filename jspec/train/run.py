@@ -17,7 +17,7 @@ import numpy as np
 
 from convert.hub import find
 from jspec.core.shorten import short
-from jspec.engine.tokenizer import Tokenizer, check_size, eos_ids, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer import Tokenizer, check_size, eos_ids, load_tokenizer, warn_if_replaced
 from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors

@@ -17,7 +17,7 @@ from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
-from jspec.engine.metrics import Metrics
+from jspec.engine.request.metrics import Metrics
 from jspec.tools import demo
 from jspec.tools.bench import acceptance, pair
 from jspec.tools.bench.acceptance import AcceptanceCase, MeasuredAcceptance, text_places

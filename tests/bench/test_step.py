@@ -17,10 +17,10 @@ from jspec import Engine, Tree
 from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.engine.core import EngineCore
-from jspec.engine.request import Request
-from jspec.engine.scheduler import Scheduler
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.request.request import Request
+from jspec.engine.run.core import EngineCore
+from jspec.engine.schedule.scheduler import Scheduler
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
 from jspec.models.params import ParamSpec, model_params
 from jspec.step.program import init_state

@@ -29,7 +29,7 @@ from jspec import (
 from jspec.draft import dflash_head
 from jspec.draft.draft_vocab import read_draft_vocab
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.quantized import Quantized, reduce_partials
 from tests.draft import test_borrowed_head as borrowed

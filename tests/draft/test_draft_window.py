@@ -14,7 +14,7 @@ from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingPara
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.base import Drafter
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.request import Completion
+from jspec.engine.request.request import Completion
 from jspec.models.decoder import Model, forward
 from tests.draft.test_head_layers import two_layers
 from tests.reference import decoder

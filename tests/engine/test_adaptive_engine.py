@@ -30,11 +30,11 @@ from jspec import (
     Suffix,
     Tree,
 )
-from jspec.engine.draft_length import MIN_SAMPLES, Adaptive, DispatchResult, Fixed, Policy
-from jspec.engine.model_runner import ModelRunner
-from jspec.engine.prometheus import Gauges, Latencies, exposition
-from jspec.engine.sizes import RoundSize
-from jspec.engine.stopwatch import Stopwatch
+from jspec.engine.run.model_runner import ModelRunner
+from jspec.engine.run.prometheus import Gauges, Latencies, exposition
+from jspec.engine.run.stopwatch import Stopwatch
+from jspec.engine.schedule.draft_length import MIN_SAMPLES, Adaptive, DispatchResult, Fixed, Policy
+from jspec.engine.schedule.sizes import RoundSize
 from jspec.step.decode import spec_step
 from jspec.step.executable_key import ExecutableKey
 from tests.support import byte_pair, cover, engines, tiny

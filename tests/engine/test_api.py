@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.fair_lock import FairLock
-from jspec.engine.request import Request
+from jspec.engine.callers.fair_lock import FairLock
+from jspec.engine.request.request import Request
 from tests.support.brittle import PARAMS, PATIENCE, PROMPTS, Fault, make_events, run_together
 
 pytestmark = pytest.mark.once

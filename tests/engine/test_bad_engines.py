@@ -13,7 +13,7 @@ import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, SamplingParams, Tree
 from jspec.core.config import QUANTIZE
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS

@@ -13,9 +13,9 @@ import pytest
 
 from jspec import DFlash, DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.draft.base import Drafter
-from jspec.engine import sizes
-from jspec.engine.draft_length import DispatchResult, Policy
-from jspec.engine.sizes import RoundSize
+from jspec.engine.schedule import sizes
+from jspec.engine.schedule.draft_length import DispatchResult, Policy
+from jspec.engine.schedule.sizes import RoundSize
 from tests.support import engines, tiny
 from tests.support.recordings import recording
 

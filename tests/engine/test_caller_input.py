@@ -19,9 +19,9 @@ from jspec import DraftModel, Eagle, Eagle3, Engine, EngineConfig, Medusa, NGram
 from jspec.core.engine_options import EngineOptions
 from jspec.core.tree import DEFAULT_TREE
 from jspec.draft.named import make_drafter
-from jspec.engine import caller_input
-from jspec.engine.request import Completion
-from jspec.engine.sampling_fields import SamplingFields
+from jspec.engine.input import caller_input
+from jspec.engine.request.request import Completion
+from jspec.engine.request.sampling_fields import SamplingFields
 from tests.support import byte_pair, engines, tiny
 
 pytestmark = pytest.mark.once

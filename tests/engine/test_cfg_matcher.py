@@ -13,8 +13,8 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.engine.grammar.cfg_matcher import GuidanceVocabulary, LarkGrammar, Matcher, compile_lark
-from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.regex_dfa import try_lark
+from jspec.engine.input.grammar_input import GrammarInput
 from tests.reference import descent
 from tests.support import lettered
 
@@ -289,7 +289,7 @@ def test_recursive_schema_keyword_is_enforced_or_raises(schema: dict[str, Any], 
 
 def test_grammar_input_logs_whether_a_grammar_uses_a_table(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("outlines_core")
-    with caplog.at_level("INFO", logger="jspec.engine.grammar.compiler"):
+    with caplog.at_level("INFO", logger="jspec.engine.input.grammar_input"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema=descent.OBJECTS)
         compiled(lettered.TEXTS, (0,), regex="a+")
     assert [("two launches" in line, "a table of" in line) for line in caplog.messages] == [

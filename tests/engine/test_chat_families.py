@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
-from jspec.engine.chat_input import read_conversations, read_template_fields
-from jspec.engine.tokenizer import HFTokenizer
+from jspec.engine.input.chat_input import read_conversations, read_template_fields
+from jspec.engine.text.tokenizer import HFTokenizer
 from tests.support import tokenizer_folders
 
 pytestmark = pytest.mark.once

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jspec.engine.chat_template import ChatTemplate
+from jspec.engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.once
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.request import Request
+from jspec.engine.request.request import Request
 from tests.support import engines
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [3, 8, 4, 6, 2, 6, 4], [3, 3]]

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jspec import Completion, DFlash, DraftModel, Eagle, Eagle3, Engine, Medusa, Model, NGram, SamplingParams, Suffix
-from jspec.engine.draft_length import DispatchResult, Policy
+from jspec.engine.schedule.draft_length import DispatchResult, Policy
 from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from pallas_kernels.layers.shard import AXIS

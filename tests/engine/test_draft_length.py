@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jspec import Tree
-from jspec.engine.acceptance import Acceptance
-from jspec.engine.draft_length import (
+from jspec.engine.run.stopwatch import Stopwatch
+from jspec.engine.schedule.acceptance import Acceptance
+from jspec.engine.schedule.draft_length import (
     MAX_TRIES,
     MIN_SAMPLES,
     PROBE_SHARE,
@@ -20,8 +21,7 @@ from jspec.engine.draft_length import (
     Fixed,
     Policy,
 )
-from jspec.engine.sizes import BUDGET_ROWS, RoundSize, halvings, round_sizes, sizes_of
-from jspec.engine.stopwatch import Stopwatch
+from jspec.engine.schedule.sizes import BUDGET_ROWS, RoundSize, halvings, round_sizes, sizes_of
 
 pytestmark = pytest.mark.once
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Engine, SamplingParams
-from jspec.engine.engine_thread import Delivery, EngineThread
-from jspec.engine.request import Request
-from jspec.engine.round_record import BreakOff, Round
-from jspec.engine.token_logprobs import PromptLogprobs
+from jspec.engine.callers.engine_thread import Delivery, EngineThread
+from jspec.engine.request.request import Request
+from jspec.engine.request.round_record import BreakOff, Round
+from jspec.engine.request.token_logprobs import PromptLogprobs
 from tests.support import brittle, engines, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jspec.engine.fair_lock import FairLock
+from jspec.engine.callers.fair_lock import FairLock
 from tests.support.brittle import PATIENCE, Fault, run_together
 
 pytestmark = pytest.mark.once
@@ -89,7 +89,9 @@ def test_fair_lock_interrupted_during_release_wakes_the_next_thread(on_exit: boo
 def test_fair_lock_interrupted_during_acquire_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FairLock()
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt()))
+        patch.setattr(
+            "jspec.engine.callers.fair_lock.threading.get_ident", Fault(threading.get_ident, 2, KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             lock.__enter__()
     assert not lock._queue and not lock.is_mine
@@ -108,7 +110,7 @@ def test_fair_lock_interrupted_while_waiting_leaves_the_queue(monkeypatch: pytes
                 raise KeyboardInterrupt
 
     def wait() -> None:
-        monkeypatch.setattr("jspec.engine.fair_lock.threading.Lock", InterruptedWait)
+        monkeypatch.setattr("jspec.engine.callers.fair_lock.threading.Lock", InterruptedWait)
         with pytest.raises(KeyboardInterrupt):
             lock.__enter__()
         monkeypatch.undo()

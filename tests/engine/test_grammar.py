@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.regex_dfa import check_size
 from jspec.engine.grammar.schema_regex import regex_of
 from jspec.engine.grammar.token_table import Grammar, TablePool
-from jspec.engine.tokenizer import ByteTokenizer, load_tokenizer
+from jspec.engine.input.grammar_input import GrammarInput
+from jspec.engine.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.reference import regular
 from tests.support import lettered
 from tests.support.tables import table

@@ -18,8 +18,8 @@ import pytest
 from jspec import SamplingParams
 from jspec.engine.grammar import regex_dfa
 from jspec.engine.grammar.builder import Builder
-from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.regex_dfa import TooLarge, build
+from jspec.engine.input.grammar_input import GrammarInput
 from tests.support import lettered
 
 pytestmark = pytest.mark.once

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.sampling_params import sample_seed
+from jspec.engine.request.sampling_params import sample_seed
 from tests.support import engines, lettered
 from tests.support.grammar_cases import MASKS, PROMPTS, TABLE, GrammarCase, check_decoding, masked
 

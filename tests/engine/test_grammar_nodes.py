@@ -14,8 +14,8 @@ from jspec import SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
 from jspec.engine.grammar.token_table import Grammar
-from jspec.engine.penalty_input import pack_controls
-from jspec.engine.request import OutputState, Request, RequestState
+from jspec.engine.input.penalty_input import pack_controls
+from jspec.engine.request.request import OutputState, Request, RequestState
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
 from tests.support import engines, lettered

@@ -13,8 +13,8 @@ import pytest
 from jspec import SamplingParams
 from jspec.engine.grammar import json_schema, pattern
 from jspec.engine.grammar.cfg_matcher import LarkGrammar
-from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
+from jspec.engine.input.grammar_input import GrammarInput
 from tests.support import lettered, random_schemas
 from tests.support.byte_grammars import accepts, compiled
 from tests.support.random_schemas import BYTES, END

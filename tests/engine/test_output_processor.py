@@ -10,9 +10,9 @@ import pytest
 
 from jspec import Completion, Engine, Metrics, Model, SamplingParams, Tree
 from jspec.core.records import StepOutput
-from jspec.engine.output_processor import process_step_output
-from jspec.engine.request import OutputState, Request
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.request.request import OutputState, Request
+from jspec.engine.run.output_processor import process_step_output
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.tools.testing import Scripted
 from tests.support import engines, tiny
 

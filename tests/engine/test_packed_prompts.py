@@ -25,8 +25,8 @@ from jspec import (
     Tree,
 )
 from jspec.core import records
-from jspec.engine.model_runner import ModelRunner
-from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan
+from jspec.engine.run.model_runner import ModelRunner
+from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from tests.support import brittle, engines, lettered, tiny
 from tests.support.grammar_cases import MASKS, TABLE, GrammarCase, check_decoding
 

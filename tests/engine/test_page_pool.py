@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jspec.engine.page_pool import Digest, PagePool, page_digests
+from jspec.engine.schedule.page_pool import Digest, PagePool, page_digests
 
 pytestmark = pytest.mark.once
 

@@ -12,9 +12,9 @@ import pytest
 
 from jspec import DraftModel, Engine, SamplingParams, Tree
 from jspec.core.config import EngineConfig
-from jspec.engine.input_processor import InputProcessor
-from jspec.engine.penalty_input import bad_words
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.input.input_processor import InputProcessor
+from jspec.engine.input.penalty_input import bad_words
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
 from tests.support import engines, tiny

@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput, PromptPiece
-from jspec.engine.model_runner import ModelRunner
+from jspec.engine.run.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
 from tests.support import cover, engines, tiny
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jspec import Engine, NGram, SamplingParams
-from jspec.engine.program_choice import Features, LiveRequests, ProgramChoice, union
-from jspec.engine.request import Request
-from jspec.engine.sizes import RoundSize
+from jspec.engine.request.request import Request
+from jspec.engine.schedule.program_choice import Features, LiveRequests, ProgramChoice, union
+from jspec.engine.schedule.sizes import RoundSize
 from jspec.step.executable_key import ExecutableKey
 from tests.support import engines, lettered, tiny
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.engine_thread import EngineThread
+from jspec.engine.callers.engine_thread import EngineThread
 from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once

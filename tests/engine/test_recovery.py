@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.errors import RESTART
-from jspec.engine.metrics import LowAcceptanceWarning
+from jspec.engine.request.metrics import LowAcceptanceWarning
+from jspec.engine.run.errors import RESTART
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.program import init_state
 from tests.support import brittle
@@ -51,7 +51,7 @@ def test_tokenizer_error_while_finishing_the_text_ends_the_request_with_that_err
         raise KeyError("no such token")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.request.OutputState.finish_text", finish)
+        patch.setattr("jspec.engine.request.request.OutputState.finish_text", finish)
         (done,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert done.finish_reason == "error" and isinstance(done.error, KeyError)
 
@@ -120,7 +120,9 @@ def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
     """The caller sees the interrupt."""
     request = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
-        patch.setattr("jspec.engine.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt()))
+        patch.setattr(
+            "jspec.engine.request.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             engine.result(request)
         assert request.finish_reason == "error"

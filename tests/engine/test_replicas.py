@@ -22,10 +22,10 @@ import pytest
 from jax.sharding import Mesh
 
 from jspec import Eagle3, Engine, Replicas, SamplingParams, Tree
-from jspec.engine import replica_threads
-from jspec.engine.metrics import Metrics
-from jspec.engine.replica_threads import BUSIER, ReplicaThreads, choose
-from jspec.engine.request import Request
+from jspec.engine.callers import replica_threads
+from jspec.engine.callers.replica_threads import BUSIER, ReplicaThreads, choose
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.request import Request
 from pallas_kernels.layers.shard import AXIS
 from tests.support import byte_pair, engines
 from tests.support.brittle import PATIENCE, Fault, run_together

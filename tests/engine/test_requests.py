@@ -128,7 +128,7 @@ def test_stream_with_no_or_several_prompts_raises(engine: Engine) -> None:
 
 
 def test_chat_without_tokenizer_or_template_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jspec.engine.tokenizer import ByteTokenizer
+    from jspec.engine.text.tokenizer import ByteTokenizer
 
     with pytest.raises(ValueError, match="chat: expected an engine with a tokenizer, got none; pass tokenizer="):
         engine.chat([{"role": "user", "content": "hi"}])

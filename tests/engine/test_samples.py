@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Engine, SamplingParams
-from jspec.engine.sampling_params import sample_seed
+from jspec.engine.request.sampling_params import sample_seed
 from tests.support import engines
 
 pytestmark = pytest.mark.once

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jspec.engine.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan, Scheduler
 from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
 
 pytestmark = pytest.mark.once

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from jspec.core import records
-from jspec.engine.request import Request
-from jspec.engine.scheduler import Piece, Plan, PrefillPlan, RoundPlan, Scheduler
+from jspec.engine.request.request import Request
+from jspec.engine.schedule.scheduler import Piece, Plan, PrefillPlan, RoundPlan, Scheduler
 from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
 
 pytestmark = pytest.mark.once

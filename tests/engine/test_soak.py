@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
-from jspec.engine.request import Request
+from jspec.engine.request.request import Request
 from tests.support import engines, tiny
 
 pytestmark = pytest.mark.once

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Completion, Engine, SamplingParams
-from jspec.engine import errors
+from jspec.engine.run import errors
 from tests.engine import test_soak as soak
 
 pytestmark = [pytest.mark.once, pytest.mark.long]

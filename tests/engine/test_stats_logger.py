@@ -8,8 +8,8 @@ import re
 import pytest
 
 from jspec import Engine, Metrics, SamplingParams
-from jspec.engine.prometheus import Gauges, Histogram, Latencies, exposition
-from jspec.engine.stats_logger import StatsLogger
+from jspec.engine.run.prometheus import Gauges, Histogram, Latencies, exposition
+from jspec.engine.run.stats_logger import StatsLogger
 from tests.support.brittle import PARAMS, PROMPTS
 
 pytestmark = pytest.mark.once
@@ -94,7 +94,7 @@ def test_prometheus_times_of_phases_add_up_and_outputs_are_counted_by_step(engin
 def test_stats_logger_after_each_interval_logs_one_line(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, logger="jspec.engine.stats_logger")
+    caplog.set_level(logging.INFO, logger="jspec.engine.run.stats_logger")
     engine.generate(PROMPTS[0], PARAMS[0])
     assert not caplog.records, "no interval was given"
     monkeypatch.setattr(engine, "_stats_logger", StatsLogger(3600.0))

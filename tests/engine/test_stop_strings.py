@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.core.records import StepOutput
-from jspec.engine.detokenizer import TextDecoder
-from jspec.engine.output_processor import make_chunk, make_completion, process_step_output
-from jspec.engine.request import OutputState, Request
-from jspec.engine.stop_strings import StopStringMatcher
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.request.request import OutputState, Request
+from jspec.engine.run.output_processor import make_chunk, make_completion, process_step_output
+from jspec.engine.text.detokenizer import TextDecoder
+from jspec.engine.text.stop_strings import StopStringMatcher
+from jspec.engine.text.tokenizer import ByteTokenizer
 from tests.support import engines
 
 pytestmark = pytest.mark.once

@@ -38,7 +38,7 @@ from jspec import (
 from jspec.core.config import ACCEPT_RULES
 from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.program_choice import gathering
+from jspec.engine.schedule.program_choice import gathering
 from jspec.models.mlp_config import Router
 from jspec.models.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard

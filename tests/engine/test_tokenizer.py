@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from jspec import SamplingParams
 from jspec.core.config import EngineConfig
-from jspec.engine.detokenizer import IncrementalDetokenizer
-from jspec.engine.input_processor import InputProcessor
-from jspec.engine.token_texts import TokenTexts
-from jspec.engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, load_tokenizer
+from jspec.engine.input.input_processor import InputProcessor
+from jspec.engine.text.detokenizer import IncrementalDetokenizer
+from jspec.engine.text.token_texts import TokenTexts
+from jspec.engine.text.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, load_tokenizer
 from tests.support.tokenizer_folders import KINDS, PUBLISHED
 
 pytestmark = pytest.mark.once

@@ -15,8 +15,8 @@ import pytest
 from convert.fields import CheckpointError
 from convert.plan import Plan
 from jspec import Engine, Model
-from jspec.engine import tokenizer as module
-from jspec.engine.tokenizer import ByteTokenizer, HFTokenizer, check_size, eos_ids, load_tokenizer
+from jspec.engine.text import tokenizer as module
+from jspec.engine.text.tokenizer import ByteTokenizer, HFTokenizer, check_size, eos_ids, load_tokenizer
 from tests.support import folders
 from tests.support.folders import TARGET
 
@@ -232,7 +232,7 @@ def test_engine_option_that_the_target_lacks_raises_before_weights_are_read(
 
 
 def test_engine_config_default_length_is_that_of_a_short_target() -> None:
-    from jspec.engine.build import engine_config
+    from jspec.engine.run.build import engine_config
     from tests.support import tiny
 
     assert engine_config({}, tiny.config(40)).max_len == 2048

@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Sequence
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.request import Request
-from jspec.engine.streams import SharedSteps, TaskWatch
-from jspec.engine.watch import Watch
+from jspec.engine.callers.streams import SharedSteps, TaskWatch
+from jspec.engine.callers.watch import Watch
+from jspec.engine.request.request import Request
 from tests.support import brittle
 from tests.support.brittle import PATIENCE, PROMPTS
 

@@ -22,7 +22,7 @@ from convert import hub, orbax
 from convert.fields import CheckpointError
 from jspec import SamplingParams
 from jspec.draft import auto
-from jspec.engine.tokenizer import load_tokenizer
+from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.tools.convert import main
 from tests.support import folders, quantized_folders
 from tests.support.folders import EAGLE, HEAD, TARGET

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine import loop, scheduler, token_logprobs
-from jspec.engine.input_processor import CHARACTERS_PER_TOKEN
-from jspec.engine.metrics import Metrics
-from jspec.engine.penalty_input import pack_controls
+from jspec.engine.callers import loop
+from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.input.penalty_input import pack_controls
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.request import token_logprobs
+from jspec.engine.schedule import scheduler
 from tests.support import brittle, engines, lettered
 
 pytestmark = pytest.mark.once

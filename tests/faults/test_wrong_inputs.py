@@ -18,7 +18,7 @@ import jspec
 from jspec import DraftModel, Eagle3, Engine, EngineConfig, Medusa, NGram, SamplingParams, Suffix, Tree
 from jspec.core.foreign_names import FOREIGN_NAMES, check_names
 from jspec.draft.named import make_drafter
-from jspec.engine.chat_input import TEMPLATE_FIELDS
+from jspec.engine.input.chat_input import TEMPLATE_FIELDS
 from jspec.step.executables import Executables
 from tests.support import brittle, engines
 from tests.support.odd_values import odd_value

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import convert.huggingface
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
-from jspec.engine.tokenizer import load_tokenizer
+from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.models.decoder import Model
 from jspec.models.quantize import NAMES, check_device, quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes

@@ -15,7 +15,7 @@ from jspec.core.ancestors import ancestors
 from jspec.core.config import EngineConfig
 from jspec.core.records import Draft
 from jspec.draft.base import NoDraft
-from jspec.engine.input_processor import InputProcessor
+from jspec.engine.input.input_processor import InputProcessor
 from jspec.sampling import logits_processor, penalties
 from tests.reference.masking import decoded
 from tests.support import byte_pair, engines, lettered

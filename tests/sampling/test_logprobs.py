@@ -12,7 +12,7 @@ import pytest
 
 from jspec import Completion, Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Suffix, TokenLogprob, Tree
 from jspec.core.config import EngineConfig
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from tests.reference import decoder, processors
 from tests.support import byte_pair, engines, tiny
 

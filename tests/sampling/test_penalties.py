@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jspec import SamplingParams
 from jspec.core.ancestors import ancestors
 from jspec.core.records import NO_TOKEN, Draft, SlotView
-from jspec.engine.penalty_input import bad_words, check, pack_controls
-from jspec.engine.request import OutputState, Request, RequestState
+from jspec.engine.input.penalty_input import bad_words, check, pack_controls
+from jspec.engine.request.request import OutputState, Request, RequestState
 from jspec.sampling import penalties, sampler
 from tests.reference import processors
 from tests.support.views import draft_of_rows, view_of_rows

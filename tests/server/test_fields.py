@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.errors import ApiError
 from jspec.server.fields import CHAT, COMPLETIONS, read_fields
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jspec.engine.tokenizer import HFTokenizer
+from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.server.tool_calls.choose import check_name, parser_for
 from jspec.server.tool_calls.tools import read_choice
 from tests.support.answers import TOOLS, Joined, check_every_split, parsed, tool

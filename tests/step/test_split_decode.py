@@ -16,9 +16,9 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
-from jspec.engine.draft_length import DispatchResult, Policy
 from jspec.engine.grammar.cfg_matcher import Matcher
-from jspec.engine.sizes import RoundSize
+from jspec.engine.schedule.draft_length import DispatchResult, Policy
+from jspec.engine.schedule.sizes import RoundSize
 from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jspec import Completion, Model
-from jspec.engine.round_record import Round
+from jspec.engine.request.round_record import Round
 from jspec.tools.replay import observe
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from jspec import Engine, SamplingParams
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from tests.support import costs, engines, tiny
 
 VOCAB = 256

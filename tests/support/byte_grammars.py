@@ -7,8 +7,8 @@ from typing import Any
 
 from jspec import SamplingParams
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
-from jspec.engine.grammar.compiler import GrammarInput
 from jspec.engine.grammar.token_table import Grammar
+from jspec.engine.input.grammar_input import GrammarInput
 from tests.support import lettered
 from tests.support.random_schemas import BYTES, END
 

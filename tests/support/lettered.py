@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from jspec import DraftModel, Eagle3, Engine, Tree
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer import Tokenizer
 from tests.support import costs, engines, tiny
 
 END, MARK = 0, 14

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jspec import Completion, DraftModel, Eagle3, Engine, SamplingParams, distributed
-from jspec.engine import sizes as round_sizes
-from jspec.engine.sizes import RoundSize
+from jspec.engine.schedule import sizes as round_sizes
+from jspec.engine.schedule.sizes import RoundSize
 from jspec.step import memory
 from tests.support import engines, lettered, tiny
 from tests.support.brittle import Fault

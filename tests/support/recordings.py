@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import Completion, Drafter, Engine, Model, SamplingParams
-from jspec.engine.round_record import Round
+from jspec.engine.request.round_record import Round
 from jspec.tools.replay import run_texts
 from tests.support import byte_pair, tiny
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.engine.page_pool import PagePool
-from jspec.engine.request import Request
-from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.scheduler import Scheduler, SchedulerLimits
+from jspec.engine.request.request import Request
+from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.schedule.page_pool import PagePool
+from jspec.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
 SCRATCH, ROUND_TOKENS = 3, 2
 

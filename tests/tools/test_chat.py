@@ -11,7 +11,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 from jspec.tools import chat, colour, generate
 from tests.support import lettered
 

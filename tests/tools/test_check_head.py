@@ -15,9 +15,9 @@ import pytest
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingParams, Suffix, Tree
 from jspec.__main__ import main
 from jspec.draft.base import NoDraft
-from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.stats_logger import MIN_ROUNDS, LowAcceptanceWarner
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.request.metrics import LowAcceptanceWarning
+from jspec.engine.run.stats_logger import MIN_ROUNDS, LowAcceptanceWarner
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.tools import check_head, testing
 from jspec.tools.check_head import OWN, HeadSetting, Measurement
 from jspec.tools.replay import Replay, ReplayedTexts, Rounds, continue_greedily, observe

@@ -20,7 +20,7 @@ from jspec import MTP, Engine, Model, NGram, PEagle, Suffix, Tree
 from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.quantize import quantized_as
 from jspec.step.executables import Executables
 from jspec.tools import demo

@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.__main__ import main
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 from jspec.tools import colour, demo
 from jspec.tools.command_line import make_parser
 

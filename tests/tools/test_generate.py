@@ -18,7 +18,7 @@ import pytest
 from jspec import DFlash, DraftModel, Eagle3, Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.draft.auto import load_drafter
-from jspec.engine.request import Chunk
+from jspec.engine.request.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
 from tests.support import engines, lettered

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.engine.metrics import Metrics
-from jspec.engine.request import Completion
-from jspec.engine.round_record import Round
-from jspec.engine.tokenizer import load_tokenizer
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.request import Completion
+from jspec.engine.request.round_record import Round
+from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.tools import plot
 from tests.support.lettered import Lettered
 

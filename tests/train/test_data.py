@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.draft.draft_vocab import frequent_tokens
-from jspec.engine.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
 from jspec.train.data import DataError, read_documents, read_lines

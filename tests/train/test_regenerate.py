@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jspec.engine.api import Engine
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.train import regenerate as module
 from jspec.train.config import TrainConfig
 from jspec.train.data import DataError

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from jspec.core.config import ACCEPT_RULES
 from jspec.core.tree import TREE_FORMS, Tree
-from jspec.engine.api import Engine
-from jspec.engine.metrics import LowAcceptanceWarning, Metrics
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
 from pallas_kernels.layers.quantized import KINDS

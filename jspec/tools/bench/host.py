@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from jspec.core.records import StepOutput
-from jspec.engine.api import Engine
-from jspec.engine.engine_thread import EngineThread
-from jspec.engine.request import Request
-from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.callers.api import Engine
+from jspec.engine.callers.engine_thread import EngineThread
+from jspec.engine.request.request import Request
+from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
 from jspec.tools.bench import step
 from jspec.tools.bench.report import Column, Report, count, option, tree_name
 from jspec.tools.bench.step_costs import CHUNK, bench_engine, max_tokens, time_steps

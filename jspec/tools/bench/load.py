@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jspec.engine.api import Engine
-from jspec.engine.request import Completion, Request
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Completion, Request
+from jspec.engine.request.sampling_params import SamplingParams
 
 
 class Arrival(NamedTuple):

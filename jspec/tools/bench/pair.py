@@ -16,8 +16,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.engine.api import Engine
-from jspec.engine.tokenizer import Tokenizer
+from jspec.engine.callers.api import Engine
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo

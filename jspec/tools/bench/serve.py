@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspec.core.tree import Tree
-from jspec.engine.api import Engine
-from jspec.engine.build import policy_of
-from jspec.engine.draft_length import Fixed, Policy
-from jspec.engine.metrics import Metrics
-from jspec.engine.sampling_params import SamplingParams
-from jspec.engine.sizes import halvings, portions
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.run.build import policy_of
+from jspec.engine.schedule.draft_length import Fixed, Policy
+from jspec.engine.schedule.sizes import halvings, portions
 from jspec.tools.bench import random_models
 from jspec.tools.bench.load import Arrival, Load, Log, serve
 from jspec.tools.bench.pair import PROMPT_FIELDS, BenchPair, read_prompts

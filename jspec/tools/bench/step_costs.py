@@ -29,10 +29,10 @@ from jaxtyping import Float
 from jspec.core.records import Grammars, SlotState
 from jspec.core.tree import Tree
 from jspec.draft.eagle_head import EagleHead
-from jspec.engine.api import Engine
-from jspec.engine.metrics import LowAcceptanceWarning
-from jspec.engine.request import Request
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.metrics import LowAcceptanceWarning
+from jspec.engine.request.request import Request
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.models.decoder import Model
 from jspec.step.program import Program, init_state
 from jspec.tools.bench import profiling, random_models, step

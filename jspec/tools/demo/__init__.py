@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
-from jspec.engine.api import Engine
-from jspec.engine.request import Completion
-from jspec.engine.sampling_params import SamplingParams
+from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Completion
+from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.colour import has_colours, legend, painted
 from jspec.tools.table import table
 

@@ -1,0 +1,1 @@
+"""The calls of users, and the threads and tasks that wait for results."""

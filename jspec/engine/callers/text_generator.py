@@ -1,0 +1,282 @@
+"""The calls with which callers complete prompts, for one engine and for several.
+
+They read prompts and parameters and make requests; a subclass says how requests are run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from functools import partial
+from typing import Any, Unpack
+
+from tqdm import tqdm
+
+from jspec.core.config import EngineConfig
+from jspec.core.foreign_names import check_names
+from jspec.core.shorten import short
+from jspec.engine.callers.request_runner import RequestRunner
+from jspec.engine.input.caller_input import PARAMETERS, Params, Prompt, Prompts
+from jspec.engine.input.chat_input import TEMPLATE_FIELDS, ChatFields, Conversation, format_conversations
+from jspec.engine.request.request import Chunk, Completion, Request
+from jspec.engine.request.sampling_fields import SamplingFields
+from jspec.engine.run.output_processor import make_completion
+
+BAR_SECONDS = 0.1  # least time between two updates of a progress bar, each of which looks at all requests
+OPTIONS = tuple(field.name for field in fields(EngineConfig))
+
+
+class TextGenerator(RequestRunner):
+    """Completes prompts and conversations, for any number of threads and asyncio tasks."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: Params | Iterable[Params] | None = None,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        progress: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]:
+        """Complete prompts; return the completions in the order of the prompts.
+
+        A request that fails while it runs ends with ``finish_reason="error"`` and its ``error``; other requests go on.
+
+        Args:
+            prompts: one prompt or several, in any form that `jspec.engine.input.caller_input.read_prompts` reads:
+                texts, lists or arrays of token ids, dicts with "prompt" or "prompt_token_ids".
+            params: a `SamplingParams` or a dict of its fields for all prompts, or one of these per prompt.
+            sampling_params: another name of ``params``.
+            trace: whether to record every round's draft tree in ``Completion.rounds``.
+            progress: whether to show a progress bar with tokens per second and mean acceptance length.
+            fields: fields of `SamplingParams` for all prompts, instead of ``params``.
+
+        Raises:
+            TypeError, ValueError: a prompt or a parameter cannot be served. No prompt is queued in this case.
+        """
+        asked = self._make_requests(prompts, params, sampling_params=sampling_params, trace=trace, keywords=fields)
+        requests = [sample for request in asked for sample in request.samples]
+        with (
+            closing(self._complete(asked)) as steps,
+            tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar,
+        ):
+            updated_at = time.perf_counter()
+            for _ in steps:
+                if progress and time.perf_counter() - updated_at >= BAR_SECONDS:
+                    self._update_bar(bar, requests)
+                    updated_at = time.perf_counter()
+            if progress:
+                self._update_bar(bar, requests)
+        return [make_completion(request) for request in asked]
+
+    async def agenerate(
+        self,
+        prompts: Prompts,
+        params: Params | Iterable[Params] | None = None,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]:
+        """Complete prompts as `generate` does, for use in asyncio tasks; cancelling the task aborts the requests."""
+        make = partial(self._make_requests, prompts, params, sampling_params=sampling_params, trace=trace)
+        asked = await self._acomplete(partial(make, keywords=fields))
+        return [make_completion(request) for request in asked]
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Request:
+        """Make the request of one prompt, which `jspec.engine.callers.engine_thread.EngineThread.submit` takes.
+
+        The prompt is tokenised, the parameters are checked and a grammar is compiled; nothing is queued. This may take
+        seconds, and any thread may do it while others run steps.
+
+        Args:
+            trace: whether to record every round's draft tree in ``Chunk.rounds``.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter cannot be served.
+        """
+        self._check_open()
+        _check_fields(fields)
+        request = self.input_processor.request(
+            prompt, params, sampling_params=sampling_params, trace=trace, keywords=fields
+        )
+        self._check(request)
+        return request
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Request:
+        """Queue one prompt; return its request, which `result` and `abort` take.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter cannot be served.
+        """
+        request = self.prepare(prompt, params, sampling_params=sampling_params, **fields)
+        self._submit(request)
+        return request
+
+    def result(self, request: Request) -> Completion:
+        """Wait until a request from `submit` has ended; return its completion, at every call again.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        self._samples_of("result", request)
+        self._wait(request)
+        return make_completion(request)
+
+    def abort(self, request: Request) -> None:
+        """End all unfinished completions of a request, and free their slots and cache pages at once.
+
+        Raises:
+            TypeError, ValueError: this is no request, or it is a request of another engine.
+        """
+        self._abort(self._samples_of("abort", request))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> Iterator[Chunk]:
+        """Complete one prompt; yield a chunk of output after each round.
+
+        The prompt is checked at once, and queued when the caller asks for the first chunk. Closing the iterator aborts
+        the request. If the request fails, its error is raised after the last chunk. With ``n`` > 1 the chunks of all
+        completions are interleaved; each chunk has the index of its completion.
+
+        Args:
+            trace: whether to record every round's draft tree in ``Chunk.rounds``.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter cannot be served.
+        """
+        request = self.prepare(prompt, params, sampling_params=sampling_params, trace=trace, **fields)
+        return self._stream(request)
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[SamplingFields],
+    ) -> AsyncIterator[Chunk]:
+        """Yield the chunks that `stream` yields, for use in asyncio tasks; cancelling the task aborts the request.
+
+        Errors in the prompt or a parameter are raised with the first chunk.
+        """
+        make = partial(self.prepare, prompt, params, sampling_params=sampling_params, trace=trace, **fields)
+        return self._astream(make)
+
+    # -- conversations
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        params: Params | Iterable[Params] | None = None,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        progress: bool = False,
+        **fields: Unpack[ChatFields],
+    ) -> list[Completion]:
+        """Format conversations with the chat template and complete them.
+
+        Args:
+            messages: one conversation, a list of messages ``{"role": ..., "content": ...}``; or a list of
+                conversations.
+            params, sampling_params, trace, progress: arguments of `generate`.
+            fields: options of the chat template (`jspec.engine.input.chat_input.TemplateFields`): ``tools``,
+                ``documents``, ``chat_template``, ``add_generation_prompt``, ``continue_final_message``,
+                ``chat_template_kwargs``; and fields of `SamplingParams`, instead of ``params``.
+
+        Returns:
+            One completion per conversation, in their order.
+
+        Raises:
+            TypeError, ValueError: a message or an option is wrong, or there is no tokenizer or no chat template.
+        """
+        prompts, rest = self._format(messages, fields)
+        return self.generate(prompts, params, sampling_params=sampling_params, trace=trace, progress=progress, **rest)
+
+    async def achat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        params: Params | Iterable[Params] | None = None,
+        *,
+        sampling_params: Params | Iterable[Params] | None = None,
+        trace: bool = False,
+        **fields: Unpack[ChatFields],
+    ) -> list[Completion]:
+        """Complete conversations as `chat` does, for use in asyncio tasks; cancelling the task aborts the requests."""
+        prompts, rest = self._format(messages, fields)
+        return await self.agenerate(prompts, params, sampling_params=sampling_params, trace=trace, **rest)
+
+    def chat_stream(
+        self,
+        messages: Conversation,
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        trace: bool = False,
+        **fields: Unpack[ChatFields],
+    ) -> Iterator[Chunk]:
+        """Format one conversation as `chat` does; yield the chunks of its completion, as `stream` does."""
+        prompts, rest = self._format(messages, fields)
+        if len(prompts) != 1:
+            raise ValueError(f"messages: expected one conversation, got {len(prompts)}; call chat_stream for each")
+        return self.stream(prompts[0], params, sampling_params=sampling_params, trace=trace, **rest)
+
+    def _format(self, messages: Any, fields: Mapping[str, Any]) -> tuple[list[list[int]], dict[str, Any]]:
+        """Return the token ids of each conversation, and the keyword arguments that are not the chat template's."""
+        check_names("chat", fields, (*PARAMETERS, *TEMPLATE_FIELDS), {"Engine": OPTIONS})
+        rest = {name: value for name, value in fields.items() if name not in TEMPLATE_FIELDS}
+        return format_conversations(self.tokenizer, messages, fields), rest
+
+    # -- requests
+
+    def _make_requests(self, prompts: Any, params: Any, **more: Any) -> list[Request]:
+        """Make and check a caller's requests, before any of them is queued; ``more`` goes to the input processor."""
+        self._check_open()
+        _check_fields(more.get("keywords"))
+        requests = self.input_processor.requests(prompts, params, **more)
+        for request in requests:
+            self._check(request)
+        return requests
+
+    def _samples_of(self, call: str, request: Any) -> tuple[Request, ...]:
+        """Return the completions of a request, and refuse what is no request of this engine."""
+        if not isinstance(request, Request):
+            raise TypeError(f"{call}: expected a request that submit returned, got {short(request)}")
+        if request.owner is not self.input_processor:
+            raise ValueError(f"{call}: expected a request of this engine, got request {request.id} of another engine")
+        return request.samples
+
+    def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
+        bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
+        bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+
+
+def _check_fields(keywords: Mapping[str, Any] | None) -> None:
+    check_names("generate", keywords or {}, PARAMETERS, {"Engine": OPTIONS, "Engine.chat": TEMPLATE_FIELDS})

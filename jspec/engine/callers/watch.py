@@ -1,0 +1,81 @@
+"""Tells a caller at which of its requests to look after a step: thousands may wait, of which a few run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jspec.engine.request.request import Chunk, Request
+from jspec.engine.run.output_processor import make_chunk
+
+
+class Watch:
+    """The requests whose output one caller takes. After a step the caller looks only at those that have started.
+
+    A request starts before its first output, or before its end if it has none. It counts as started until the caller
+    has seen its end, so the caller misses no change that a step of another thread or an interrupted step makes.
+
+    Args:
+        requests: requests that are not queued yet.
+
+    Attributes:
+        num_sent: number of tokens sent so far of each request whose end the caller has not seen.
+        started: those of these requests that have started, in this order; the threads that run steps add to it.
+    """
+
+    def __init__(self, requests: Sequence[Request] = ()) -> None:
+        self.num_sent: dict[Request, int] = {}
+        self.started: dict[Request, None] = {}
+        self.add(requests)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests that are not queued yet; the engine's lock must be held if other threads may abort them."""
+        for request in requests:
+            self.num_sent[request] = 0
+            request.output.before_change = self.start
+            if request.finish_reason is not None:
+                self.start(request)
+
+    def start(self, request: Request) -> None:
+        """Note that a request's output is about to change; called in the thread that changes it."""
+        self.started[request] = None
+
+    def has_unended(self) -> bool:
+        """Forget the requests that have ended; return whether others are left."""
+        for request in list(self.started):
+            if request.finish_reason is not None:
+                self._forget(request)
+        return bool(self.num_sent)
+
+    def needs_rounds(self) -> bool:
+        """Return whether a running request has its first token, but the programs of its rounds are not compiled."""
+        return any(
+            request.state.awaits_rounds and bool(request.token_ids) and request.finish_reason is None
+            for request in list(self.started)
+        )
+
+    def with_new_output(self) -> list[Request]:
+        """Return the requests that have ended or have unsent tokens."""
+        return [
+            request
+            for request in list(self.started)
+            if len(request.output.pieces) > self.num_sent[request] or request.finish_reason is not None
+        ]
+
+    def next_chunk(self, request: Request) -> Chunk:
+        """Make a chunk of a request's unsent tokens, and count them as sent; forget the request if it has ended."""
+        chunk = make_chunk(request, self.num_sent[request])
+        self.num_sent[request] += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._forget(request)
+        return chunk
+
+    def close(self) -> None:
+        """Forget all requests, as the caller takes no more output."""
+        for request in list(self.num_sent):
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Drop a request, and its reference to this object, so that the two are no cycle."""
+        request.output.before_change = None
+        del self.num_sent[request]
+        self.started.pop(request, None)

@@ -1,0 +1,1 @@
+"""A request: its options, its progress and what is measured of it."""

@@ -1,0 +1,99 @@
+"""Messages of a running engine: log lines with statistics, and a warning about low acceptance."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+
+import numpy as np
+from jaxtyping import Int
+
+from jspec.core.records import StepResult
+from jspec.draft.base import Drafter
+from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
+from jspec.engine.run.prometheus import Gauges
+
+logger = logging.getLogger(__name__)
+
+MIN_ROUNDS = 64  # least number of rounds with a draft before a warning
+LOW = 1.2  # mean acceptance length in tokens per round below which the warning is given
+
+
+class LowAcceptanceWarner:
+    """Counts the draft tokens that rounds accept, and warns once if their number is low.
+
+    Draft tokens accepted after the end of a request are counted too. A drafter without `Drafter.advice` causes no
+    warning.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._advice = drafter.advice
+        self._num_rounds = 0
+        self._num_accepted = 0
+
+    def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
+        """Count the rounds of a step; warn if acceptance is low after `MIN_ROUNDS` rounds.
+
+        Args:
+            report: the rows of `StepOutput.report` that had a draft.
+        """
+        if self._advice is None:
+            return
+        fields = StepResult.read(report)
+        is_round = fields.counts > 0  # False if the request had ended in an earlier round
+        self._num_rounds += int(is_round.sum())
+        self._num_accepted += int(fields.accept_len[is_round].sum())
+        mean = 1 + self._num_accepted / max(self._num_rounds, 1)
+        if self._num_rounds < MIN_ROUNDS or mean >= LOW:
+            return
+        advice, self._advice = self._advice, None
+        warnings.warn(
+            f"mean acceptance length {mean:.2f} after {self._num_rounds} rounds: the drafts hardly help; {advice}",
+            LowAcceptanceWarning,
+            stacklevel=_level_of_caller(),
+        )
+
+
+def _level_of_caller() -> int:
+    """Return the first stack level outside of jspec, counted as `warnings.warn` in this function's caller counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jspec."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+class StatsLogger:
+    """Logs one line of statistics per interval while the engine is stepped.
+
+    Args:
+        interval: seconds between lines; None: no lines.
+    """
+
+    def __init__(self, interval: float | None) -> None:
+        self._interval = interval
+        self._last_time = time.perf_counter()
+        self._last_metrics = Metrics()
+
+    def is_due(self) -> bool:
+        return self._interval is not None and time.perf_counter() - self._last_time >= self._interval
+
+    def write(self, metrics: Metrics, gauges: Gauges) -> None:
+        """Log the current load, and how much the counters have changed since the last line."""
+        now, last = time.perf_counter(), self._last_metrics
+        num_rounds = metrics.num_drafts - last.num_drafts
+        num_accepted = metrics.num_accepted_tokens - last.num_accepted_tokens
+        num_prompt_tokens = metrics.num_prompt_tokens - last.num_prompt_tokens
+        logger.info(
+            "%d running, %d waiting, %.0f %% of the pages held, %.1f tokens/s, mean acceptance length %.2f, "
+            "%.0f %% of the prompts' tokens cached, %d preempted",
+            gauges.running,
+            gauges.waiting,
+            100 * gauges.pages_used,
+            (metrics.num_tokens - last.num_tokens) / (now - self._last_time),
+            1 + num_accepted / max(num_rounds, 1),
+            100 * (metrics.num_cached_tokens - last.num_cached_tokens) / max(num_prompt_tokens, 1),
+            metrics.num_preemptions - last.num_preemptions,
+        )
+        self._last_time, self._last_metrics = now, metrics

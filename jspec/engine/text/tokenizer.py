@@ -1,0 +1,395 @@
+"""Tokenizers that convert between text and token ids: one for bytes, and one for files of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from convert import hub
+from convert.fields import CheckpointError, cut, short
+from jspec.engine.text.chat_template import ChatTemplate
+from jspec.engine.text.token_texts import BLANK, TokenTexts, decodes_independently
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
+ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
+REMEDY = (
+    "mend the folder, pass another one as tokenizer=, or load the model alone for token ids in and out: "
+    "Engine.from_pretrained(Model.from_pretrained(folder))"
+)
+
+
+class Tokenizer(Protocol):
+    """The interface of a tokenizer, with the methods that the engine calls.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included.
+        hidden_ids: ids that `decode` leaves out (special tokens).
+        byte_ids: ids of single bytes that are decoded in runs. A run becomes text if all of it is UTF-8, else one
+            replacement character per byte. Empty if the tokenizer decodes bytes one by one.
+    """
+
+    vocab_size: int
+    hidden_ids: frozenset[int]
+    byte_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert a text to token ids.
+
+        Args:
+            add_special_tokens: whether to include the special tokens that the tokenizer adds; the engine itself never
+                gives this argument.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Convert token ids to text; special tokens are left out."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Format a conversation with the chat template; return its token ids up to the assistant's next answer.
+
+        Args:
+            messages: mappings with "role" and "content".
+            options: those of `jspec.engine.input.chat_input.TemplateFields` that the caller gave; tools are JSON
+                schemas.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template fails or does not read an option.
+        """
+        ...
+
+    def with_special_tokens(self) -> Tokenizer:
+        """Return a tokenizer of the same tokens that hides none: its `decode` also gives the texts of special tokens.
+
+        Needed only for requests with ``skip_special_tokens=False``.
+        """
+        ...
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Return the UTF-8 bytes that each token id adds to a text, by token id; None for ids without text.
+
+        Raises:
+            ValueError: the bytes of a token depend on the tokens around it.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """A tokenizer with one token per byte. Ids above 255 and invalid UTF-8 are decoded to replacement characters."""
+
+    vocab_size = 256
+    hidden_ids: frozenset[int] = frozenset()
+    byte_ids: frozenset[int] = frozenset()
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        invalid = 0xFF  # no UTF-8 text contains this byte
+        return bytes(token if token < 256 else invalid for token in ids).decode("utf-8", errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        raise ValueError("the byte tokenizer has no chat template: write the prompt as text and use generate")
+
+    def with_special_tokens(self) -> ByteTokenizer:
+        return self
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [bytes([byte]) for byte in range(256)]
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer, read from a folder without network access and without code from the folder.
+
+    Args:
+        source: folder with the tokenizer's files, or a tokenizer of transformers.
+
+    Attributes:
+        eos_id: id of the tokenizer's EOS token; None: it has none.
+
+    Raises:
+        CheckpointError: the files are damaged, have no vocabulary, need code of their own, or the tokenizer that
+            transformers makes of them loses blanks.
+    """
+
+    def __init__(self, source: Path | Any) -> None:
+        made: Any = None if isinstance(source, Path) else source
+        self._folder = Path(str(source if made is None else getattr(made, "name_or_path", "") or "tokenizer"))
+        with _named_faults(self._folder):
+            self._tokenizer: Any = _read_folder(self._folder) if made is None else made
+            vocab = self._tokenizer.get_vocab()
+            added = self._tokenizer.added_tokens_decoder
+            if not vocab.keys() - {token.content for token in added.values()}:
+                raise CheckpointError(self._folder, f"expected a vocabulary, got {len(vocab)} special tokens; {REMEDY}")
+            self.vocab_size = max(len(self._tokenizer), 1 + max(vocab.values()), 1 + max(added, default=0))
+            self._skips_special_tokens = True
+            self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
+            self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
+            self._chat_template = ChatTemplate(self._folder)
+            self.byte_ids = self._byte_ids()
+            self.eos_id: int | None = self._tokenizer.eos_token_id
+            self._check_round_trips()
+
+    def _check_round_trips(self) -> None:
+        """Raise CheckpointError if the tokenizer loses blanks, as a class for another kind of file does."""
+        for text in ROUND_TRIPS:
+            got = self.decode(self._tokenizer.encode(text, add_special_tokens=False)).casefold()
+            has_letters = "".join(got.split()) == "".join(text.casefold().split())
+            if has_letters and got.split() != text.casefold().split():
+                raise CheckpointError(
+                    self._folder, f"expected a tokenizer that keeps a text's blanks, got {got!r} for {text!r} from "
+                    f"{type(self._tokenizer).__name__}; correct tokenizer_class in tokenizer_config.json, or install "
+                    "another version of transformers",
+                )  # fmt: skip
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Removing blanks before punctuation would change text that was streamed already.
+        skips = self._skips_special_tokens
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+
+    def with_special_tokens(self) -> HFTokenizer:
+        return self._with_special_tokens
+
+    @cached_property
+    def _with_special_tokens(self) -> HFTokenizer:
+        other = copy(self)
+        other._skips_special_tokens, other.hidden_ids, other.special_texts = False, frozenset(), {}
+        other.__dict__.pop("token_texts", None)
+        return other
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name; None: there is none."""
+        return self._tokenizer.chat_template or None
+
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        """The texts of single tokens, for the detokenizer; None if the decoder does not decode tokens one by one."""
+        return TokenTexts(self) if decodes_independently(self._tokenizer) else None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if not self._tokenizer.chat_template and "{" not in options.get("chat_template", ""):
+            raise ValueError(
+                f"{self._folder}: the tokenizer has no chat template (expected chat_template in "
+                "tokenizer_config.json or a chat_template.jinja): write the prompt as text and use generate"
+            )
+        text = self._chat_template.render(self._tokenizer, messages, **options)
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def token_bytes(self) -> list[bytes | None]:
+        kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(_byte_level_letters())}
+        texts: list[bytes | None] = [None] * self.vocab_size
+        for token, i in self._tokenizer.get_vocab().items():
+            if i in self.byte_ids:
+                texts[i] = bytes([int(token[3:5], 16)])
+            elif kind == "SentencePiece":
+                texts[i] = token.replace(BLANK, " ").encode()
+            elif all(letter in byte_of for letter in token):
+                texts[i] = bytes(byte_of[letter] for letter in token)
+        for i, added in self._tokenizer.added_tokens_decoder.items():
+            texts[i] = added.content.encode()
+        return [None if i in self.hidden_ids else text for i, text in enumerate(texts)]
+
+    def _vocabulary_kind(self) -> str:
+        """Return the vocabulary's kind, "ByteLevel" or "SentencePiece".
+
+        Tokens of the first kind have one letter for each byte. Those of the second kind are text in which a special
+        letter stands for a blank.
+
+        Raises:
+            ValueError: the vocabulary is of another kind.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None and backend.decoder is not None:
+            state = json.loads(backend.decoder.__getstate__())
+            steps = state.get("decoders", [state])
+            if any(step["type"] == "ByteLevel" for step in steps):
+                return "ByteLevel"
+            blanks = [step for step in steps if step.get("pattern") == {"String": BLANK} and step["content"] == " "]
+            if blanks or any(step["type"] == "Metaspace" for step in steps):
+                return "SentencePiece"
+        raise ValueError(
+            f"{self._folder}: expected a tokenizer of bytes (byte-level BPE) or of SentencePiece's kind, whose tokens "
+            "have the same text wherever they stand; a grammar needs that"
+        )
+
+    def _byte_ids(self) -> frozenset[int]:
+        """Return the ids of the byte tokens <0x00> to <0xFF>; empty if the tokenizer does not use byte tokens."""
+        vocab = self._tokenizer.get_vocab()
+        ids = {byte: vocab.get(f"<0x{byte:02X}>") for byte in range(256)}
+        letter = ids[ord("A")]
+        if letter is None or self.decode([letter]) != "A":
+            return frozenset()
+        return frozenset(i for i in ids.values() if i is not None)
+
+
+def _auto_tokenizer() -> Any:
+    """Import transformers' AutoTokenizer, without warnings about what tokenizers do not need: torch, ipywidgets."""
+    logger, message = logging.getLogger("transformers"), "PyTorch was not found"
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return message not in record.getMessage()
+
+    logger.addFilter(is_shown)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")
+            from transformers import AutoTokenizer
+    finally:
+        logger.removeFilter(is_shown)
+    return AutoTokenizer
+
+
+def _byte_level_letters() -> list[str]:
+    """Return the letter of each byte in byte-level BPE: the byte itself if printable, else a letter from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+@contextlib.contextmanager
+def _named_faults(folder: Path) -> Iterator[None]:
+    """Turn any error of reading a tokenizer in the context into a CheckpointError that names the folder."""
+    try:
+        yield
+    except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics
+        if isinstance(error, (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(
+            folder, f"expected tokenizer files that transformers can read, got {type(error).__name__}: "
+            f"{cut(str(error), 120)}; {REMEDY}",
+        ) from error  # fmt: skip
+
+
+def _read_folder(folder: Path) -> Any:
+    """Read the tokenizer of a folder with transformers."""
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if large := [file for file in files if file.stat().st_size > MAX_BYTES]:
+        raise CheckpointError(large[0], f"expected at most {MAX_BYTES:,} bytes, got more; download it again")
+    alone = {file.name for file in files} <= {"tokenizer.model", "tokenizer_config.json"}
+    absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if (folder / "tokenizer.model").is_file() and alone and absent:
+        raise CheckpointError(
+            folder / "tokenizer.model", f"expected {' and '.join(absent)} to read it, not installed; "
+            "pip install -e '.[sentencepiece]' in jspec's folder, or save a tokenizer.json beside it",
+        )  # fmt: skip
+    try:
+        return _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            folder, f"expected a tokenizer of transformers, got one with code of its own (auto_map), which is never "
+            f"run; {REMEDY}",
+        ) from None  # fmt: skip
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that holds the module
+        return False
+
+
+def load_tokenizer(source: Any) -> Tokenizer | None:
+    """Load a tokenizer.
+
+    Args:
+        source: a folder, a hub id ("owner/name"), "bytes" for models whose tokens are bytes, a tokenizer of
+            transformers, a `Tokenizer`, or None.
+
+    Returns:
+        The tokenizer; None if ``source`` is None or a folder without tokenizer files.
+
+    Raises:
+        ValueError: the folder does not exist, or its files cannot be read.
+        FileNotFoundError: the hub has no such tokenizer.
+        TypeError: the source is of another type.
+    """
+    if source is None:
+        return None
+    if source == "bytes":
+        return ByteTokenizer()
+    if hasattr(source, "hidden_ids") and hasattr(source, "byte_ids"):
+        return source
+    if hasattr(source, "get_vocab") and hasattr(source, "added_tokens_decoder"):
+        return HFTokenizer(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f'tokenizer: expected a folder, a hub id, a tokenizer of transformers, "bytes" or None, got {short(source)}'
+        )
+    folder = Path(source).expanduser().absolute()
+    if not folder.is_dir() and not hub.is_id(source):
+        raise ValueError(f'tokenizer: expected a folder, "bytes" or None, got {str(source)!r}: no such folder')
+    folder = hub.find(source, tokenizer=True)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return HFTokenizer(folder)
+
+
+def warn_if_replaced(tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Warn if bytes are the tokens for a target whose folder has a tokenizer of its own."""
+    own = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if isinstance(tokenizer, ByteTokenizer) and own:
+        warnings.warn(
+            f'{folder}: expected the folder\'s own tokenizer ({own[0]}), got tokenizer="bytes"; leave it out, unless '
+            "the target's tokens are bytes",
+            stacklevel=3,
+        )
+
+
+def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raise ValueError if a tokenizer gives ids that the target's vocabulary lacks.
+
+    Special tokens beyond the vocabulary are accepted: some checkpoints add a padding token that the model lacks.
+
+    Args:
+        vocab_size: number of tokens of the target's vocabulary.
+    """
+    if tokenizer is None or all(token in tokenizer.hidden_ids for token in range(vocab_size, tokenizer.vocab_size)):
+        return
+    raise ValueError(
+        f"tokenizer: expected ids below {vocab_size}, the target's vocabulary, got a tokenizer of "
+        f"{tokenizer.vocab_size}; pass the target's own tokenizer"
+    )
+
+
+def eos_ids(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Return the EOS ids of a model: those of its folder, else the tokenizer's with a warning, else ().
+
+    Args:
+        folder: folder of the model.
+        vocab_size: number of tokens of the model's vocabulary.
+
+    Raises:
+        CheckpointError: the folder gives something other than ids of the vocabulary.
+    """
+    if ids := hub.eos_ids(folder):
+        if wrong := [token for token in ids if token >= vocab_size]:
+            raise CheckpointError(
+                folder, f"eos_token_id: expected ids in [0, {vocab_size}), got {wrong[0]}; pass eos_ids= to replace it"
+            )
+        return ids
+    token = getattr(tokenizer, "eos_id", None)
+    if token is None or not 0 <= token < vocab_size:
+        return ()
+    warnings.warn(
+        f"{folder}: expected eos_token_id in generation_config.json or config.json, got none; the tokenizer's EOS "
+        f"token {token} ends requests; pass eos_ids= to choose others, eos_ids=() for none",
+        stacklevel=3,
+    )
+    return (token,)
