@@ -23,6 +23,14 @@ FLOORS = (  # from the lowest floor up; rooms on one floor do not import each ot
     ("jspec.tools",),
 )
 SUB_FLOORS = {  # of rooms that are divided
+    "jspec.server": (
+        ("http", "reading", "prefix_router"),
+        ("tool_calls",),
+        ("ask",),
+        ("routes",),
+        ("app",),
+        ("run", "ray_app"),
+    ),
     "jspec.engine": (("text", "grammar"), ("request",), ("schedule",), ("input",), ("run",), ("callers",)),
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

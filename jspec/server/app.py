@@ -19,18 +19,18 @@ from starlette.types import ASGIApp
 
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
-from jspec.server.answers import Generate
-from jspec.server.anthropic import CountTokens, MessageAnswer
-from jspec.server.chat import ChatAnswer
-from jspec.server.completions import CompletionAnswer
-from jspec.server.counts import CountRequests, Counts
-from jspec.server.errors import ApiError, body_for
-from jspec.server.guards import Guard
-from jspec.server.responses import ResponseAnswer
-from jspec.server.service import READY, UNHEALTHY, WARMING, Service
-from jspec.server.settings import Settings
-from jspec.server.status import Status
-from jspec.server.tokens import Detokenize, Tokenize
+from jspec.server.http.counts import CountRequests, Counts
+from jspec.server.http.errors import ApiError, body_for
+from jspec.server.http.guards import Guard
+from jspec.server.http.settings import Settings
+from jspec.server.routes.answers import Generate
+from jspec.server.routes.anthropic import CountTokens, MessageAnswer
+from jspec.server.routes.chat import ChatAnswer
+from jspec.server.routes.completions import CompletionAnswer
+from jspec.server.routes.responses import ResponseAnswer
+from jspec.server.routes.service import READY, UNHEALTHY, WARMING, Service
+from jspec.server.routes.status import Status
+from jspec.server.routes.tokens import Detokenize, Tokenize
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
 

@@ -26,13 +26,13 @@ from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
 from jspec.engine.callers.api import Engine
 from jspec.server.app import make_app
-from jspec.server.body import ClientGone, read_json
-from jspec.server.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
-from jspec.server.events import DONE, dumps, event, send_json, while_there
-from jspec.server.guards import Guard
+from jspec.server.http.body import ClientGone, read_json
+from jspec.server.http.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
+from jspec.server.http.events import DONE, dumps, event, send_json, while_there
+from jspec.server.http.guards import Guard
+from jspec.server.http.settings import Settings, digest_of, keys_of_environment
 from jspec.server.prefix_router import PrefixRouter
-from jspec.server.service import QUEUE_PER_SLOT, UNHEALTHY, WARMING
-from jspec.server.settings import Settings, digest_of, keys_of_environment
+from jspec.server.routes.service import QUEUE_PER_SLOT, UNHEALTHY, WARMING
 
 HEALTH_PERIOD, HEALTH_TIMEOUT = 5.0, 60.0  # seconds; a compilation may keep a replica from answering for a while
 WARM_POLL = 0.1  # seconds between two looks at whether a replica has compiled its programs

@@ -19,10 +19,10 @@ from starlette.applications import Starlette
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
 from jspec.server.app import make_app
-from jspec.server.errors import ApiError
-from jspec.server.protocol import Protocol
-from jspec.server.service import DRAINING, REASONS, UNHEALTHY, Service
-from jspec.server.settings import Settings
+from jspec.server.http.errors import ApiError
+from jspec.server.http.protocol import Protocol
+from jspec.server.http.settings import Settings
+from jspec.server.routes.service import DRAINING, REASONS, UNHEALTHY, Service
 
 SWITCH_SECONDS = 0.0005  # how long a thread keeps the interpreter while others wait; Python's default is ten times that
 KEEP_ALIVE_SECONDS = 30  # how long an idle connection stays open

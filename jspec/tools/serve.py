@@ -16,7 +16,7 @@ from jspec import distributed
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
 from jspec.engine.text.tokenizer import Tokenizer
-from jspec.server.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
+from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
 from jspec.step.on_mesh import meshes_of
 from jspec.tools import demo, generate

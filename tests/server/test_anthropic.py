@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jspec.server.anthropic import _content
-from jspec.server.anthropic_input import read_messages
-from jspec.server.blocks import AnswerBlock
-from jspec.server.errors import ApiError
-from jspec.server.settings import digest_of
+from jspec.server.ask.anthropic_input import read_messages
+from jspec.server.http.errors import ApiError
+from jspec.server.http.settings import digest_of
+from jspec.server.reading.blocks import AnswerBlock
+from jspec.server.routes.anthropic import _content
 from tests.support import serving, tool_serving
 from tests.support.tool_serving import check_types, saying
 

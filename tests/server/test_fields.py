@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jspec.engine.request.sampling_params import SamplingParams
-from jspec.server.errors import ApiError
-from jspec.server.fields import CHAT, COMPLETIONS, read_fields
+from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
+from jspec.server.http.errors import ApiError
 
 SCHEMA = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server.json_scanner import JsonScanner
+from jspec.server.reading.json_scanner import JsonScanner
 
 pytestmark = pytest.mark.once
 

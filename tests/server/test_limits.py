@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from jspec.server.service import GRAMMAR_SECONDS
-from jspec.server.settings import Settings, digest_of
+from jspec.server.http.settings import Settings, digest_of
+from jspec.server.routes.service import GRAMMAR_SECONDS
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=4, temperature=0)

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.server.events import EVENT_HEADERS
-from jspec.server.settings import Settings
+from jspec.server.http.events import EVENT_HEADERS
+from jspec.server.http.settings import Settings
 from tests.support import byte_pair
 
 ray_app = pytest.importorskip("jspec.server.ray_app", reason="needs the extra ray")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server import reasoning
+from jspec.server.reading import reasoning
 from tests.support.answers import Joined, auto, check_every_split, joined, parsed, split
 
 pytestmark = pytest.mark.once

@@ -10,8 +10,8 @@ import openai
 import pydantic
 import pytest
 
-from jspec.server.errors import ApiError
-from jspec.server.response_input import read_input
+from jspec.server.ask.response_input import read_input
+from jspec.server.http.errors import ApiError
 from tests.support import serving, tool_serving
 from tests.support.tool_serving import check_types, saying
 

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jspec.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from jspec.server.ask.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from jspec import SamplingParams
-from jspec.server.calls import OpenCalls
-from jspec.server.errors import ApiError
+from jspec.server.http.errors import ApiError
+from jspec.server.routes.calls import OpenCalls
 from tests.support import serving
 
 ASK: dict[str, Any] = dict(prompt="Once upon a time", max_tokens=24, temperature=0.8, seed=7)

@@ -14,8 +14,8 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.server.app import make_app
-from jspec.server.completions import CompletionAnswer
-from jspec.server.settings import Settings
+from jspec.server.http.settings import Settings
+from jspec.server.routes.completions import CompletionAnswer
 from tests.support import serving
 
 PROMPT = "Once upon a time"

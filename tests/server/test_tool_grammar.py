@@ -9,7 +9,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
-from jspec.server.text_reader import AnswerPart
+from jspec.server.reading.text_reader import AnswerPart
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import read_choice

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jspec.server.page import page
+from jspec.server.http.page import page
 
 Round = dict[str, Any]
 FIRST = "Once"  # text of an answer's first token, which belongs to no round

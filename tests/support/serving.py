@@ -20,9 +20,9 @@ import openai
 
 from jspec import Engine, NGram, Replicas, Tree
 from jspec.server.app import make_app
+from jspec.server.http.settings import Settings
+from jspec.server.routes.service import Service
 from jspec.server.run import Server, bind
-from jspec.server.service import Service
-from jspec.server.settings import Settings
 from tests.support import costs, engines, tiny, tokenizer_folders
 
 NAME = "tiny"

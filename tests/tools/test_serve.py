@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jspec import distributed
-from jspec.server.settings import Settings
+from jspec.server.http.settings import Settings
 from jspec.tools import command_line, serve
 
 

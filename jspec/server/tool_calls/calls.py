@@ -6,8 +6,8 @@ import json
 import secrets
 from collections.abc import Callable, Collection
 
-from jspec.server.json_scanner import JsonScanner
-from jspec.server.text_reader import AnswerPart, CallDelta, Reader, Reading
+from jspec.server.reading.json_scanner import JsonScanner
+from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
 BARE_KEYS = ("name", "arguments", "type", "id")  # keys of a call that no marker announces

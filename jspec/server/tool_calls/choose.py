@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jspec.core.shorten import short
-from jspec.server import reasoning as thinking
-from jspec.server.text_reader import OutputParser, Reader, Reading, TextParser
+from jspec.server.reading import reasoning as thinking
+from jspec.server.reading.text_reader import OutputParser, Reader, Reading, TextParser
 from jspec.server.tool_calls import forced, hermes, llama3_json, mistral, pythonic
 from jspec.server.tool_calls.calls import AnswerCalls, make_id
 from jspec.server.tool_calls.tools import ToolChoice

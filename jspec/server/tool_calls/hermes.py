@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jspec.server.text_reader import Reader, Reading
+from jspec.server.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls.calls import AnswerCalls
 
 

@@ -5,7 +5,7 @@ The calls are at the answer's beginning, or after ``<|python_tag|>``.
 
 from __future__ import annotations
 
-from jspec.server.text_reader import Reader, Reading
+from jspec.server.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls.calls import AnswerCalls
 
 

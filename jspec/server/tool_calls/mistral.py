@@ -10,7 +10,7 @@ import re
 import secrets
 import string
 
-from jspec.server.text_reader import Reader, Reading
+from jspec.server.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls.calls import AnswerCalls
 
 NAME, ID = re.compile(r"[\w.-]*"), re.compile(r"[a-zA-Z0-9]{0,9}")

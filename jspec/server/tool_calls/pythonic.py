@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from jspec.server.text_reader import Reader, Reading
+from jspec.server.reading.text_reader import Reader, Reading
 from jspec.server.tool_calls.calls import AnswerCalls
 
 START, END = "<|python_start|>", "<|python_end|>"

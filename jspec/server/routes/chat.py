@@ -10,13 +10,13 @@ from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.text.tokenizer import Tokenizer
-from jspec.server import reasoning
-from jspec.server.answers import Answer, finish_reason, stop_reason
-from jspec.server.errors import invalid, refused
-from jspec.server.fields import CHAT, Ask
-from jspec.server.logprobs import chat_entries, prompt_entries
-from jspec.server.service import Service
-from jspec.server.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.server.ask.fields import CHAT, Ask
+from jspec.server.http.errors import invalid, refused
+from jspec.server.reading import reasoning
+from jspec.server.reading.logprobs import chat_entries, prompt_entries
+from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.server.routes.answers import Answer, finish_reason, stop_reason
+from jspec.server.routes.service import Service
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice

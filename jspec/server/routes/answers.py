@@ -14,12 +14,12 @@ from uuid import uuid4
 from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request.request import Chunk, Request
-from jspec.server.calls import Output
-from jspec.server.errors import ApiError, failed, invalid, refused
-from jspec.server.events import DONE, PING, EventStream, event, send_json, while_there
-from jspec.server.fields import Ask, Field
-from jspec.server.rounds import rounds_json
-from jspec.server.service import Service
+from jspec.server.ask.fields import Ask, Field
+from jspec.server.http.errors import ApiError, failed, invalid, refused
+from jspec.server.http.events import DONE, PING, EventStream, event, send_json, while_there
+from jspec.server.reading.rounds import rounds_json
+from jspec.server.routes.calls import Output
+from jspec.server.routes.service import Service
 
 MIN_WAIT = 0.001  # seconds to wait for output when a ping is due
 FINISH = {"eos": "stop"}  # OpenAI's finish_reason where it differs from the engine's

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
-from jspec.server.body import ClientGone
+from jspec.server.http.body import ClientGone
 
 T = TypeVar("T")
 EVENT_HEADERS = {

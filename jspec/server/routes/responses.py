@@ -9,17 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec.engine.request.request import Chunk
-from jspec.server.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
-from jspec.server.calls import Output
-from jspec.server.chat import ChatAnswer
-from jspec.server.errors import ApiError, invalid
-from jspec.server.events import event
-from jspec.server.fields import BOTH, SAMPLING, WITHOUT_EFFECT, Ask, Field
-from jspec.server.messages import messages
-from jspec.server.response_input import included, read_input, read_reasoning, read_text, read_tool_choice, read_tools
-from jspec.server.service import Service
-from jspec.server.structured import response_format
-from jspec.server.values import boolean, given, mapping, never, only, text
+from jspec.server.ask.fields import BOTH, SAMPLING, WITHOUT_EFFECT, Ask, Field
+from jspec.server.ask.messages import messages
+from jspec.server.ask.response_input import (
+    included,
+    read_input,
+    read_reasoning,
+    read_text,
+    read_tool_choice,
+    read_tools,
+)
+from jspec.server.ask.structured import response_format
+from jspec.server.ask.values import boolean, given, mapping, never, only, text
+from jspec.server.http.errors import ApiError, invalid
+from jspec.server.http.events import event
+from jspec.server.reading.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
+from jspec.server.routes.calls import Output
+from jspec.server.routes.chat import ChatAnswer
+from jspec.server.routes.service import Service
 
 STORES_NOTHING = "the server stores nothing; send the whole conversation as input"
 ECHOED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools", "user")

@@ -10,11 +10,11 @@ from starlette.types import Receive, Scope, Send
 from jspec.core.shorten import short
 from jspec.engine.request.sampling_params import is_int
 from jspec.engine.text.tokenizer import Tokenizer
-from jspec.server.chat import check_conversation, check_length, render, template_names
-from jspec.server.errors import ApiError, invalid, refused
-from jspec.server.events import send_json
-from jspec.server.fields import DETOKENIZE, TOKENIZE
-from jspec.server.service import Service
+from jspec.server.ask.fields import DETOKENIZE, TOKENIZE
+from jspec.server.http.errors import ApiError, invalid, refused
+from jspec.server.http.events import send_json
+from jspec.server.routes.chat import check_conversation, check_length, render, template_names
+from jspec.server.routes.service import Service
 
 
 class Tokenize:

@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope
 
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
-from jspec.server.body import read_json
-from jspec.server.calls import OpenCalls
-from jspec.server.errors import ApiError
-from jspec.server.fields import Ask, Field, read_fields
-from jspec.server.logprobs import ShownTokens
-from jspec.server.settings import Settings
+from jspec.server.ask.fields import Ask, Field, read_fields
+from jspec.server.http.body import read_json
+from jspec.server.http.errors import ApiError
+from jspec.server.http.settings import Settings
+from jspec.server.reading.logprobs import ShownTokens
+from jspec.server.routes.calls import OpenCalls
 
 T = TypeVar("T")
 QUEUE_PER_SLOT = 5  # completions that may run or wait, for each slot

@@ -11,7 +11,7 @@ from typing import Any
 
 from jspec.core.shorten import short
 from jspec.engine.request.sampling_params import is_int
-from jspec.server.errors import invalid
+from jspec.server.http.errors import invalid
 
 Reader = Callable[[str, Any], Any]
 

@@ -9,12 +9,12 @@ from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import is_int
 from jspec.engine.request.token_logprobs import TokenLogprob
 from jspec.engine.text.detokenizer import IncrementalDetokenizer
-from jspec.server.answers import Answer, finish_reason, stop_reason
-from jspec.server.chat import check_length
-from jspec.server.errors import invalid
-from jspec.server.fields import COMPLETIONS, Ask
-from jspec.server.logprobs import completion_logprobs, prompt_entries
-from jspec.server.service import Service
+from jspec.server.ask.fields import COMPLETIONS, Ask
+from jspec.server.http.errors import invalid
+from jspec.server.reading.logprobs import completion_logprobs, prompt_entries
+from jspec.server.routes.answers import Answer, finish_reason, stop_reason
+from jspec.server.routes.chat import check_length
+from jspec.server.routes.service import Service
 
 Prompt = str | list[int]
 

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.server import reasoning
-from jspec.server.errors import invalid
-from jspec.server.messages import MAX_MESSAGES
-from jspec.server.response_input import join_texts
-from jspec.server.values import listing, mapping, one_of, text
+from jspec.server.ask.messages import MAX_MESSAGES
+from jspec.server.ask.response_input import join_texts
+from jspec.server.ask.values import listing, mapping, one_of, text
+from jspec.server.http.errors import invalid
+from jspec.server.reading import reasoning
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
 TEXT = {"text": "text"}

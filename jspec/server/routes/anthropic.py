@@ -12,16 +12,16 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from jspec.engine.request.request import Chunk
-from jspec.server import anthropic_input as read
-from jspec.server.blocks import CALL, REASONING, AnswerBlock, AnswerBlocks, Step
-from jspec.server.calls import Output
-from jspec.server.chat import ChatAnswer, check_conversation, render, template_names
-from jspec.server.errors import ApiError, anthropic_body, invalid, refused
-from jspec.server.events import event, send_json
-from jspec.server.fields import BOTH, SAMPLING, Ask, Field
-from jspec.server.messages import messages
-from jspec.server.service import Service
-from jspec.server.values import given, mapping, never
+from jspec.server.ask import anthropic_input as read
+from jspec.server.ask.fields import BOTH, SAMPLING, Ask, Field
+from jspec.server.ask.messages import messages
+from jspec.server.ask.values import given, mapping, never
+from jspec.server.http.errors import ApiError, anthropic_body, invalid, refused
+from jspec.server.http.events import event, send_json
+from jspec.server.reading.blocks import CALL, REASONING, AnswerBlock, AnswerBlocks, Step
+from jspec.server.routes.calls import Output
+from jspec.server.routes.chat import ChatAnswer, check_conversation, render, template_names
+from jspec.server.routes.service import Service
 
 STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens"}
 NO_TOOLS = "the server has no tools of its own"

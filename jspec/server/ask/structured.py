@@ -6,8 +6,8 @@ from typing import Any
 
 from jspec.core.shorten import short
 from jspec.engine.grammar.expression import NoTable, literal
-from jspec.server.errors import invalid
-from jspec.server.values import check_keys, listing, mapping, one_of
+from jspec.server.ask.values import check_keys, listing, mapping, one_of
+from jspec.server.http.errors import invalid
 
 FORMAT_KEYS = ("type", "json_schema")
 SCHEMA_KEYS = ("name", "description", "schema", "strict")

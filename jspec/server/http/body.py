@@ -9,7 +9,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from jspec.server.errors import ApiError, invalid
+from jspec.server.http.errors import ApiError, invalid
 
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 MAX_DIGITS = 40  # of an integer; no field takes more

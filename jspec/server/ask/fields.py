@@ -11,11 +11,9 @@ from typing import Any
 from jspec.core.config import MAX_LOGPROBS
 from jspec.core.shorten import short
 from jspec.engine.request.sampling_params import SamplingParams
-from jspec.server.errors import invalid, refused
-from jspec.server.messages import messages
-from jspec.server.structured import response_format, structured_outputs
-from jspec.server.tool_calls.tools import read_choice
-from jspec.server.values import (
+from jspec.server.ask.messages import messages
+from jspec.server.ask.structured import response_format, structured_outputs
+from jspec.server.ask.values import (
     Reader,
     boolean,
     check_keys,
@@ -27,6 +25,8 @@ from jspec.server.values import (
     only,
     text,
 )
+from jspec.server.http.errors import invalid, refused
+from jspec.server.tool_calls.tools import read_choice
 
 MAX_N, MAX_STOPS, MAX_STOP, MAX_BIAS = 16, 16, 256, 1024
 
@@ -38,7 +38,7 @@ class Field:
     """A field of a request.
 
     Attributes:
-        read: checks the value; see `jspec.server.values`.
+        read: checks the value; see `jspec.server.ask.values`.
         param: the field of `SamplingParams` that the value becomes; None: the value is for the route itself.
         spread: whether ``read`` returns fields of `SamplingParams` by name, instead of one value.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jspec.server.json_scanner import BLANKS, JsonScanner
+from jspec.server.reading.json_scanner import BLANKS, JsonScanner
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jspec.server.errors import ApiError, body_for
-from jspec.server.events import send_json
-from jspec.server.settings import Settings
+from jspec.server.http.errors import ApiError, body_for
+from jspec.server.http.events import send_json
+from jspec.server.http.settings import Settings
 
 OPEN = ("/", "/health")  # need no key
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.server.errors import invalid
-from jspec.server.messages import MAX_MESSAGES
-from jspec.server.values import check_keys, listing, mapping, one_of, text
+from jspec.server.ask.messages import MAX_MESSAGES
+from jspec.server.ask.values import check_keys, listing, mapping, one_of, text
+from jspec.server.http.errors import invalid
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}

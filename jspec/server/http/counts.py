@@ -8,7 +8,7 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jspec.server.body import ClientGone
+from jspec.server.http.body import ClientGone
 
 logger = logging.getLogger("jspec.server")
 

@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.engine.callers.replica_threads import ReplicaThreads
-from jspec.server.counts import Counts
-from jspec.server.page import page
-from jspec.server.service import Service
+from jspec.server.http.counts import Counts
+from jspec.server.http.page import page
+from jspec.server.routes.service import Service
 
 
 class Status:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jspec.server.json_scanner import BLANKS
-from jspec.server.text_reader import Reader, Reading
+from jspec.server.reading.json_scanner import BLANKS
+from jspec.server.reading.text_reader import Reader, Reading
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.engine.request.request import Chunk, Round
-from jspec.server.logprobs import LEAST, ShownTokens
+from jspec.server.reading.logprobs import LEAST, ShownTokens
 
 
 def rounds_json(chunk: Chunk, texts: ShownTokens) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from jspec.engine.callers.api import Engine
 from jspec.engine.callers.engine_thread import Delivery
 from jspec.engine.callers.replicas import Replicas, make_thread
 from jspec.engine.request.request import Chunk, Request
-from jspec.server.errors import ApiError, failed
+from jspec.server.http.errors import ApiError, failed
 
 RETRY_SECONDS = 1  # what a client is told to wait after 429
 Output = tuple[int, Chunk]  # index of the choice, its new output

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.server.errors import invalid
-from jspec.server.values import listing, mapping, text
+from jspec.server.ask.values import listing, mapping, text
+from jspec.server.http.errors import invalid
 
 MAX_MESSAGES = 2048
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jspec.server.errors import ApiError
-from jspec.server.events import dumps
+from jspec.server.http.errors import ApiError
+from jspec.server.http.events import dumps
 
 MAX_HEAD = 2**16  # bytes of request line and headers
 HEAD_SECONDS = 30.0  # time for the head to arrive

@@ -1,0 +1,1 @@
+"""HTTP itself: errors, bodies, events, limits, counts and the live page."""

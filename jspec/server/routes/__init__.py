@@ -1,0 +1,1 @@
+"""The routes, and what those that generate share."""
