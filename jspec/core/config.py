@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
-
-import jax
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING, Any, Literal
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.foreign_names import names_checked
 from jspec.core.shorten import short
+
+if TYPE_CHECKING:  # host code imports this file, and runs without jax
+    from jax.sharding import Mesh
 
 ACCEPT_RULES = ("coupled", "rejection", "block", "traversal", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
@@ -152,6 +152,8 @@ class EngineConfig:
             raise ValueError(f"deterministic: expected quantize=None, got {self.quantize!r}; set one of them only")
         self._check_adaptive()
         if self.compile_ahead is None:
+            import jax
+
             object.__setattr__(self, "compile_ahead", jax.default_backend() != "cpu")
         self._set_buckets()
 
@@ -213,6 +215,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_mesh(value: object) -> bool:
+    from jax.sharding import Mesh
+
+    return isinstance(value, Mesh) and value.axis_names == ("model",)
+
+
 BOOL: Check = ("a bool", lambda value: isinstance(value, bool))
 CHECKS: dict[str, Check] = {
     "slots": _int_from(1),
@@ -238,7 +246,7 @@ CHECKS: dict[str, Check] = {
     "tensor_parallel": _int_from(1),
     "mesh": (
         'None or a jax.sharding.Mesh of one axis named "model"',
-        lambda value: value is None or (isinstance(value, Mesh) and value.axis_names == ("model",)),
+        lambda value: value is None or _is_mesh(value),
     ),
     "compile_ahead": _one_of(None, True, False),
     "compile_cache": (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypedDict
-
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from jspec.core.accept_rule import AcceptRule
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
 class EngineOptions(TypedDict, total=False):

@@ -25,10 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.packing import Packing
-
-MAX_STOP_IDS = 8  # largest number of stop ids per row
-NO_TOKEN = -1  # padding before a text's first token and after a path's last token; in a bad word it matches any token
-UNLIMITED = 2**30  # a number of tokens that no request reaches
+from jspec.core.prompt_blocks import MAX_STOP_IDS, UNLIMITED, block_rows, padded
 
 
 @struct.dataclass
@@ -371,22 +368,6 @@ def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array
     """Pack a round's result into one int32 array, for one copy to the host; `StepResult.read` splits the array."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
-
-
-# Largest number of rows of a block of prompt tokens. It is larger than `append_attention.MOST_ROWS`, so that all blocks
-# of a prefill write their cache rows in one kernel before another kernel reads them.
-BLOCK = 16
-
-
-def block_rows(size: int) -> tuple[int, int]:
-    """Return the number of blocks of a prefill of ``size`` tokens, and the number of rows of a block."""
-    rows = min(BLOCK, size)
-    return -(-size // rows), rows
-
-
-def padded(count: int, rows: int) -> int:
-    """Return the number of rows of the blocks that hold ``count`` tokens, for blocks of ``rows`` rows."""
-    return -(-count // rows) * rows
 
 
 class PromptPiece(NamedTuple):

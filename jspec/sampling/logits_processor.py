@@ -19,7 +19,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import NO_TOKEN, SlotView
+from jspec.core.prompt_blocks import NO_TOKEN
+from jspec.core.records import SlotView
 from jspec.core.shorten import short
 from jspec.core.tree import Tree
 

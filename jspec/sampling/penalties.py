@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import NO_TOKEN, AncestorMask, Controls, Draft, SlotView
+from jspec.core.prompt_blocks import NO_TOKEN
+from jspec.core.records import AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns

@@ -17,17 +17,7 @@ from jaxtyping import Array, Int
 from jspec import verify
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.packing import Packing
-from jspec.core.records import (
-    Draft,
-    LogProbs,
-    SlotState,
-    SlotView,
-    StepOutput,
-    TokenBatch,
-    Trace,
-    Verdict,
-    pack_result,
-)
+from jspec.core.records import Draft, LogProbs, SlotState, SlotView, StepOutput, TokenBatch, Trace, Verdict, pack_result
 from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward

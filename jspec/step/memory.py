@@ -17,7 +17,8 @@ import jax
 from jspec import verify
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.config import EngineConfig
-from jspec.core.records import KVCache, SlotState, block_rows
+from jspec.core.prompt_blocks import block_rows
+from jspec.core.records import KVCache, SlotState
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.quantize import widened_bytes

@@ -17,7 +17,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import UNLIMITED, PromptBatch, Sampling, SlotView, Verdict
+from jspec.core.prompt_blocks import UNLIMITED
+from jspec.core.records import PromptBatch, Sampling, SlotView, Verdict
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import PoolShape, create

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.ancestors import depths
-from jspec.core.records import NO_TOKEN, AncestorMask, Draft, SlotView
+from jspec.core.prompt_blocks import NO_TOKEN
+from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.verify.coupled import match_target_tokens

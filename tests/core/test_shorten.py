@@ -37,7 +37,7 @@ def test_shortened_text_of_a_short_value_is_its_repr(value: Any) -> None:
         (10**10000, "<int of 33220 bits>", "bits>"),
         ([["x" * 1000] * 1000] * 1000, "[['xxx", "... (length 1000)"),
         ([10**5000], "[<int of 16610 bits>]", "]"),
-        (Unprintable(), "<Odd instance", ">"),
+        (Unprintable(), "<Unprintable instance", ">"),
         (np.zeros(10**6), "array([0., 0., 0.", ")"),
     ],
     ids=["text", "list", "tuple", "dict", "set", "int", "nested", "int in a list", "odd", "array"],

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jspec
 from jspec import DraftModel, Eagle, Eagle3, Engine, EngineConfig, Medusa, NGram, SamplingParams, Suffix, Tree
@@ -274,10 +275,11 @@ def test_engine_given_the_path_of_a_head_drafts_with_that_head() -> None:
 
 @pytest.mark.parametrize(("keywords", "record"), [(EngineOptions, EngineConfig), (SamplingFields, SamplingParams)])
 def test_typed_keywords_have_the_names_and_types_of_their_record(keywords: Any, record: Any) -> None:
-    hints = get_type_hints(record)
+    names = {"Mesh": Mesh}  # which the records import for type checkers alone
+    hints = get_type_hints(record, localns=names)
     wanted = {field.name: hints[field.name] for field in fields(record)}
     assert list(wanted) == list(keywords.__annotations__)
-    assert get_type_hints(keywords) == wanted
+    assert get_type_hints(keywords, localns=names) == wanted
 
 
 def test_records_with_checked_names_keep_their_constructor_signatures() -> None:

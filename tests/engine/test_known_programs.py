@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jspec import DraftModel, Eagle3, Engine, NGram, SamplingParams, Tree
-from jspec.core import records
+from jspec.core import prompt_blocks
 from jspec.step.executables import Executables
 from pallas_kernels.layers.shard import AXIS
 from tests.support import engines, lettered, tiny
@@ -104,7 +104,7 @@ def test_drafters_devices_and_patched_sizes_make_other_programs(monkeypatch: pyt
     first, second = (Mesh(np.array([device]), (AXIS,)) for device in jax.devices()[:2])
     assert settings(mesh=first) == settings(mesh=first) != settings(mesh=second)
     usual = settings()
-    monkeypatch.setattr(records, "BLOCK", records.BLOCK // 2)
+    monkeypatch.setattr(prompt_blocks, "BLOCK", prompt_blocks.BLOCK // 2)
     assert settings() != usual
 
 

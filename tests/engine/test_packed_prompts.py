@@ -24,7 +24,7 @@ from jspec import (
     Suffix,
     Tree,
 )
-from jspec.core import records
+from jspec.core import prompt_blocks, records
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from tests.support import brittle, engines, lettered, tiny
@@ -76,7 +76,7 @@ def engine(drafter: Drafter | None, **options: Any) -> Engine:
 def plain_tokens() -> list[list[int]]:
     """Return the tokens of each prompt, which one engine without drafter prefills alone and in one block of rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "BLOCK", MAX_LEN)
+        patch.setattr(prompt_blocks, "BLOCK", MAX_LEN)
         alone = engine(None, slots=1, buckets=(1,), prefill_buckets=(MAX_LEN,), prefix_cache=False)
         return [alone.generate(prompt, params(index))[0].token_ids for index, prompt in enumerate(PROMPTS)]
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jspec.core import records
+from jspec.core import prompt_blocks
 from jspec.engine.request.request import Request
 from jspec.engine.schedule.scheduler import Piece, Plan, PrefillPlan, RoundPlan, Scheduler
 from tests.support.scheduling import ROUND_TOKENS, SCRATCH, make_request, make_scheduler
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block: int,
     ) -> None:
         self.block, self.patch = block, pytest.MonkeyPatch()
-        self.patch.setattr(records, "BLOCK", block)
+        self.patch.setattr(prompt_blocks, "BLOCK", block)
         self.slots, self.rounds, self.budget = slots, rounds, budget
         self.scheduler = make_scheduler(
             slots=slots,

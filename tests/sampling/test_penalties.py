@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from jspec import SamplingParams
 from jspec.core.ancestors import ancestors
-from jspec.core.records import NO_TOKEN, Draft, SlotView
+from jspec.core.prompt_blocks import NO_TOKEN
+from jspec.core.records import Draft, SlotView
 from jspec.engine.input.penalty_input import bad_words, check, pack_controls
 from jspec.engine.request.request import OutputState, Request, RequestState
 from jspec.sampling import penalties, sampler

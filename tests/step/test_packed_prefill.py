@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import DFlash, Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGram, Suffix, Tree
-from jspec.core import records
+from jspec.core import prompt_blocks
 from jspec.core.records import Draft, LogProbs, PrefillInput, PromptBatch, PromptPiece, SlotState
 from jspec.models.kv_cache import PoolShape
 from jspec.step import prefill
@@ -158,7 +158,7 @@ def random_prompts(one: PrefillCase, rng: np.random.Generator) -> list[Prompt]:
 
 def random_counts(prompts: Sequence[Prompt], rng: np.random.Generator, size: int = SIZE) -> list[tuple[Prompt, int]]:
     """Choose pieces of prompts that fit into one prefill, in the order of the prompts."""
-    blocks, rows = records.block_rows(size)
+    blocks, rows = prompt_blocks.block_rows(size)
     chosen, starts = [], {id(one): one.start for one in prompts}
     for one in prompts:
         if not blocks or not one.is_ready:
@@ -187,7 +187,7 @@ def run_pieces(
         # The distribution of the sampled token; among other rows its product may have other last bits.
         sampled = distributions(jax.tree.map(lambda field, row=index: field[0, row], output.logprobs))
         np.testing.assert_allclose(sampled, found[-1][-1:], rtol=2e-6)
-        first += -(-count // records.BLOCK) * records.BLOCK
+        first += -(-count // prompt_blocks.BLOCK) * prompt_blocks.BLOCK
         prompt.start += count
     return state, found
 
@@ -201,7 +201,7 @@ class Oracle:
     def __call__(self, tokens: list[int]) -> tuple[np.ndarray, SlotState]:
         state, prompt, found = self.one.state_alone, Prompt(tokens, 0, np.ones(1, np.int32)), list[np.ndarray]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(records, "BLOCK", self.size)
+            patch.setattr(prompt_blocks, "BLOCK", self.size)
             while prompt.start < len(tokens):
                 count = min(self.size, len(tokens) - prompt.start)
                 own = tokens[prompt.start :][:count]
@@ -310,13 +310,13 @@ def test_deterministic_prefill_has_equal_bits_in_any_packing(deterministic: bool
 
 def test_blocks_of_a_prefill_are_longer_than_the_rows_of_the_kernel_that_writes_and_reads() -> None:
     """That kernel would let a block read cache rows that another block has not written yet."""
-    assert MOST_ROWS < records.BLOCK
+    assert MOST_ROWS < prompt_blocks.BLOCK
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 17, 24, 40, 64])
 def test_packed_pieces_unpack_to_the_same_values(size: int) -> None:
-    blocks, rows = records.block_rows(size)
-    assert (blocks - 1) * rows < size <= blocks * rows and rows <= records.BLOCK
+    blocks, rows = prompt_blocks.block_rows(size)
+    assert (blocks - 1) * rows < size <= blocks * rows and rows <= prompt_blocks.BLOCK
     pieces = [tiny.prompt_piece(1, page_row=[3, 4], slot=n, temperature=np.float32(0.1 + n)) for n in range(blocks)]
     packed = PrefillInput.pack(pieces, [[7 + n] for n in range(blocks)], size, slots=blocks + 1)
     assert [shape.shape for shape in PrefillInput.shapes(size, slots=blocks + 1, pages=2)] == [x.shape for x in packed]

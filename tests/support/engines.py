@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jspec import Eagle3, Engine, Model, Tree
-from jspec.core import records
+from jspec.core import prompt_blocks
 from jspec.draft.named import DrafterSource
 from jspec.step import side
 from jspec.step.executable_key import ExecutableKey
@@ -78,7 +78,7 @@ def settings_of(programs: Executables) -> Any:
     leaves, structure = jax.tree.flatten((programs._params, programs._shapes))
     shapes = [(leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves]
     drafting = None if programs._drafting is None else settings_of(programs._drafting)
-    chosen = config.rounds_per_dispatch, config.logprobs_mode, records.BLOCK
+    chosen = config.rounds_per_dispatch, config.logprobs_mode, prompt_blocks.BLOCK
     return fields, objects, structure, shapes, chosen, program.compiler_options, drafting
 
 

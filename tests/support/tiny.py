@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.orbax import unflatten
-from jspec.core.records import MAX_STOP_IDS, PrefillInput, PromptPiece
+from jspec.core.prompt_blocks import MAX_STOP_IDS
+from jspec.core.records import PrefillInput, PromptPiece
 from jspec.draft import auto
 from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead

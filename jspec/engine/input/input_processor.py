@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import MAX_STOP_IDS
+from jspec.core.prompt_blocks import MAX_STOP_IDS
 from jspec.core.shorten import short
 from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.engine.grammar.token_table import Grammar

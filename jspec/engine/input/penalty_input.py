@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import NO_TOKEN
+from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.shorten import short
 from jspec.engine.grammar.token_table import NOWHERE
 from jspec.engine.request.request import Request

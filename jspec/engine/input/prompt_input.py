@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import MAX_STOP_IDS, PromptPiece
+from jspec.core.prompt_blocks import MAX_STOP_IDS
+from jspec.core.records import PromptPiece
 from jspec.engine.input.input_processor import draft_cap
 from jspec.engine.request.request import Request
 from jspec.engine.schedule.scheduler import Piece

@@ -6,9 +6,10 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jspec.core.records import LogProbs
+if TYPE_CHECKING:  # so that requests need no jax
+    from jspec.core.records import LogProbs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.records import StepOutput, StepResult, block_rows, padded
+from jspec.core.prompt_blocks import block_rows, padded
+from jspec.core.records import StepOutput, StepResult
 from jspec.engine.input.grammar_input import follow
 from jspec.engine.input.input_processor import draft_cap
 from jspec.engine.request.metrics import Metrics

@@ -8,7 +8,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from jspec.core.records import NO_TOKEN, StepOutput, StepResult, Trace
+from jspec.core.prompt_blocks import NO_TOKEN
+from jspec.core.records import StepOutput, StepResult, Trace
 from jspec.engine.request.request import Chunk, Completion, Request
 from jspec.engine.request.round_record import Round
 from jspec.engine.request.token_logprobs import TokenLogprob, token_logprobs

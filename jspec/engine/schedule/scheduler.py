@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 
-from jspec.core.records import block_rows, padded
+from jspec.core.prompt_blocks import block_rows, padded
 from jspec.engine.request.request import Request
 from jspec.engine.schedule.page_pool import Digest, PagePool, page_digests
 
