@@ -158,12 +158,12 @@ def test_langchain_parses_the_engines_own_object_streamed_or_not(chat: Any, bodi
     assert list(runnable.stream(PROMPT))[-1] == parsed and bodies[-1]["stream"] is True
 
 
-@pytest.mark.parametrize("choice", ["any", "Colour"])
+@pytest.mark.parametrize("choice", ["any", "AnsweredColour"])
 def test_langchain_reads_forced_calls_streamed_or_not(chat: Any, bodies: list[Any], choice: str) -> None:
     tooled = chat.bind_tools([AnsweredColour], tool_choice=choice, parallel_tool_calls=False)
     (call,) = tooled.invoke(PROMPT).tool_calls
     given = json.loads(own(bodies[-1]).text)
-    assert (call["name"], call["args"]) == ("Colour", given["arguments"] if choice == "any" else given)
+    assert (call["name"], call["args"]) == ("AnsweredColour", given["arguments"] if choice == "any" else given)
     first, *chunks = tooled.stream(PROMPT)
     (streamed,) = sum(chunks, first).tool_calls
     assert (streamed["name"], streamed["args"]) == (call["name"], call["args"])
