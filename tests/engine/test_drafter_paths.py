@@ -16,6 +16,7 @@ from jspec.draft.auto import load_drafter
 from jspec.draft.base import Drafter
 from jspec.draft.dflash_format import dflash_format, head_params
 from jspec.models.load import Format
+from jspec.tools.convert import main
 from tests.support import byte_pair, cover, folders, tiny
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -83,6 +84,12 @@ def test_drafter_read_for_two_devices_has_the_weights_of_one_divided_later(
         monkeypatch.setattr(dflash, "dflash_format", divided)
         broken = differing(divided_weights(kind, target, folder), wanted)
         assert ".context.kv" in broken and ".model.layers[0].qkv" in broken
+
+
+def test_converted_quantised_head_read_for_two_devices_has_the_weights_of_one_divided_later(tmp_path: Path) -> None:
+    assert main([str(HEADS["dspark"][0]), str(tmp_path / "head"), "--quantize", "int8"]) == 0
+    wanted = divided_weights("dspark", byte_pair.TARGET, load_drafter(tmp_path / "head", dtype="float32"))
+    assert differing(divided_weights("dspark", byte_pair.TARGET, tmp_path / "head"), wanted) == []
 
 
 @pytest.mark.parametrize(
