@@ -91,7 +91,7 @@ class DFlash(PretrainedHead):
 
     @classmethod
     def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
-        return dflash_format(kind, overrides, dequantize=dequantize)
+        return dflash_format(kind, overrides)
 
     @staticmethod
     def max_depth(weights: DFlashHead) -> int:

@@ -46,13 +46,12 @@ OPTIONS: dict[str, Any] = {
 LAYERS = ("qwen3", "llama")  # values of `model_type`; a head's layers are those of Qwen 3 whichever it is
 
 
-def dflash_format(kind: str, overrides: Overrides | None = None, *, dequantize: bool = False) -> Format:
+def dflash_format(kind: str, overrides: Overrides | None = None) -> Format:
     """Return the format of DFlash or DSpark heads, for files of any exporter.
 
     Args:
         kind: "dflash" or "dspark".
         overrides: config values that replace those of the file.
-        dequantize: whether quantised weights are widened.
     """
     given = overrides or Overrides()
 
@@ -82,7 +81,7 @@ def dflash_format(kind: str, overrides: Overrides | None = None, *, dequantize: 
         # `bind` joins rows of all layers, in the order of the file; what it returns is divided over devices.
         return {name: replace(spec, axes=("",) * len(spec.axes)) for name, spec in found.items()}
 
-    return Format(with_scheme(from_hf, dequantize=dequantize), from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
 def head_params(config: DFlashConfig, **owned: bool) -> dict[str, ParamSpec]:

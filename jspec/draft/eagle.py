@@ -111,7 +111,7 @@ class EagleDrafter(PretrainedHead):
 
     @classmethod
     def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
-        return head_format(kind, overrides, dequantize=dequantize)
+        return head_format(kind, overrides)
 
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window, draft_vocab=self.draft_vocab)

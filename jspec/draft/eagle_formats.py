@@ -123,13 +123,12 @@ class Parts:
         return Fields({names[0]: self.one(*names, remedy=remedy)}, self.outer.place)
 
 
-def head_format(method: str, overrides: Overrides | None = None, *, dequantize: bool = False) -> Format:
+def head_format(method: str, overrides: Overrides | None = None) -> Format:
     """Return the format of EAGLE heads, for files of any exporter.
 
     Args:
         method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
-        dequantize: whether quantised weights are widened.
     """
     given = overrides or Overrides()
 
@@ -150,7 +149,7 @@ def head_format(method: str, overrides: Overrides | None = None, *, dequantize: 
         check_count("num_layers", config.num_layers, names)
         return head_params(config, has_embed="embed" in names, has_head="head" in names)
 
-    return Format(with_scheme(from_hf, dequantize=dequantize), from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, given.apply)
 
 
 def read_head(

@@ -147,7 +147,7 @@ class PretrainedHead(Pretrained):
                 the default.
             mask_token_id: P-EAGLE: target id whose embedding stands for tokens that are not drafted yet.
             quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                "none": widen those that a Hugging Face folder quantises; None: as stored.
+                "none": widen those that the folder of an MTP layer quantises; None: as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 
