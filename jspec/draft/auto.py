@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,26 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from convert import orbax
-from convert.fields import Fields
-from convert.huggingface import MapRow
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan
-from convert.sources import Source
+from jspec.core.config import DEQUANTIZE
 from jspec.core.tree import DEFAULT_TREE, Tree
-from jspec.draft import dflash_format, eagle_formats, medusa
 from jspec.draft.base import Drafter
 from jspec.draft.dflash import DFlash
 from jspec.draft.draft_model import DraftModel
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle, Eagle3
-from jspec.draft.eagle_head import EagleHead
 from jspec.draft.head_config import Overrides
-from jspec.draft.medusa import Medusa, MedusaHeads
+from jspec.draft.medusa import Medusa
 from jspec.draft.peagle import PEagle
+from jspec.draft.pretrained import Pretrained
 from jspec.models import load
-from jspec.models.decoder import Model
-from jspec.models.load import Format, FormatOf
+from jspec.models.load import FormatOf
+
+# The drafter of each kind of checkpoint; a target's folder also is a draft model's.
+DRAFTERS: Mapping[str, type[Pretrained]] = {
+    drafter.method: drafter for drafter in (DraftModel, Eagle3, PEagle, Eagle, Medusa, DFlash, DSpark)
+}
 
 
 def load_checkpoint(
@@ -61,7 +61,7 @@ def load_checkpoint(
         NotImplementedError: an option or a method of the checkpoint is not supported.
     """
     options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "placement": placement, "mesh": mesh}
-    return load.read_checkpoint(path, _formats(overrides), kind=kind, **options)
+    return load.read_checkpoint(path, _formats(overrides, dequantize=quantize == DEQUANTIZE), kind=kind, **options)
 
 
 def load_drafter(
@@ -85,23 +85,9 @@ def load_drafter(
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """
     found = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)
-    chain = tree or Tree.chain(length)
-    match found.kind:
-        case "eagle3":
-            return Eagle3(EagleHead.from_weights(found.config, found.weights, mesh), chain)
-        case "peagle":
-            return PEagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
-        case "eagle":
-            return Eagle(EagleHead.from_weights(found.config, found.weights, mesh), chain)
-        case "medusa":
-            heads = MedusaHeads.from_weights(found.config, found.weights)
-            return Medusa(heads, tree or Tree.chain(min(length, len(heads.heads))))
-        case "dflash" | "dspark":
-            method = DFlash if found.kind == "dflash" else DSpark
-            head = method.head_type.from_weights(found.config, found.weights)
-            return method(head, tree or Tree.chain(min(length, head.config.max_depth)))
-        case _:
-            return DraftModel(Model.from_weights(found.config, found.weights, mesh), chain)
+    drafter = DRAFTERS[found.kind]
+    weights = drafter.weights_of(found, mesh)
+    return drafter(weights, drafter.chain(weights, length) if tree is None else tree)
 
 
 def plan(folder: str | Path, overrides: Overrides | None = None) -> Plan:
@@ -141,30 +127,6 @@ def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
     return row.fill(planned.source, row, planned.row_dtype(row))
 
 
-def _formats(overrides: Overrides | None) -> FormatOf:
-    """Return a function that maps a kind of checkpoint to its format; ``overrides`` replace config values."""
-    given = overrides or Overrides()
-    formats: dict[str, FormatOf] = {
-        "target": partial(load.target_format, rope_theta=given.rope_theta),
-        "eagle3": partial(eagle_formats.head_format, overrides=given),
-        "peagle": partial(eagle_formats.head_format, overrides=given),
-        "eagle": partial(eagle_formats.head_format, overrides=given),
-        "medusa": medusa.head_format,
-        "dflash": partial(dflash_format.dflash_format, overrides=given),
-        "dspark": partial(dflash_format.dflash_format, overrides=given),
-    }
-    return lambda kind: _checked(kind, formats[kind](kind), given)
-
-
-def _checked(kind: str, form: Format, overrides: Overrides) -> Format:
-    """Return a copy of a format that also raises ValueError if ``overrides`` do not apply to the kind."""
-
-    def from_hf(fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
-        overrides.check(kind)
-        return form.from_hf(fields, source)
-
-    def override(config: Any) -> Any:
-        overrides.check(kind)
-        return form.override(config)
-
-    return replace(form, from_hf=from_hf, override=override)
+def _formats(overrides: Overrides | None, *, dequantize: bool = False) -> FormatOf:
+    """Return a function that maps a kind of checkpoint to its format; the arguments are those of `format_of`."""
+    return lambda kind: DRAFTERS[kind].format_of(kind, overrides, dequantize=dequantize)

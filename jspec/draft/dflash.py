@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import ClassVar, Self
 
 import jax
@@ -20,8 +18,8 @@ from flax import struct
 from jaxtyping import Array, Float, UInt32
 
 from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
-from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, check_window
+from jspec.core.tree import Tree, tree_of
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
 from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
@@ -29,9 +27,10 @@ from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import check_fit, common_sizes
-from jspec.models import load
+from jspec.draft.pretrained import PretrainedHead
 from jspec.models.decoder import Model, forward
 from jspec.models.kv_cache import PoolShape, create
+from jspec.models.load import Format
 from pallas_kernels.attention.ancestor_bits import own_bits
 from pallas_kernels.layers.quantized import PartialSums
 
@@ -44,7 +43,7 @@ class DraftedBlock:
     hidden: Float[Array, "batch depth hidden"]  # normed states from which the logits are computed
 
 
-class DFlash(Drafter):
+class DFlash(PretrainedHead):
     """Drafts with a DFlash head, which computes all tokens of a block in one pass.
 
     A tree of depth d takes a block of d + 1 tokens, or of d tokens if the head samples from the anchor. The tokens at
@@ -62,8 +61,8 @@ class DFlash(Drafter):
             not larger than the tree's depth, or ``draft_vocab`` is given for a head with an output head of its own.
     """
 
-    method: ClassVar[str] = "dflash"  # kind of checkpoint
-    head_type: ClassVar[type[DFlashHead]] = DFlashHead
+    method = "dflash"
+    weights_type: ClassVar[type[DFlashHead]] = DFlashHead
 
     @refuses_device(READS_FEATURES)
     def __init__(
@@ -75,12 +74,11 @@ class DFlash(Drafter):
         draft_vocab: DraftVocab = None,
     ) -> None:
         name = type(self).__name__
-        check_part(name, "head", head, self.head_type, f"{name}.from_pretrained(path)")
-        config = head.config
+        check_part(name, "head", head, self.weights_type, f"{name}.from_pretrained(path)")
+        config, deepest = head.config, self.max_depth(head)
         if config.method != self.method:
             raise TypeError(f"{name}: head: expected a head of method {self.method!r}, got one of {config.method!r}")
-        deepest = config.max_depth
-        tree = tree_of(name, Tree.chain(min(DEFAULT_TREE.depth, deepest)) if tree is None else tree)
+        tree = tree_of(name, self.chain(head) if tree is None else tree)
         self.head = head
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
@@ -92,39 +90,12 @@ class DFlash(Drafter):
         self.draft_vocab = check_vocabulary(name, draft_vocab, config, head.head, tree)
 
     @classmethod
-    @refuses_device(READS_FEATURES)
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        tree: Tree | str | None = None,
-        dtype: str | None = None,
-        rope_theta: float | None = None,
-        feature_layers: tuple[int, ...] | None = None,
-        quantize: str | None = None,
-        draft_window: int | None = None,
-        draft_vocab: DraftVocab = None,
-    ) -> Self:
-        """Load a head. Options that are None are taken from the head's config.json.
+    def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
+        return dflash_format(kind, overrides)
 
-        Args:
-            path: folder in the format of the method's authors, SpecForge or speculators, converted folder, or hub id
-                ("owner/name").
-            tree: as for the class.
-            dtype: dtype of the weights, which must be the target's; None: float32 on CPU, bfloat16 elsewhere.
-            rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
-            feature_layers: indices of the target's hidden states that the head reads; they count as in
-                `jspec.models.decoder.forward`.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                None: as stored.
-            draft_window: number of newest tokens that the head attends to; None: all.
-            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
-        """
-        layers = None if feature_layers is None else tuple(feature_layers)
-        format_of = partial(dflash_format, overrides=Overrides(rope_theta, layers))
-        found = load.read_checkpoint(path, format_of, kind=cls.method, dtype=dtype, quantize=quantize)
-        head = cls.head_type.from_weights(found.config, found.weights)
-        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
+    @staticmethod
+    def max_depth(weights: DFlashHead) -> int:
+        return weights.config.max_depth
 
     def with_window(self, draft_window: int) -> Self:
         other = copy.copy(self)

@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 LAYERS = ("qwen3", "llama")  # values of `model_type`; a head's layers are those of Qwen 3 whichever it is
 
 
-def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> Format:
+def dflash_format(kind: str, overrides: Overrides | None = None) -> Format:
     """Return the format of DFlash or DSpark heads, for files of any exporter.
 
     Args:
@@ -77,7 +77,9 @@ def dflash_format(kind: str = "dflash", overrides: Overrides | None = None) -> F
     def params(config: DFlashConfig, names: Collection[str]) -> Params:
         check_count("num_layers", config.num_layers, names)
         owned = {"has_embed": "embed", "has_head": "head", "has_map": "draft_to_target"}
-        return head_params(config, **{option: name in names for option, name in owned.items()})
+        found = head_params(config, **{option: name in names for option, name in owned.items()})
+        # `bind` joins rows of all layers, in the order of the file; what it returns is divided over devices.
+        return {name: replace(spec, axes=("",) * len(spec.axes)) for name, spec in found.items()}
 
     return Format(with_scheme(from_hf), from_json, params, given.apply)
 

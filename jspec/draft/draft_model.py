@@ -22,18 +22,19 @@ from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
     CHECK_PROMPT,
-    Drafter,
     active_slots,
     check_layer_windows,
     check_part,
     check_window,
 )
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
-from jspec.models import load
+from jspec.draft.head_config import Overrides
+from jspec.draft.pretrained import Pretrained
 from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import PoolShape, commit, create
+from jspec.models.load import Format, target_format
 from jspec.models.tensor_parallel import local_config, place
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
@@ -87,7 +88,7 @@ class DraftModelState:
 
 
 @final
-class DraftModel(Drafter):
+class DraftModel(Pretrained):
     """Drafts with a smaller model that has the target's vocabulary, apart from padding.
 
     Args:
@@ -104,6 +105,8 @@ class DraftModel(Drafter):
         TypeError: ``device`` is of another type.
     """
 
+    method = "target"
+    weights_type = Model
     has_pending_rows = True
 
     def __init__(
@@ -158,9 +161,12 @@ class DraftModel(Drafter):
             if mesh is not None:
                 _mesh_for(config, mesh)
 
-        found = load.load(path, dtype=dtype, quantize=quantize, mesh=mesh, check=check)
-        model = Model.from_weights(found.config, found.weights, mesh)
+        model = cls.read(path, dtype=dtype, quantize=quantize, mesh=mesh, check=check)
         return cls(model, tree, draft_window=draft_window, device=mesh)
+
+    @classmethod
+    def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
+        return target_format(kind, rope_theta=overrides.rope_theta, dequantize=dequantize)
 
     @property
     def advice(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Self, final
+from typing import Self, final
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ class DSpark(DFlash):
     The arguments and errors are those of `DFlash`.
     """
 
-    method: ClassVar[str] = "dspark"
-    head_type = DSparkHead
+    method = "dspark"
+    weights_type = DSparkHead
     head: DSparkHead
     temperatures: tuple[float, ...] | None = None  # divisors of the confidences' logits at depths 1, 2, ...; None: 1
 

@@ -12,9 +12,7 @@ the root's. The next round overwrites these rows with rows computed from the tar
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import ClassVar, Self, final
+from typing import Self, final
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,6 @@ from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
     CHECK_PROMPT,
-    Drafter,
     active_slots,
     check_layer_windows,
     check_part,
@@ -52,10 +49,11 @@ from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
-from jspec.models import load
+from jspec.draft.pretrained import PretrainedHead
 from jspec.models.block import attend_part
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
+from jspec.models.load import Format
 from jspec.models.tensor_parallel import place
 from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
@@ -73,7 +71,7 @@ class EagleState:
     page_end_features: Float[Array, "pages hidden"] | None
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(PretrainedHead):
     """Base class of the EAGLE drafters; they differ only in the head's forward pass (`jspec.draft.eagle_head`).
 
     Args:
@@ -88,7 +86,7 @@ class EagleDrafter(Drafter):
             head of its own.
     """
 
-    method: ClassVar[str]
+    weights_type = EagleHead
     has_pending_rows = True
 
     @refuses_device(READS_FEATURES)
@@ -110,6 +108,10 @@ class EagleDrafter(Drafter):
         self.tree = tree
         self.draft_window = check_window(name, draft_window, tree)
         check_layer_windows(f"{name}: a layer of the head", config, tree)
+
+    @classmethod
+    def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
+        return head_format(kind, overrides)
 
     def with_window(self, draft_window: int) -> Self:
         return type(self)(self.head, self.tree, draft_window=draft_window, draft_vocab=self.draft_vocab)
@@ -218,43 +220,6 @@ class Eagle3(EagleDrafter):
 
     method = "eagle3"
 
-    @classmethod
-    @refuses_device(READS_FEATURES)
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        tree: Tree | str = DEFAULT_TREE,
-        dtype: str | None = None,
-        rope_theta: float | None = None,
-        feature_layers: tuple[int, ...] | None = None,
-        norm_before_residual: bool | None = None,
-        norm_output: bool | None = None,
-        quantize: str | None = None,
-        draft_window: int | None = None,
-        draft_vocab: DraftVocab = None,
-    ) -> Self:
-        """Load an EAGLE-3 head. Options that are None are taken from the head's config.json.
-
-        Args:
-            path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
-            tree: draft tree of any kind, or its text such as "chain:4".
-            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
-            feature_layers: indices of the target's hidden states that the head reads; they count as in
-                `jspec.models.decoder.forward`.
-            norm_before_residual: whether the first residual is the normed feature instead of the feature itself.
-            norm_output: whether the head's normed output is the next feature (EAGLE-3.1).
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                None: as stored.
-            draft_window: number of newest tokens that the head attends to; None: all.
-            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
-        """
-        layers = None if feature_layers is None else tuple(feature_layers)
-        overrides = Overrides(rope_theta, layers, norm_before_residual, norm_output)
-        head = load_head(path, cls.method, overrides, dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
-
 
 @final
 class Eagle(EagleDrafter):
@@ -264,43 +229,6 @@ class Eagle(EagleDrafter):
     """
 
     method = "eagle"
-
-    @classmethod
-    @refuses_device(READS_FEATURES)
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        tree: Tree | str = DEFAULT_TREE,
-        dtype: str | None = None,
-        rope_theta: float | None = None,
-        quantize: str | None = None,
-        draft_window: int | None = None,
-        draft_vocab: DraftVocab = None,
-    ) -> Self:
-        """Load an EAGLE-1 or EAGLE-2 head.
-
-        Args:
-            path: folder in the format of any known exporter, converted folder, or hub id ("owner/name").
-            tree: draft tree of any kind, or its text such as "chain:4".
-            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            rope_theta: rotary base; None: as in config.json, or 10000 if the file gives none.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                None: as stored.
-            draft_window: number of newest tokens that the head attends to; None: all.
-            draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
-        """
-        head = load_head(path, cls.method, Overrides(rope_theta), dtype=dtype, quantize=quantize)
-        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
-
-
-def load_head(
-    path: str | Path, method: str, overrides: Overrides, *, dtype: str | None, quantize: str | None
-) -> EagleHead:
-    """Load an EAGLE head of a method, which is a kind of checkpoint (`convert.detect.KINDS`)."""
-    format_of = partial(head_format, overrides=overrides)
-    found = load.read_checkpoint(path, format_of, kind=method, dtype=dtype, quantize=quantize)
-    return EagleHead.from_weights(found.config, found.weights)
 
 
 def write_pending_rows(

@@ -110,11 +110,11 @@ class EagleHead:
         return {**params, "head": head, **tables}
 
     @classmethod
-    def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any], mesh: Mesh | None = None) -> EagleHead:
-        """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns for a mesh."""
+    def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
+        """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns."""
         own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
-        return cls(embed=weights.get("embed"), layers=layers, config=config, mesh=mesh, **own)
+        return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -23,6 +23,7 @@ OVERRIDABLE = {
     "dflash": {"rope_theta", "feature_layers"},
     "dspark": {"rope_theta", "feature_layers"},
     "medusa": set(),
+    "mtp": {"norm_output"},
 }
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # kinds of Markov heads (`jspec.draft.dspark_head`)
 

@@ -23,12 +23,13 @@ from convert.fields import CheckpointError, Fields, listed
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source, Tensor
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
-from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
-from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, Drafter, check_part, require_static
+from jspec.core.tree import Tree, tree_of
+from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, require_static
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
-from jspec.models import load
+from jspec.draft.head_config import Overrides
+from jspec.draft.pretrained import Pretrained
 from jspec.models.config import from_json
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape
@@ -102,7 +103,7 @@ class MedusaState:
 
 
 @final
-class Medusa(Drafter):
+class Medusa(Pretrained):
     """Drafts with Medusa heads.
 
     Any accept rule can be used; ``accept="typical"`` is the rule of the Medusa authors and not lossless.
@@ -118,11 +119,13 @@ class Medusa(Drafter):
             tokens.
     """
 
+    method = "medusa"
+    weights_type = MedusaHeads
+
     @refuses_device(READS_FEATURES)
     def __init__(self, heads: MedusaHeads, tree: Tree | str | None = None) -> None:
         check_part("Medusa", "heads", heads, MedusaHeads, "Medusa.from_pretrained(path)")
-        default = Tree.chain(min(DEFAULT_TREE.depth, len(heads.heads)))
-        tree = tree_of("Medusa", default if tree is None else tree)
+        tree = tree_of("Medusa", self.chain(heads) if tree is None else tree)
         self.heads = heads
         self.tree = require_static("Medusa", tree)
         if tree.depth > len(heads.heads):
@@ -146,8 +149,16 @@ class Medusa(Drafter):
             tree: as for `Medusa`.
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
         """
-        checkpoint = load.read_checkpoint(path, head_format, kind="medusa", dtype=dtype)
-        return cls(MedusaHeads.from_weights(checkpoint.config, checkpoint.weights), tree)
+        heads = cls.read(path, dtype=dtype)
+        return cls(heads, tree)
+
+    @classmethod
+    def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
+        return Format(_read_heads, MedusaConfig.from_json, _params)
+
+    @staticmethod
+    def max_depth(weights: MedusaHeads) -> int:
+        return len(weights.heads)
 
     @property
     def advice(self) -> str:
@@ -219,11 +230,6 @@ def _store(state: MedusaState, view: SlotView, newest: Float[Array, "batch hidde
 
 
 # ---- files
-
-
-def head_format(kind: str = "medusa") -> Format:
-    """Return the format of checkpoints with Medusa heads; ``kind`` is ignored."""
-    return Format(_read_heads, MedusaConfig.from_json, _params)
 
 
 def _read_heads(fields: Fields, source: Source) -> tuple[MedusaConfig, list[MapRow]]:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Self, final
+from typing import final
 
-from jspec.core.config import DEQUANTIZE
-from jspec.core.tree import DEFAULT_TREE, Tree
-from jspec.draft.draft_vocab import DraftVocab
 from jspec.draft.eagle import EagleDrafter
-from jspec.draft.eagle_head import EagleHead
-from jspec.draft.elsewhere import READS_FEATURES, refuses_device
+from jspec.draft.head_config import Overrides
 from jspec.draft.mtp_format import mtp_format
-from jspec.models import load
+from jspec.models.load import Format
 
 
 @final
@@ -21,38 +15,12 @@ class MTP(EagleDrafter):
     """Drafts with a target's own layer that predicts further tokens; the arguments are those of `EagleDrafter`.
 
     The layer computes the first draft token of a round. It computes the others too: it reads its own output instead of
-    the target's state, as an EAGLE head does.
+    the target's state, as an EAGLE head does. It is read from the Hugging Face folder of the target; converted folders
+    lack it.
     """
 
-    method = "mtp"
+    method, kind = "mtp", "target"
 
     @classmethod
-    @refuses_device(READS_FEATURES)
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        tree: Tree | str = DEFAULT_TREE,
-        dtype: str | None = None,
-        norm_output: bool = True,
-        quantize: str | None = None,
-        draft_window: int | None = None,
-        draft_vocab: DraftVocab = None,
-    ) -> Self:
-        """Load the layer from the folder of its model, which is the target.
-
-        Args:
-            path: Hugging Face folder of the target, or hub id ("owner/name"); converted folders lack the layer.
-            tree: draft tree of any kind, or its text such as "chain:4".
-            dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            norm_output: whether the layer reads its normed output for the tokens after the first, as transformers and
-                SGLang do; False: its output before the norm.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                "none": widen those that the folder quantises; None: as stored.
-            draft_window: number of newest tokens that the layer attends to; None: all.
-            draft_vocab: tokens that are drafted (`read_draft_vocab`); None: all.
-        """
-        format_of = partial(mtp_format, norm_output=norm_output, dequantize=quantize == DEQUANTIZE)
-        found = load.read_checkpoint(path, format_of, kind="target", dtype=dtype, quantize=quantize)
-        head = EagleHead.from_weights(found.config, found.weights)
-        return cls(head, tree, draft_window=draft_window, draft_vocab=draft_vocab)
+    def file_format(cls, kind: str, overrides: Overrides, dequantize: bool) -> Format:
+        return mtp_format(kind, norm_output=overrides.norm_output is not False, dequantize=dequantize)

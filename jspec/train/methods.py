@@ -130,7 +130,7 @@ class DFlashMethod(Method):
     def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> DFlashHead:
         config = self.head_config(target)
         weights = random_weights(block_params(config), self.config.seed)
-        return self.drafter.head_type.from_weights(config, unflatten(weights))
+        return self.drafter.weights_type.from_weights(config, unflatten(weights))
 
     def load(self, path: str | Path, target: Model) -> DFlashHead:
         drafter = self.drafter.from_pretrained(path, **FIXED)
