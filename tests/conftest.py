@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import re
@@ -25,6 +24,7 @@ MEMORY_MAPS = Path("/proc/self/maps")
 MANY_MAPS = 20_000
 NO_SYMBOLS = "Failed to materialize symbols"
 MOST_KEPT = 2 << 30  # bytes
+UNFINISHED = "unfinished"  # file that exists while a run fills the folder of compiled programs
 OPTIONAL = {  # packages of extras that test files import
     *("anthropic", "beartype", "httpx", "hypothesis", "llguidance", "matplotlib", "nbclient", "nbformat", "openai"),
     *("optax", "outlines_core", "scipy", "starlette", "torch", "uvicorn", "websockets"),
@@ -75,23 +75,25 @@ def register_costs(config: pytest.Config) -> None:
     from tests.support.costs import Costs
 
     options = config.getini("addopts")
-    is_default = config.getoption("-m") == options[options.index("-m") + 1]
+    is_default = "-m" in options and config.getoption("-m") == options[options.index("-m") + 1]
     file = REPOSITORY / ".pytest_cache" / "costs.txt"
     config.pluginmanager.register(Costs(file, BUDGETS if is_default else None, USUAL))
 
 
 def kept_programs() -> Path:
-    """Return the folder that keeps compiled programs between runs, emptied first if it is large; workers share it.
+    """Return the folder that keeps compiled programs between runs; workers share it.
 
-    A program is found by its text, the version of jaxlib, XLA's flags and the processor.
+    A program is found by its text, the version of jaxlib, XLA's flags and the processor. The folder is emptied first if
+    it is large, or if a run did not come to its end: jax does not replace a file of which only a part was written.
     """
     folder = REPOSITORY / ".pytest_cache" / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        if sum(file.stat().st_size for file in files) > MOST_KEPT:
+        files = list((folder / "jspec").rglob("*-cache"))
+        if (folder / UNFINISHED).exists() or sum(file.stat().st_size for file in files) > MOST_KEPT:
             for file in files:
-                file.unlink()
+                file.unlink(missing_ok=True)
+        (folder / UNFINISHED).touch()
     return folder
 
 
@@ -145,6 +147,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        (REPOSITORY / ".pytest_cache" / "compiled" / UNFINISHED).unlink(missing_ok=True)
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
     checked = config.getoption("--typecheck")
@@ -184,18 +191,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@functools.cache
 def compiles_float16() -> bool:
-    """Return whether XLA can convert to float16; for a processor without F16C it lacks the function that rounds."""
-    import jax
-
-    try:
-        jax.jit(lambda x: x.astype("float16")).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if NO_SYMBOLS in str(error):
-            return False
-        raise
-    return True
+    """Return whether XLA can convert to float16; for an x86 processor without F16C it has no function that rounds."""
+    if "xla_cpu_max_isa=SSE4_2" in os.environ.get("XLA_FLAGS", ""):
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return flags is None or "f16c" in flags.group(1).split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -213,6 +215,8 @@ def free_programs(most_maps: int) -> None:
     if MEMORY_MAPS.exists() and MEMORY_MAPS.read_bytes().count(b"\n") > most_maps:
         import jax
 
+        if engines := sys.modules.get("tests.support.engines"):
+            engines.forget_programs()
         jax.clear_caches()
         gc.collect()
 

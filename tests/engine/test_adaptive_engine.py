@@ -88,6 +88,7 @@ DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
 DEPTHS_OF = {
     "eagle3": (0, 2, 3),
     "dflash": (0, 2, 3),
+    "dspark": (0, 2, 3),
     "peagle": (0, 1, 2, 3),
 }
 LOOK_UP = ("n-gram", "suffix")

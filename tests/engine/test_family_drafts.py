@@ -46,7 +46,7 @@ DRAFTERS: list[Callable[[Model, Tree], Drafter]] = [itself, eagle, two_layers, n
 EVERY = list(itertools.product(FAMILIES, DRAFTERS, (DYNAMIC, CHAIN)))
 PAIRS = list(itertools.product((DYNAMIC, CHAIN), DRAFTERS))
 ROTATION = [(family, *PAIRS[index % len(PAIRS)][::-1]) for index, family in enumerate(FAMILIES)]
-DEFAULT = ("deepseek_v2", "gemma2")  # latent caches and windows; others decode on two devices by default
+DEFAULT = ("deepseek_v2", "gemma2", "gemma4_text")  # latent caches, windows, shared rows of the cache
 
 
 def greedy(target: Model, drafter: Drafter | None, prompts: list[list[int]]) -> tuple[list[list[int]], float]:

@@ -284,9 +284,10 @@ def test_engine_with_any_drafter_emits_tokens_of_plain_decoding(case: dict[str, 
 @pytest.mark.once
 def test_draft_model_equal_to_the_target_has_every_draft_accepted() -> None:
     """In 100 rounds acceptance stays complete only if each round writes the bonus token's draft cache row."""
-    target = engines.target()
-    engine = engines.make(target, DraftModel(target, Tree.chain(2)), slots=1, max_len=400, prefill_buckets=(16,))
-    (done,) = engine.generate(list(range(engines.VOCAB)), SamplingParams(max_tokens=301, temperature=0))
+    one = pair("trained")
+    drafter = DraftModel(one.target, Tree.chain(2))
+    engine = Engine(one.target, drafter=drafter, slots=1, max_len=400, prefill_buckets=(64,), controls=False)
+    (done,) = engine.generate(one.prompts[3][:60], SamplingParams(max_tokens=301, temperature=0))
     assert done.metrics.num_drafts == 100
     assert done.metrics.mean_acceptance_length == 3.0
 

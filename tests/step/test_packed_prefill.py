@@ -49,6 +49,7 @@ class PrefillCase:
     alone: Callable[..., Any]
     state_alone: SlotState
     draft: Callable[[SlotState, Any], Draft]
+    deterministic: bool
 
 
 def make_case(
@@ -87,7 +88,9 @@ def make_case(
         return drafter.draft(params.draft, state.draft, view_of(state, slots, program))[0]
 
     state = jax.tree.map(with_nan, states[0])
-    return PrefillCase(params, pools[0], state, run, alone, states[1], jax.jit(draft, compiler_options=QUICK))
+    return PrefillCase(
+        params, pools[0], state, run, alone, states[1], jax.jit(draft, compiler_options=QUICK), deterministic
+    )
 
 
 case = cache(make_case)
@@ -186,7 +189,7 @@ def run_pieces(
         found.append(distributions(output.prompt.part(first, first + count)))
         # The distribution of the sampled token; among other rows its product may have other last bits.
         sampled = distributions(jax.tree.map(lambda field, row=index: field[0, row], output.logprobs))
-        np.testing.assert_allclose(sampled, found[-1][-1:], rtol=2e-6)
+        np.testing.assert_allclose(sampled, found[-1][-1:], rtol=0 if one.deterministic else 2e-6)
         first += -(-count // prompt_blocks.BLOCK) * prompt_blocks.BLOCK
         prompt.start += count
     return state, found

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,13 @@ def shared() -> Iterator[None]:
         _payer.pop()
 
 
-def _add(column: str, amount: float) -> None:
-    _counts[_payer[-1]][column] += amount
+def _add(column: str, amount: float, payer: str | None = None) -> None:
+    _counts[payer or _payer[-1]][column] += amount
 
 
 def _on_event(event: str, seconds: float, **_: Any) -> None:
     for column, amount in EVENTS.get(event, ()):
         _add(column, seconds if amount is None else amount)
-
-
-def _counted(column: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*arguments: Any, **options: Any) -> Any:
-        _add(column, 1)
-        return method(*arguments, **options)
-
-    return run
 
 
 def watch() -> None:
@@ -64,14 +56,21 @@ def watch() -> None:
     from jspec.step.executables import Executables
 
     jax.monitoring.register_event_duration_secs_listener(_on_event)
-    Executables.__init__ = _counted("engines", Executables.__init__)  # type: ignore[method-assign]
-    compile_programs = Executables.compile
+    make, compile_programs = Executables.__init__, Executables.compile
+    payers: weakref.WeakKeyDictionary[Executables, str] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def make_counted(self: Executables, *arguments: Any, **options: Any) -> None:
+        payers[self] = _payer[-1]  # also of programs that are compiled at a later request
+        _add("engines", 1)
+        make(self, *arguments, **options)
 
     @functools.wraps(compile_programs)
     def compile_counted(self: Executables, keys: Any, *arguments: Any, **options: Any) -> None:
-        _add("programs", len(set(keys) - set(self.compiled)))
+        _add("programs", len(set(keys) - set(self.compiled)), payers[self])
         compile_programs(self, keys, *arguments, **options)
 
+    Executables.__init__ = make_counted  # type: ignore[method-assign]
     Executables.compile = compile_counted  # type: ignore[method-assign]
 
 
@@ -79,7 +78,7 @@ class Costs:
     """The plugin that adds up and prints the costs, and fails a run in which a file exceeds its budget.
 
     Args:
-        file: where the whole table is written.
+        file: where the whole table of a run with budgets is written.
         budgets: most programs that the engines of a file may have, by file; None: there are no budgets.
         usual: budget of the files that are not among these.
     """
@@ -134,15 +133,15 @@ class Costs:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput") or not self.of_files:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text("\n".join(self.lines()) + "\n")
+        if self.budgets is not None:
+            self.file.write_text("\n".join(self.lines()) + "\n")
         if self.excesses and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self.of_files) > 1:
             head, *rows, total = self.lines()
-            terminalreporter.write_line(f"costs of the largest files ({self.file} has all):")
+            terminalreporter.write_line("costs of the largest files:")
             for line in (head, *rows[:LARGEST], total):
                 terminalreporter.write_line(line)
         for excess in self.excesses:

@@ -43,6 +43,11 @@ def make(model: Model, drafter: DrafterSource = None, **options: Any) -> Engine:
         return Engine(model, drafter=drafter, **options)
 
 
+def forget_programs() -> None:
+    """Let later engines compile their programs again; those of earlier engines stay as long as these."""
+    _known.clear()
+
+
 class KnownExecutables(Executables):
     """Executables that are not compiled again if an earlier object with the same settings has compiled them."""
 

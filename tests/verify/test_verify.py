@@ -396,6 +396,12 @@ def test_accept_rule_given_by_name_or_object_is_resolved_to_the_object() -> None
         verify.resolve("greedy")
 
 
+@pytest.mark.parametrize("rule", [verify.Typical(0.2, 0.5), verify.Block()])
+def test_engine_with_a_rule_object_compiles_its_programs_with_this_rule(rule: verify.AcceptRule) -> None:
+    engine = engines.make(engines.target(), Random(CHAIN), accept=rule, **engines.PLAIN_OPTIONS)
+    assert engine.core.runner.programs._program.accept == rule != verify.Typical()
+
+
 @pytest.mark.long
 def test_engine_with_a_rule_object_emits_the_tokens_of_the_named_rule() -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jspec.tools.bench import acceptance, host, kernels, pair, serve, step, step_costs, throughput, train
 from jspec.tools.bench.inflate import convert as inflate
-from jspec.tools.bench.report import Command, Report, option
+from jspec.tools.bench.report import Command, option
 
 STEP = {"step": step.run, "controls": step_costs.run_controls}
 STEP |= {"overlap": step_costs.run_overlap, "host": host.run, "startup": step_costs.run_startup}
@@ -15,12 +15,13 @@ MEASURE = option("--measure", choices=list(STEP), default="step", help="step, sa
 STEP_OPTIONS = (*step.OPTIONS, *step_costs.OPTIONS, *host.OPTIONS, MEASURE)
 
 
-def run_step(arguments: argparse.Namespace) -> Report:
-    return STEP[arguments.measure](arguments)
-
-
 COMMANDS = (
-    Command("step", "time of a decoding step beside its floor", run_step, STEP_OPTIONS),
+    Command(
+        "step",
+        "time of a decoding step beside its floor",
+        lambda arguments: STEP[arguments.measure](arguments),
+        STEP_OPTIONS,
+    ),
     Command("kernels", "attention and products by themselves, beside their floors", kernels.run, kernels.OPTIONS),
     Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
     Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),
@@ -29,7 +30,7 @@ COMMANDS = (
     Command("inflate", "a small model in a larger shape that computes the same", inflate.run, inflate.OPTIONS),
 )
 GONE = {  # commands of earlier versions, and what does the same
-    "eval": "lm-eval, with the address of jspec serve (jspec/server/README.md)",
+    "eval": "lm-eval for scores of tasks, with the address of jspec serve (jspec/server/README.md)",
     "startup": "jspec bench step --measure startup",
 }
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Float
 
 from jspec.core.records import Grammars, SlotState
@@ -266,26 +267,31 @@ def measure_startup(case: step.StepCase, target: Model, head: EagleHead | None, 
     def listen(event: str, **_: Any) -> None:
         events.append(event)
 
-    with tempfile.TemporaryDirectory() as folder:
-        for start in ("cold", "warm"):
-            events.clear()
-            jax.clear_caches()  # or the second engine would trace and lower less than the first one of a process
-            jax.monitoring.register_event_listener(listen)
-            began = time.perf_counter()
-            with bench_engine(case, target, head, case.context, CHUNK, compile_cache=folder, **options) as engine:
-                ready = time.perf_counter()
-                engine.generate([1], SamplingParams(max_tokens=2, temperature=0.0))
-            seconds, answer = ready - began, time.perf_counter() - ready
-            jax.monitoring.unregister_event_listener(listen)
-            programs = engine.lower_seconds, engine.compile_seconds
-            yield Startup(start, case.tree, seconds, answer, events.count(ASKED), events.count(HIT), *programs)
+    kept = jax.config.values["jax_compilation_cache_dir"]
+    jax.monitoring.register_event_listener(listen)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for start in ("cold", "warm"):
+                events.clear()
+                jax.clear_caches()  # or the second engine would trace and lower less than the first one of a process
+                began = time.perf_counter()
+                with bench_engine(case, target, head, case.context, CHUNK, compile_cache=folder, **options) as engine:
+                    ready = time.perf_counter()
+                    engine.generate([1], SamplingParams(max_tokens=2, temperature=0.0))
+                seconds, answer = ready - began, time.perf_counter() - ready
+                programs = engine.lower_seconds, engine.compile_seconds
+                yield Startup(start, case.tree, seconds, answer, events.count(ASKED), events.count(HIT), *programs)
+    finally:  # later engines of this process must not look for the folder that is gone
+        jax.monitoring.unregister_event_listener(listen)
+        jax.config.update("jax_compilation_cache_dir", kept)
+        compilation_cache.reset_cache()
 
 
 def run_startup(arguments: argparse.Namespace) -> Report:
-    cases = {case.tree: case for case in step.cases_of(arguments)}  # by tree: the largest batch and context
-    models = step.models_of(list(cases.values()))
+    cases = [case for case in step.cases_of(arguments) if case.batch == max(arguments.batch)]  # one for all batches
+    models = step.models_of(cases)
     options: dict[str, Any] = dict(buckets=tuple(arguments.batch), prefill_buckets=None)
-    results = (start for case in cases.values() for start in measure_startup(case, *models, **options))
+    results = (start for case in cases for start in measure_startup(case, *models, **options))
     return Report(f"start of an engine for batches of {arguments.batch}, texts up to --context", results)
 
 
