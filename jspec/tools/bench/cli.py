@@ -16,12 +16,7 @@ STEP_OPTIONS = (*step.OPTIONS, *step_costs.OPTIONS, *host.OPTIONS, MEASURE)
 
 
 COMMANDS = (
-    Command(
-        "step",
-        "time of a decoding step beside its floor",
-        lambda arguments: STEP[arguments.measure](arguments),
-        STEP_OPTIONS,
-    ),
+    Command("step", "time of a decoding step beside its floor", lambda a: STEP[a.measure](a), STEP_OPTIONS),
     Command("kernels", "attention and products by themselves, beside their floors", kernels.run, kernels.OPTIONS),
     Command("acceptance", "how much is accepted", acceptance.run, (*acceptance.OPTIONS, *pair.OPTIONS)),
     Command("throughput", "tokens/s at a stated, synthetic acceptance", throughput.run, throughput.OPTIONS),

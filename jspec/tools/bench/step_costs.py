@@ -253,8 +253,8 @@ class Startup:
     tree: Annotated[Tree | None, Column("tree", tree_name)]
     seconds: Annotated[float, Column("engine s", ".1f")]  # until the engine can serve
     answer: Annotated[float, Column("first answer s", ".1f")]
-    asked: Annotated[int, Column("programs")]  # number of programs looked up in the folder, small ones included
-    hits: Annotated[int, Column("found")]  # number of programs found there
+    asked: Annotated[int, Column("programs")]  # programs looked up in the folder, small ones included
+    hits: Annotated[int, Column("found")]  # of these
     # Seconds to trace and lower each program, one after the other, and to compile or load each, side by side.
     lower: Annotated[dict[str, float], Column("lower s", lambda own: f"{sum(own.values()):.1f}")]
     compile: Annotated[dict[str, float], Column("compile s", lambda own: f"{sum(own.values()):.1f}")]
