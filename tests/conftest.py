@@ -45,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the platform and XLA's flags before anything imports jax or our packages."""
     wanted = re.findall(r"\w+", re.sub(r"\bnot \w+", "", config.getoption("-m") or ""))
     flags: list[str] = []
-    if not any(mark in wanted for mark in DEVICE_MARKS):
+    if any(mark in wanted for mark in DEVICE_MARKS):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share the GPU
+    else:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         flags += cpu_flags(is_timed="timing" in wanted)
     gc.set_threshold(
