@@ -17,8 +17,8 @@ from jspec import Engine, SamplingParams
 from jspec.engine.callers import loop
 from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.input.penalty_input import pack_controls
+from jspec.engine.request import token_logprobs
 from jspec.engine.request.metrics import Metrics
-from jspec.engine.request.request import token_logprobs
 from jspec.engine.schedule import scheduler
 from tests.support import brittle, engines, lettered
 

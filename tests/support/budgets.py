@@ -23,7 +23,7 @@ BUDGETS = {
     "tests/engine/test_distribution.py": 12,
     "tests/engine/test_draft_device.py": 45,
     "tests/engine/test_engine_thread.py": 13,
-    "tests/engine/test_family_drafts.py": 11,
+    "tests/engine/test_family_drafts.py": 14,
     "tests/engine/test_family_engines.py": 26,
     "tests/engine/test_given_device.py": 9,
     "tests/engine/test_grammar_decoding.py": 13,
