@@ -56,7 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis tries the same examples in every run; --hypothesis-profile=default draws others.
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("repeatable")
-    os.environ.setdefault("XDG_CACHE_HOME", str(kept_programs()))
+    if "XDG_CACHE_HOME" not in os.environ:  # workers, and runs within tests, inherit it
+        folder = kept_programs()
+        os.environ["XDG_CACHE_HOME"] = str(folder)
+        config.add_cleanup(lambda: (folder / UNFINISHED).unlink(missing_ok=True))
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
     register_costs(config)
     if config.getoption("--typecheck"):
@@ -90,12 +93,11 @@ def kept_programs() -> Path:
     """
     folder = REPOSITORY / ".pytest_cache" / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        files = list((folder / "jspec").rglob("*-cache"))
-        if (folder / UNFINISHED).exists() or sum(file.stat().st_size for file in files) > MOST_KEPT:
-            for file in files:
-                file.unlink(missing_ok=True)
-        (folder / UNFINISHED).touch()
+    files = list((folder / "jspec").rglob("*-cache"))
+    if (folder / UNFINISHED).exists() or sum(file.stat().st_size for file in files) > MOST_KEPT:
+        for file in files:
+            file.unlink(missing_ok=True)
+    (folder / UNFINISHED).touch()
     return folder
 
 
@@ -147,11 +149,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first, so that two workers that share the files end at about equal times."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        (REPOSITORY / ".pytest_cache" / "compiled" / UNFINISHED).unlink(missing_ok=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
