@@ -110,7 +110,9 @@ def scored_reference(scaled_logits, seed, first, offsets, ids, noise, *controls,
         if noise is None:
             drawn = gumbel_noise(seed, first + offsets.ravel(), tokens, purpose=purpose)
         else:
-            drawn = noise.reshape(len(logits), -1)[:, tokens]
+            drawn = noise.reshape(len(logits), -1)
+            if ids is not None or drawn.shape[1] != len(tokens):  # without a gather of all columns
+                drawn = drawn[:, tokens]
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         threshold = sampling_threshold(logits, *controls, implementation="reference")
         scores = jnp.where(logits < threshold[:, None], -jnp.inf, tempered + drawn)  # keeps NaN
