@@ -23,10 +23,11 @@ from jspec.draft.eagle_formats import Parts
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Overrides
 from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
+from jspec.models.checks import unsupported
 from jspec.models.hf_config import SLIDING
-from jspec.models.layer_config import GQA, unsupported
+from jspec.models.layer_config import GQA
 from jspec.models.load import Format, check_count, with_scheme
-from jspec.models.params import Params, ParamSpec
+from jspec.models.param_spec import Params, ParamSpec
 
 READ = {  # keys of `dflash_config` that are read
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),

@@ -28,7 +28,8 @@ from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
+from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
+from jspec.models.params import layer_params
 from jspec.models.rope import tables
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from pallas_kernels.attention.rope_append import KEYS, HeadTransform

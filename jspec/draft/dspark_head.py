@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead
 from jspec.draft.head_config import DSparkConfig
 from jspec.models.layers import logits_of
-from jspec.models.params import ParamSpec, prefixed
+from jspec.models.param_spec import ParamSpec, prefixed
 from pallas_kernels.layers.quantized import matmul
 
 

@@ -31,9 +31,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.records import KVCache, TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
-from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part
+from jspec.models.block import Norm, attention_part, mlp_part
+from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import limited
-from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
+from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
+from jspec.models.params import layer_params
 from jspec.models.tensor_parallel import place, put
 from pallas_kernels.layers.quantized import (
     Inputs,

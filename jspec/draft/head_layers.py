@@ -14,11 +14,12 @@ from typing import Any
 
 from convert.detect import bare_name
 from convert.fields import Fields
+from jspec.models.checks import unsupported
 from jspec.models.families.llama import Llama
 from jspec.models.families.phi import Phi3
 from jspec.models.families.qwen import Qwen, Qwen2, Qwen3
 from jspec.models.hf_config import read_layer_types
-from jspec.models.layer_config import GQA, unsupported
+from jspec.models.layer_config import GQA
 from jspec.models.weight_map import LAYER, Names
 
 

@@ -16,8 +16,9 @@ from convert.sources import Shape, Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_layers import tensor_names
-from jspec.models.layer_config import unsupported
-from jspec.models.params import Params, rows
+from jspec.models.checks import unsupported
+from jspec.models.param_spec import Params
+from jspec.models.params import rows
 from jspec.models.weight_map import layer_tensors, rotated_first
 
 TENSORS = {

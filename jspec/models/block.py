@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from jspec.core.records import TokenBatch
@@ -24,6 +23,7 @@ from jspec.models.attention import attend, project, project_and_attend
 from jspec.models.experts import mix_experts
 from jspec.models.latent_attention import expand_values, write_latents
 from jspec.models.layer_config import MLA, LayerConfig
+from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.rope import tables
@@ -37,46 +37,6 @@ from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
-
-
-optional = partial(struct.field, default=None, kw_only=True)  # declares a weight that not every layer has
-
-
-@struct.dataclass
-class LayerWeights:
-    """The weights of one decoder layer; linear weights are [out, in].
-
-    ``inputs`` is the number of input channels of the fused QKV projection. It equals the hidden size, except in layer 0
-    of an EAGLE-3 head, where it is twice the hidden size.
-    """
-
-    qkv: Weight  # fused QKV projection [(heads + 2 kv_heads) * head_dim, inputs]
-    o: Weight  # output projection of the attention [hidden, heads * head_dim]
-    # Further weights; None: the layer has no such weight. The norms' size is head_dim, or that of all heads.
-    gate_up: Weight | None = optional()  # fused gate and up projections [2 * intermediate, hidden]
-    down: Weight | None = optional()  # down projection [hidden, intermediate]
-    mlp_norm: Float[Array, "hidden"] | None = optional()  # norm before the feed-forward
-    attn_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the attention's output
-    mlp_post_norm: Float[Array, "hidden"] | None = optional()  # norm of the feed-forward's output
-    qkv_bias: Float[Array, "qkv"] | None = optional()  # bias of qkv
-    o_bias: Float[Array, "hidden"] | None = optional()  # bias of o
-    q_norm: Float[Array, "size"] | None = optional()  # norm of the query heads
-    k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
-    output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
-    sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
-    # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors (`jspec.models.params`).
-    q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
-    k_up: Float[Array, "plain latent"] | None = optional()  # keys from the latent vector [heads * plain, latent]
-    v_up: Float[Array, "values latent"] | None = optional()  # values from the latent vector [heads * value_dim, latent]
-    # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one. It may be
-    # among the experts instead, behind those of the router (`jspec.models.shared_expert`).
-    router: Float[Array, "experts hidden"] | None = optional()
-    router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
-    router_correction: Float[Array, "experts"] | None = optional()  # correction of the scores, for the choice only
-    experts_gate_up: Weight | None = optional()  # gate and up of each expert [experts, 2 * width, hidden]
-    experts_down: Weight | None = optional()  # down projection of each expert [experts, hidden, width]
-    experts_gate_up_bias: Float[Array, "experts twice"] | None = optional()
-    experts_down_bias: Float[Array, "experts hidden"] | None = optional()
 
 
 def attention_part(

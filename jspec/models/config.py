@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 from convert.fields import CheckpointError, Fields, listed, require
-from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope, positive, unsupported
+from jspec.models.checks import positive, unsupported
+from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Dense, Experts, Router
+from jspec.models.rope import Rope
 
 MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
 

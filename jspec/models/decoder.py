@@ -18,11 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models import load
-from jspec.models.block import LayerWeights, Norm, attention_part, mlp_part, optional
+from jspec.models.block import Norm, attention_part, mlp_part
 from jspec.models.config import ModelConfig
+from jspec.models.layer_weights import LayerWeights, optional
 from jspec.models.layers import head_product, limited, product
 from jspec.models.mlp_config import Dense
-from jspec.models.params import Params, model_params
+from jspec.models.param_spec import Params
+from jspec.models.params import model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.shared_expert import dense_weights, is_joined
@@ -21,9 +22,6 @@ from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
-
-if TYPE_CHECKING:
-    from jspec.models.block import LayerWeights
 
 # Most choices of all rows, shared experts among them, with which these are multiplied as the others are. With more
 # rows dense products take less time, or nearly so (NOTES.md).

@@ -24,7 +24,7 @@ import numpy as np
 from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
-from jspec.models.layer_config import unsupported
+from jspec.models.checks import unsupported
 from jspec.models.quantized_config import Scheme
 from pallas_kernels.layers import expert_bytes
 from pallas_kernels.layers.int4 import block_of, pack

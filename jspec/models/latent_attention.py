@@ -9,22 +9,20 @@ one key-value head: keys [c, r], values c.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from jspec.models.layer_config import MLA
+from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import product
 from jspec.models.rope import tables
 from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
-
-if TYPE_CHECKING:
-    from jspec.models.block import LayerWeights
 
 
 def write_latents(

@@ -30,7 +30,8 @@ from jspec.core.progress import progress_bar
 from jspec.models import families, tensor_parallel
 from jspec.models.config import MAX_LAYERS, DecoderConfig, ModelConfig
 from jspec.models.int4_rows import PACKED
-from jspec.models.params import Params, model_params
+from jspec.models.param_spec import Params
+from jspec.models.params import model_params
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
 from jspec.models.quantized_config import CONFIG, read_scheme
 from jspec.models.quantized_rows import quantized_rows

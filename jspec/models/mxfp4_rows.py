@@ -18,7 +18,7 @@ import numpy as np
 from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Source, Tensor
-from jspec.models.layer_config import unsupported
+from jspec.models.checks import unsupported
 from pallas_kernels.layers.expert_bytes import pack
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors

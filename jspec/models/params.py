@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,55 +17,15 @@ import jax.numpy as jnp
 
 from convert.huggingface import MapRow, side_by_side, stacked
 from convert.orbax import unflatten
-from convert.sources import Shape
 from jspec.models.config import ModelConfig
 from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Dense, Experts
+from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.quantize import quantize_parameters
 
 
-@dataclass(frozen=True)
-class ParamSpec:
-    """The declaration of one parameter.
-
-    Attributes:
-        shape: shape of the parameter; linear weights are [out, in].
-        axes: name of each axis.
-        init: values of random weights: "normal" (standard deviation 1 / sqrt(in)), "ones", "zeros" or "range"
-            (0, 1, 2, ...).
-        dtype: dtype of the parameter; None: the dtype of the model.
-        parts: for a parameter that is fused from several checkpoint tensors along axis 0, the sizes of these tensors
-            along axis 0, in order; (): the parameter is one tensor.
-        unit: number of rows that must stay together if the parameter is divided over devices, such as those of a head;
-            or this number for each part. A part that is one unit is on every device.
-    """
-
-    shape: Shape
-    axes: tuple[str, ...]
-    init: str = "normal"
-    dtype: str | None = None
-    parts: tuple[int, ...] = ()
-    unit: int | tuple[int, ...] = 1
-
-    def __post_init__(self) -> None:
-        assert len(self.axes) == len(self.shape), self
-        assert not self.parts or sum(self.parts) == self.shape[0], self
-
-    def part_shapes(self) -> list[Shape]:
-        """Shapes of the checkpoint's tensors that are concatenated to this parameter."""
-        return [(rows, *self.shape[1:]) for rows in self.parts or self.shape[:1]]
-
-
-Params = Mapping[str, ParamSpec]  # parameter name -> declaration
-
-
-def norm(size: int, axis: str = "hidden", dtype: str | None = None) -> ParamSpec:
-    """Declare the weight of a norm over ``size`` channels."""
-    return ParamSpec((size,), (axis,), init="ones", dtype=dtype)
-
-
 def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str | None = None) -> dict[str, ParamSpec]:
-    """Declare the parameters of a decoder layer, by field name of `jspec.models.block.LayerWeights`.
+    """Declare the parameters of a decoder layer, by field name of `jspec.models.layer_weights.LayerWeights`.
 
     Args:
         layer: config of the layer.
@@ -170,11 +130,6 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
         params |= prefixed(f"layers.{index}", own)
     params["norm"] = norm(hidden, dtype=norm_dtype)
     return params if config.tie_word_embeddings else params | {"head": vocab}
-
-
-def prefixed(prefix: str, params: Params) -> dict[str, ParamSpec]:
-    """Return the declarations with ``prefix.`` before each parameter name."""
-    return {f"{prefix}.{name}": spec for name, spec in params.items()}
 
 
 def rows(params: Params, tensors: Mapping[str, Sequence[str]]) -> list[MapRow]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.fields import CheckpointError, Fields, named, read_json, require
-from jspec.models.layer_config import unsupported
+from jspec.models.checks import unsupported
 
 CONFIG = "quantization_config"  # key of config.json
 MODELOPT = "hf_quant_config.json"  # file in which older versions of ModelOpt describe the quantisation

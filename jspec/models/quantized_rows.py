@@ -21,8 +21,8 @@ import numpy as np
 from convert.fields import CheckpointError, listed, short
 from convert.huggingface import MapRow, cast, is_stacked, selected, unselected
 from convert.sources import FLOAT8, Shape, Source, Tensor
+from jspec.models.checks import unsupported
 from jspec.models.int4_rows import check_scales, packed_name, split_int4
-from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme

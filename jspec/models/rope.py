@@ -1,16 +1,116 @@
-"""The tables of rotary position embeddings (RoFormer, arXiv:2104.09864, section 3.4.2): cosines and sines."""
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864, section 3.4.2): their config, cosines and sines."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.models.layer_config import Rope
+from convert.fields import CheckpointError, short
+from jspec.models.checks import positive, unsupported
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary position embedding (arXiv:2104.09864); `tables` computes its cosines and sines.
+
+    Attributes:
+        theta: rotary base.
+        kind: "default"; "linear" and "dynamic" (position interpolation, arXiv:2306.15595, and its form that depends on
+            the length); "llama3", the scaling of Llama 3.1; "yarn" (arXiv:2309.00071); "longrope" (arXiv:2402.13753);
+            "proportional": channels i and i + half of the whole head are rotated together, with the frequencies of a
+            head that is rotated as a whole, of which only the first ones are used (Gemma 4); "none": no rotation.
+        fraction: part of a head's channels that is rotated; the others keep their values at every position.
+        factor: divisor of low frequencies ("llama3", "yarn") or of all frequencies ("linear", "dynamic",
+            "proportional").
+        original_max_position: context length before the scaling, in tokens ("dynamic": the longest without it).
+        low_freq_factor, high_freq_factor: "llama3": limits of the interpolated frequencies, in rotations per
+            ``original_max_position``.
+        beta_fast, beta_slow: "yarn": limits of the interpolated frequencies, in the same unit.
+        truncate: "yarn": round these limits to whole channels.
+        attention_factor: factor of cosines and sines.
+        short_factors, long_factors: "longrope": divisor of each frequency, for texts of up to
+            ``original_max_position`` tokens and for longer texts [rotated channels / 2].
+        is_long: "longrope": use ``long_factors``.
+        temperature: factor b of 1 + b * ln(1 + position // original_max_position), which multiplies rotated queries
+            (Ministral 3, arXiv:2501.19399); 0: none.
+        temperature_offset: number that is added to the position in this factor (Llama 4: 1).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    fraction: float = 1.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
+    temperature: float = 0.0
+    temperature_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise unsupported("rope type", self.kind, " or ".join(map(repr, ROPE_KINDS)))
+        positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
+        if self.fraction > 1:
+            raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
+        if self.kind not in ("default", "linear", "proportional", "none") or self.temperature:
+            positive("rope", self, ("original_max_position",))
+        if self.kind == "llama3":
+            positive("rope", self, ("low_freq_factor",))
+            if self.high_freq_factor < self.low_freq_factor:
+                raise CheckpointError(
+                    "rope", f"expected high_freq_factor >= low_freq_factor, got {self.high_freq_factor} and "
+                    f"{self.low_freq_factor}; correct config.json",
+                )  # fmt: skip
+        if self.kind == "yarn":
+            positive("rope", self, ("beta_fast", "beta_slow"))
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of a head's channels that are rotated, or that could be ("proportional")."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.fraction)
+
+    def for_length(self, max_len: int) -> Rope:
+        """Return the embedding for texts of up to ``max_len`` tokens; `DecoderConfig.for_length` documents errors."""
+        if self.kind == "dynamic" and max_len > self.original_max_position:
+            raise unsupported(
+                "max_len", max_len, f"at most {self.original_max_position} with rotary embeddings of type 'dynamic'"
+            )
+        return replace(self, is_long=self.kind == "longrope" and max_len > self.original_max_position)
+
+    def check(self, head_dim: int) -> None:
+        """Check the values that depend on the head's number of channels.
+
+        Raises:
+            ValueError: the number of rotated channels is odd, or "longrope" has another number of factors.
+        """
+        rotated = self.rotated(head_dim)
+        if rotated % 2 or not rotated:
+            raise CheckpointError(
+                "partial_rotary_factor",
+                f"expected to rotate an even number of channels, got {rotated} of {head_dim}; correct config.json",
+            )
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if self.kind == "longrope" and (len(factors) != rotated // 2 or not min(factors) > 0):
+                raise CheckpointError(
+                    name, f"expected {rotated // 2} numbers above 0, got {short(list(factors))}; correct config.json"
+                )
+
+
+PLAIN = Rope()  # without a scaling
 
 
 def tables(

@@ -29,7 +29,7 @@ from jspec.core.records import KVCache
 from jspec.models.config import DecoderConfig
 from jspec.models.layer_config import LayerConfig, check_divided
 from jspec.models.mlp_config import Dense, Experts
-from jspec.models.params import Params, ParamSpec
+from jspec.models.param_spec import Params, ParamSpec
 from jspec.models.shared_expert import check_apart
 from pallas_kernels.layers.int4 import reblocked
 from pallas_kernels.layers.quantized import Quantized

@@ -9,7 +9,8 @@ import numpy as np
 from convert.huggingface import MapRow, mapped, same, selected, stacked
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.layer_config import GQA, MLA
-from jspec.models.params import Params, model_params, rows
+from jspec.models.param_spec import Params
+from jspec.models.params import model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}

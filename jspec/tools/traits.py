@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
+from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Dense, Experts
+from jspec.models.rope import Rope
 
 NORMS = {
     "pre": "before attention and feed-forward",

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jspec.models.block import LayerWeights
 from jspec.models.layer_config import LayerConfig
+from jspec.models.layer_weights import LayerWeights
 from jspec.models.rope import tables
 from jspec.train.rows import Rows
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient

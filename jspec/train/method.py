@@ -17,7 +17,7 @@ from jspec.draft.head_pair import check_fit
 from jspec.models.decoder import Model
 from jspec.models.layer_config import GQA
 from jspec.models.mlp_config import Dense
-from jspec.models.params import Params
+from jspec.models.param_spec import Params
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed

@@ -21,7 +21,7 @@ from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, default_states
 from jspec.draft.medusa import Medusa, MedusaConfig, MedusaHeads, medusa_params
 from jspec.models.decoder import Model
-from jspec.models.layer_config import Rope
+from jspec.models.rope import Rope
 from jspec.train import dflash, dspark, eagle3, medusa, write
 from jspec.train.blocks import choose_blocks, spread_states
 from jspec.train.copied import copied

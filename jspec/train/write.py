@@ -22,10 +22,10 @@ from jspec.draft.head_layers import LAYER_TENSORS
 from jspec.draft.head_weights import TENSORS
 from jspec.draft.medusa import MedusaHeads
 from jspec.draft.medusa import head_weights as medusa_weights
+from jspec.models.checks import unsupported
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import unsupported
 from jspec.models.mlp_config import Dense
-from jspec.models.params import Params
+from jspec.models.param_spec import Params
 from jspec.models.weight_map import layer_tensors
 from jspec.train.files import write_text
 

@@ -22,7 +22,8 @@ from jspec.engine.run.core import EngineCore
 from jspec.engine.schedule.scheduler import Scheduler
 from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
-from jspec.models.params import ParamSpec, model_params
+from jspec.models.param_spec import ParamSpec
+from jspec.models.params import model_params
 from jspec.step.program import init_state
 from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
 from jspec.tools.bench.host import HostTime, measure_host, ready_engine

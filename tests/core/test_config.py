@@ -12,7 +12,9 @@ from jspec.draft.eagle_formats import read_head
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
-from jspec.models.layer_config import GQA, Dense, LayerConfig, Rope
+from jspec.models.layer_config import GQA, LayerConfig
+from jspec.models.mlp_config import Dense
+from jspec.models.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once

@@ -8,7 +8,7 @@ import pytest
 
 from jspec.draft.eagle_formats import read_head
 from jspec.draft.head_config import HeadConfig, Overrides
-from jspec.models.layer_config import Rope
+from jspec.models.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once

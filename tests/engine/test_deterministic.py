@@ -16,10 +16,11 @@ from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.records import KVCache, TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.deterministic import check_deterministic
-from jspec.models.layer_config import MLA, Rope
+from jspec.models.layer_config import MLA
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import model_params, random_weights
 from jspec.models.quantize import quantize_weights
+from jspec.models.rope import Rope
 from jspec.tools.bench import random_models
 from tests.support import tiny
 

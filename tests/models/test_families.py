@@ -13,8 +13,9 @@ import pytest
 
 from jspec import Model
 from jspec.models.decoder import TargetOut
-from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope
+from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Experts
+from jspec.models.rope import Rope
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from tests.support import tiny

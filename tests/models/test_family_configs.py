@@ -14,7 +14,7 @@ from convert.fields import CheckpointError
 from jspec import Model
 from jspec.models import families
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import Rope
+from jspec.models.rope import Rope
 from jspec.tools.testing import last_logits
 from tests.support import folders, tiny
 from tests.support.folders import TARGET

@@ -20,7 +20,8 @@ from jspec import Model, distributed
 from jspec.draft.auto import load_drafter
 from jspec.draft.eagle import Eagle3
 from jspec.models import load
-from jspec.models.params import ParamSpec, model_params
+from jspec.models.param_spec import ParamSpec
+from jspec.models.params import model_params
 from jspec.models.quantize import quantize_weights
 from jspec.models.tensor_parallel import compare_folder, device_rows, layout, local_shapes, mesh_of, place, spec_of
 from jspec.tools.convert import main

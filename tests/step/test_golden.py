@@ -16,7 +16,7 @@ from jspec.draft import eagle
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
 from jspec.models.kv_cache import PoolShape
-from jspec.models.layer_config import Rope
+from jspec.models.rope import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.quantized import reduce_partials

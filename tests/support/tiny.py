@@ -25,8 +25,9 @@ from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
-from jspec.models.layer_config import Rope
-from jspec.models.params import Params, ParamSpec, model_params
+from jspec.models.param_spec import Params, ParamSpec
+from jspec.models.params import model_params
+from jspec.models.rope import Rope
 from jspec.tools import check_head
 
 

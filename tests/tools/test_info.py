@@ -11,7 +11,9 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.draft.draft_model import MAX_PADDING
-from jspec.models.layer_config import GQA, MLA, Dense, LayerConfig, Rope
+from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.mlp_config import Dense
+from jspec.models.rope import Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
 from jspec.tools.traits import describe_layers, describe_rope

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from convert.fields import Fields
+from jspec.models.checks import unsupported
 from jspec.models.config import DecoderConfig
 from jspec.models.families import register
 from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
-from jspec.models.layer_config import GQA, MLA, Rope, unsupported
+from jspec.models.layer_config import GQA, MLA
 from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import yarn_magnitude
+from jspec.models.rope import Rope, yarn_magnitude
 from jspec.models.weight_map import LAYER, Names
 
 CACHED, QUERY = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.{}.weight"

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.checks import unsupported
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
-from jspec.models.layer_config import GQA, Rope, unsupported
+from jspec.models.layer_config import GQA
+from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER
 
 DEFAULTS = {

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import MapRow
+from jspec.models.checks import unsupported
 from jspec.models.config import DecoderConfig, ModelConfig
 from jspec.models.families import register
 from jspec.models.hf_config import (
@@ -21,8 +22,9 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
-from jspec.models.layer_config import GQA, MLA, LayerConfig, Rope, unsupported
+from jspec.models.layer_config import GQA, MLA, LayerConfig
 from jspec.models.mlp_config import Dense, Experts
+from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER, Names, model_rows
 
 

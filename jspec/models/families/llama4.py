@@ -12,8 +12,9 @@ from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import CHUNKED, FULL, read_layer_types, read_rope_layers
-from jspec.models.layer_config import GQA, Rope
+from jspec.models.layer_config import GQA
 from jspec.models.mlp_config import Dense, Experts, Router
+from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER, Names, input_major, model_rows
 
 MLP, SHARED, EXPERTS = "feed_forward", "feed_forward.shared_expert", "feed_forward.experts"

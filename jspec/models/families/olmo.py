@@ -9,7 +9,7 @@ from convert.fields import Fields
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types
-from jspec.models.layer_config import Rope
+from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER
 
 

@@ -10,7 +10,8 @@ from convert.fields import Fields
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers, read_ropes
-from jspec.models.layer_config import LayerConfig, Rope
+from jspec.models.layer_config import LayerConfig
+from jspec.models.rope import Rope
 
 NO_ROPE = Rope(kind="none")
 

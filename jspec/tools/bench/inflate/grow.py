@@ -25,7 +25,8 @@ from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.layer_config import GQA, Dense, LayerConfig
+from jspec.models.layer_config import GQA, LayerConfig
+from jspec.models.mlp_config import Dense
 from jspec.models.quantize import quantized_as
 from jspec.tools.bench import random_models
 
