@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,30 @@ from jspec.core.packing import Packing
 from jspec.core.prompt_blocks import MAX_STOP_IDS, UNLIMITED, block_rows, padded
 
 
-@struct.dataclass
-class KVCache:
-    """A paged KV cache: one pool of keys and one of values per layer, [pages, kv_heads, page_size, head_dim].
+class LayerState:
+    """What a layer keeps of the tokens of all slots from one step to the next.
 
-    A layer with latent attention has its latent vectors in the pool of values, [pages, 1, page_size, latent], and the
-    rotated keys in the pool of keys, [pages, 1, page_size, rotated].
-
-    Page 0 is the null page, which no request owns.
+    Its kinds are pytrees, such as `jspec.models.kv_cache.KVPool`. The state of a model is a list of them, one a layer.
     """
 
-    k: list[Array]
-    v: list[Array]
+    def specs(self, axis: str) -> Any:
+        """Return the `PartitionSpec` of the arrays if the model's heads are divided over a mesh axis, as a prefix."""
+        raise NotImplementedError
+
+    @classmethod
+    def move_rows(
+        cls, states: Sequence[Self], view: SlotView, source: Array, target: Array, moved: Array
+    ) -> list[Self]:
+        """Move what the layers keep of the tokens of an accepted path to the places of committed tokens.
+
+        Args:
+            states: states of this kind, of several layers.
+            view: the slots of the batch.
+            source: present row of each token of the path, counted from a row's root, [batch, depth + 1].
+            target: row of each token after the move, [batch, depth + 1].
+            moved: whether each token is moved, [batch, depth + 1].
+        """
+        raise NotImplementedError
 
 
 @struct.dataclass
@@ -110,7 +122,7 @@ class SlotState:
     remaining: Int[Array, "slots"]  # number of tokens that may still be emitted
     page_table: Int[Array, "slots pages"]  # page number of each block of cache rows; 0 after the slot's last page
     sampling: Sampling
-    target: KVCache  # without pools on devices that have only the draft model
+    target: Sequence[LayerState]  # a list: of each layer; empty on devices that have only the draft model
     draft: Any  # the drafter's own pytree; () on devices that have only the target
     token_history: Int[Array, "pages page_size"] | None = None  # token of each cache row, for drafters that read it
     controls: Controls | None = None  # None: the engine serves no request with penalties or grammars
@@ -119,7 +131,7 @@ class SlotState:
 
 @struct.dataclass
 class SlotView:
-    """The state of the slots in a step's batch, gathered from `SlotState` when the step starts, without KV pools."""
+    """The state of the slots in a step's batch, gathered from `SlotState` when the step starts; no layer's state."""
 
     slots: Int[Array, "batch"]  # slot index of each row; S for padding rows
     root: Int[Array, "batch"]

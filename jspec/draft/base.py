@@ -23,7 +23,7 @@ from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 
 Params = Any
 DraftState = Any

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, UInt32
 
-from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, check_window
 from jspec.draft.dflash_format import dflash_format
@@ -29,7 +29,8 @@ from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import check_fit, common_sizes
 from jspec.draft.pretrained import PretrainedHead
 from jspec.models.decoder import Model, forward
-from jspec.models.kv_cache import PoolShape, create
+from jspec.models.kv_cache import create
+from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
 from pallas_kernels.attention.ancestor_bits import own_bits
 from pallas_kernels.layers.quantized import PartialSums
@@ -120,16 +121,16 @@ class DFlash(PretrainedHead):
             )
         return bind_head(head, target, self.draft_vocab)
 
-    def init(self, params: BoundDFlash, pool: PoolShape) -> KVCache:
+    def init(self, params: BoundDFlash, pool: PoolShape) -> list[KVPool]:
         return create(params.model.config.layers, pool, pool.draft_dtype)
 
     def prefill(
-        self, params: BoundDFlash, state: KVCache, view: SlotView, batch: PromptBatch, features: Array | None
-    ) -> KVCache:
+        self, params: BoundDFlash, state: list[KVPool], view: SlotView, batch: PromptBatch, features: Array | None
+    ) -> list[KVPool]:
         assert features is not None
         return write_context(params, state, batch, features)
 
-    def draft(self, params: BoundDFlash, state: KVCache, view: SlotView) -> tuple[Draft, KVCache]:
+    def draft(self, params: BoundDFlash, state: list[KVPool], view: SlotView) -> tuple[Draft, list[KVPool]]:
         with jax.named_scope("block"):
             block, cache = self.run_block(params, state, view)
         return expand_block(self.tree, view, params.vocabulary, block.logits), cache
@@ -137,12 +138,12 @@ class DFlash(PretrainedHead):
     def commit(
         self,
         params: BoundDFlash,
-        state: KVCache,
+        state: list[KVPool],
         view: SlotView,
         draft: Draft,
         verdict: Verdict,
         features: Array | None,
-    ) -> KVCache:
+    ) -> list[KVPool]:
         assert features is not None
         accepted = jnp.take_along_axis(features, jnp.maximum(verdict.path, 0)[..., None], axis=1)
         rows = _new_rows(view, jnp.maximum(verdict.tokens, 0))
@@ -150,7 +151,7 @@ class DFlash(PretrainedHead):
         rows = replace(rows, valid=rows.valid & (steps < verdict.counts[:, None]))
         return write_context(params, state, rows, accepted)
 
-    def run_block(self, params: BoundDFlash, cache: KVCache, view: SlotView) -> tuple[DraftedBlock, KVCache]:
+    def run_block(self, params: BoundDFlash, cache: list[KVPool], view: SlotView) -> tuple[DraftedBlock, list[KVPool]]:
         """Run the head on the root and the mask tokens; return what drafts, and the draft cache."""
         first = 0 if self.head.config.sample_from_anchor else 1  # place in the block of the first output that drafts
         rows, size = view.root.shape[0], self.tree.depth + first

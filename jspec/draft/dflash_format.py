@@ -25,8 +25,8 @@ from jspec.draft.head_layers import FAMILIES, check_tensors
 from jspec.draft.head_weights import weight_rows
 from jspec.models.checks import unsupported
 from jspec.models.hf_config import SLIDING
-from jspec.models.layer_config import GQA
 from jspec.models.load import Format, check_count, with_scheme
+from jspec.models.mixers.gqa import GQA
 from jspec.models.param_spec import Params, ParamSpec
 
 READ = {  # keys of `dflash_config` that are read
@@ -112,7 +112,7 @@ def read_dflash(
     if family not in LAYERS:
         raise unsupported("model_type", family, " or ".join(map(repr, LAYERS)) + " for the layers of a DFlash head")
     read = FAMILIES[family].decoder(_with_windows(parts), rope_theta=overrides.rope_theta)
-    layers = tuple(replace(layer, attention=_in_block(layer.attention, parts)) for layer in read["layers"])
+    layers = tuple(replace(layer, mixer=_in_block(layer.attention, parts)) for layer in read["layers"])
     record, heads = (DSparkConfig, _heads(parts)) if kind == "dspark" else (DFlashConfig, _no_heads(parts))
     return record(
         **{**read, "layers": layers},

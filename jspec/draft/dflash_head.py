@@ -22,12 +22,13 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
+from jspec.models.kv_pool import KVPool
 from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.params import layer_params
 from jspec.models.rope import tables
@@ -108,7 +109,7 @@ class Context:
         """Return the declarations of the weights, by name."""
         config = self.config
         sizes = tuple(layer.gqa.kv_size for layer in config.layers for _ in ("keys", "values"))
-        shape, unit = (sum(sizes), config.hidden_size), config.layers[0].attention.head_dim
+        shape, unit = (sum(sizes), config.hidden_size), config.layers[0].gqa.head_dim
         kv = ParamSpec(shape, ("heads", "hidden"), parts=sizes, unit=unit)
         return {"fc": _fc(config), "hidden_norm": norm(config.hidden_size), "kv": kv}
 
@@ -175,8 +176,8 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
 
 
 def write_context(
-    head: BoundDFlash, cache: KVCache, batch: TokenBatch, features: Float[Array, "batch tokens features"]
-) -> KVCache:
+    head: BoundDFlash, cache: list[KVPool], batch: TokenBatch, features: Float[Array, "batch tokens features"]
+) -> list[KVPool]:
     """Write the keys and values of committed tokens to the draft cache, and return the cache.
 
     Args:
@@ -188,8 +189,9 @@ def write_context(
     with jax.named_scope("context"):
         projected, transforms = _project(head, features), _transforms(head, batch.positions)
         rows = (batch.page_table, batch.first_row, batch.valid)
-        k, v = append_layers(cache.k, cache.v, projected, transforms, *rows, implementation=batch.implementation)
-    return KVCache(k=k, v=v)
+        pools = [pool.k for pool in cache], [pool.v for pool in cache]
+        k, v = append_layers(*pools, projected, transforms, *rows, implementation=batch.implementation)
+    return list(map(KVPool, k, v))
 
 
 def context_keys(

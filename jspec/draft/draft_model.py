@@ -17,7 +17,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
@@ -33,7 +33,8 @@ from jspec.draft.pretrained import Pretrained
 from jspec.models.config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.devices import Place, mesh_over
-from jspec.models.kv_cache import PoolShape, commit, create
+from jspec.models.kv_cache import commit, create
+from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format, target_format
 from jspec.models.tensor_parallel import local_config, place
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
@@ -82,7 +83,7 @@ class DraftModelState:
     the last committed token exists already, it is not written again, because its page may be shared.
     """
 
-    cache: KVCache  # KV cache of the draft model
+    cache: list[KVPool]  # KV cache of the draft model
     previous: Int[Array, "slots"]  # last committed token if its row is missing, else -1
     rows: Int[Array, "slots nodes"]  # cache row of each node of the last draft; the root's is 0; -1: no row
 
@@ -208,7 +209,7 @@ class DraftModel(Pretrained):
 
         assert out.product is not None
 
-        def run_level(cache: KVCache, level: Level) -> tuple[PartialSums, KVCache]:
+        def run_level(cache: list[KVPool], level: Level) -> tuple[PartialSums, list[KVPool]]:
             return _run_level(params, cache, view, level, self.draft_window)
 
         logits = params.common(out.product)
@@ -261,13 +262,13 @@ def _check_width(tree: Tree, size: int) -> None:
 
 def _run_root(
     params: BoundModel,
-    cache: KVCache,
+    cache: list[KVPool],
     view: SlotView,
     previous: Int[Array, "batch"],
     *,
     window: int | None,
     with_logits: bool = True,
-) -> tuple[TargetOut, KVCache]:
+) -> tuple[TargetOut, list[KVPool]]:
     """Run the model on the root, and also on the last committed token if the cache has no row for it.
 
     Args:
@@ -299,8 +300,8 @@ def _run_root(
 
 
 def _run_level(
-    params: BoundModel, cache: KVCache, view: SlotView, level: Level, window: int | None
-) -> tuple[PartialSums, KVCache]:
+    params: BoundModel, cache: list[KVPool], view: SlotView, level: Level, window: int | None
+) -> tuple[PartialSums, list[KVPool]]:
     """Run the model on all nodes of a tree level; return the logits after each node and the new cache."""
     out, cache = forward(params.model, cache, level.batch(view, view.lengths + level.depth, window))
     assert out.product is not None

@@ -17,12 +17,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jspec.core.ancestors import ancestors, depths
-from jspec.core.records import Draft, KVCache, SlotView
+from jspec.core.records import Draft, SlotView
 from jspec.core.shorten import short
 from jspec.draft.dflash import DFlash, DraftedBlock
 from jspec.draft.dspark_head import BoundDSpark, DSparkHead
 from jspec.draft.expand_block import expand_block, expand_corrected
 from jspec.models.decoder import Model
+from jspec.models.kv_pool import KVPool
 
 
 @final
@@ -67,7 +68,7 @@ class DSpark(DFlash):
             markov = replace(markov, project=markov.project[self.draft_vocab])
         return BoundDSpark(**vars(bound), markov=markov, confidence=self.head.confidence)
 
-    def draft(self, params: BoundDSpark, state: KVCache, view: SlotView) -> tuple[Draft, KVCache]:  # type: ignore[override]
+    def draft(self, params: BoundDSpark, state: list[KVPool], view: SlotView) -> tuple[Draft, list[KVPool]]:  # type: ignore[override]
         with jax.named_scope("block"):
             block, cache = self.run_block(params, state, view)
         chosen = (self.tree, view, params.vocabulary, block.logits)

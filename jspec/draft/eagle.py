@@ -21,7 +21,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import Draft, KVCache, PromptBatch, SlotView, TokenBatch, Verdict
+from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
     CHECK_HEAD,
@@ -50,20 +50,22 @@ from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.draft.pretrained import PretrainedHead
-from jspec.models.block import attend_part
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape, create, places
+from jspec.models.kv_cache import create, places
+from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
 from jspec.models.tensor_parallel import place
 from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
+
+Carry = tuple[HeadOut, list[KVPool]]  # what one level of a tree hands to the next
 
 
 @struct.dataclass
 class EagleState:
     """The draft cache, and each slot's pending (feature, token) pairs, whose rows are not in the cache yet."""
 
-    cache: KVCache  # KV cache of the head
+    cache: list[KVPool]  # KV cache of the head
     features: Float[Array, "slots depth1 hidden"]  # feature of each pending pair, after `fuse`
     tokens: Int[Array, "slots depth1"]  # token of each pending pair, one position after the feature
     count: Int[Array, "slots"]  # number of pending pairs; the last one is the root's
@@ -176,7 +178,7 @@ class EagleDrafter(PretrainedHead):
         with jax.named_scope("root"):
             out, product, cache = write_pending_rows(params, state, view, self.draft_window)
 
-        def run_level(carry: tuple[HeadOut, KVCache], level: Level) -> tuple[PartialSums, tuple[HeadOut, KVCache]]:
+        def run_level(carry: Carry, level: Level) -> tuple[PartialSums, Carry]:
             parents, cache = carry
             if not self.tree.is_chain:
                 rows = jnp.arange(level.parents.shape[0])[:, None]
@@ -233,7 +235,7 @@ class Eagle(EagleDrafter):
 
 def write_pending_rows(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None = None, masks: int = 0
-) -> tuple[HeadOut, PartialSums, KVCache]:
+) -> tuple[HeadOut, PartialSums, list[KVPool]]:
     """Write the draft cache rows of the pending pairs, and run the head on the root's pair and the mask pairs after it.
 
     In the last layer, only these pairs run through attention and feed-forward. The other pending pairs need only keys
@@ -253,14 +255,14 @@ def write_pending_rows(
     residual = jnp.take_along_axis(residual, block[..., None], axis=1)
     rows = jnp.broadcast_to(view.root[:, None], block.shape), jnp.broadcast_to(view.active[:, None], block.shape)
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
-    pools = cache.k[-1], cache.v[-1]
-    attended = attend_part(params.layers[-1], params.config.layers[-1], q, pools, pairs, start=FIRST_ROW)
+    attention = params.config.layers[-1].attention
+    attended = attention.attend(params.layers[-1], q, cache[-1], pairs, start=FIRST_ROW)
     return *output_logits(params, attended, residual, view.implementation, rows[1]), cache
 
 
 def _write_pending(
     params: EagleHead, state: EagleState, view: SlotView, window: int | None, masks: int = 0
-) -> tuple[Int[Array, "batch 1"], Array, Array, KVCache]:
+) -> tuple[Int[Array, "batch 1"], Array, Array, list[KVPool]]:
     """Write the draft cache rows of the pending pairs and of the mask pairs after them.
 
     Returns:
@@ -290,7 +292,7 @@ def _feature_before(
     pending = state.features.at[slots, 0].get(mode="fill", fill_value=0)
     if state.page_end_features is None:
         return pending
-    page_size = state.cache.k[0].shape[2]
+    page_size = state.cache[0].page_size
     column = jnp.maximum(first_row // page_size - 1, 0)[:, None]
     page_end = state.page_end_features[jnp.take_along_axis(page_table, column, axis=1)[:, 0]]
     return jnp.where((first_row % page_size == 0)[:, None], page_end, pending)
@@ -306,7 +308,7 @@ def _keep_page_ends(
     """Return ``page_end_features`` with the features of new rows; only valid rows at the end of a page count."""
     if state.page_end_features is None:
         return None
-    shape = (state.page_end_features.shape[0], state.cache.k[0].shape[2])
+    shape = (state.page_end_features.shape[0], state.cache[0].page_size)
     pages, place = places(page_table, rows, valid, shape)
     pages = jnp.where(place == shape[1] - 1, pages, shape[0])
     return state.page_end_features.at[pages].set(features, mode="drop")
@@ -314,12 +316,12 @@ def _keep_page_ends(
 
 def draft_step(
     params: EagleHead,
-    cache: KVCache,
+    cache: list[KVPool],
     view: SlotView,
     level: Level,
     parents: HeadOut,
     window: int | None = None,
-) -> tuple[HeadOut, PartialSums, KVCache]:
+) -> tuple[HeadOut, PartialSums, list[KVPool]]:
     """Run the head on the draft tokens of one tree level; a token's feature is the head's output for its parent.
 
     All nodes of a level have one rotary position: that of their features, one before the position of their tokens.

@@ -28,10 +28,11 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
-from jspec.models.block import Norm, attention_part, mlp_part
+from jspec.models.block import Norm, mlp_part
+from jspec.models.kv_pool import KVPool
 from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import limited
 from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
@@ -355,32 +356,33 @@ def run_layers(
 
 
 def run_on_cache(
-    head: EagleHead, cache: KVCache, pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
-) -> tuple[Any, Array, KVCache]:
+    head: EagleHead, cache: Sequence[KVPool], pairs: TokenBatch, residual: Array, qkv: PartialSums, *, attends: bool
+) -> tuple[Any, Array, list[KVPool]]:
     """Run the layers on (feature, token) pairs that attend to the draft cache, to which each layer writes its rows.
 
     Args:
         head, residual, qkv: arguments of `run_layers`.
-        cache: draft cache.
+        cache: draft cache, of each layer.
         pairs: tokens of the pairs, with positions and cache rows.
         attends: whether to run the last layer's attention; False: stop after its keys and values are written.
 
     Returns:
         The last layer's attended values (its queries if ``attends`` is False), the residual stream and the cache.
     """
-    pools: list[tuple[Array, Array]] = []
+    pools: list[KVPool] = []
 
     def attend(index: int, qkv: PartialSums) -> Any:
-        layer, config, own = head.layers[index], head.config.layers[index], (cache.k[index], cache.v[index])
-        is_needed = attends or index + 1 < len(head.layers)
-        options: dict[str, Any] = {"eps": head.config.norm_eps, "start": FIRST_ROW, "attends": is_needed}
-        out, *new = attention_part(layer, config, qkv, own, pairs, head.dtype, **options)
-        pools.append((new[0], new[1]))
+        layer, attention = head.layers[index], head.config.layers[index].attention
+        arguments, eps = (layer, qkv, cache[index], pairs, head.dtype), head.config.norm_eps
+        if attends or index + 1 < len(head.layers):
+            out, pool = attention.mix_projected(*arguments, eps=eps, start=FIRST_ROW)
+        else:
+            out, pool = attention.write(*arguments, eps=eps)
+        pools.append(pool)
         return out
 
     out, residual = run_layers(head, residual, qkv, attend, pairs.implementation)
-    k_pools, v_pools = map(list, zip(*pools, strict=True))
-    return out, residual, KVCache(k=k_pools, v=v_pools)
+    return out, residual, pools
 
 
 def finish_layers(

@@ -261,7 +261,7 @@ class DFlashConfig(HeadConfig):
         super().__post_init__()
         if self.block_size < 2:
             raise CheckpointError("block_size", f"expected at least 2, got {self.block_size}; correct config.json")
-        for attention in (layer.attention for layer in self.layers):
+        for attention in (layer.gqa for layer in self.layers):
             if attention.window is not None and attention.window < self.block_size and not attention.causal:
                 raise CheckpointError(
                     "sliding_window", f"expected at least {self.block_size}, the block_size, in layers whose tokens "

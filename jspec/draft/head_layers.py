@@ -19,7 +19,7 @@ from jspec.models.families.llama import Llama
 from jspec.models.families.phi import Phi3
 from jspec.models.families.qwen import Qwen, Qwen2, Qwen3
 from jspec.models.hf_config import read_layer_types
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
 from jspec.models.weight_map import LAYER, Names
 
 
@@ -85,7 +85,7 @@ def read_layers(fields: Fields, names: Collection[str], *, theta: float | None, 
         bias = fields.flag("qkv_bias") or (attention.bias and has_bias)
         return replace(attention, bias=bias, qk_norm=attention.qk_norm if has_norm else None)
 
-    layers = tuple(replace(layer, attention=stored(layer.attention)) for layer in read["layers"])
+    layers = tuple(replace(layer, mixer=stored(layer.attention)) for layer in read["layers"])
     return {**read, "layers": layers}
 
 

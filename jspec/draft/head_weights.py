@@ -19,7 +19,7 @@ from jspec.draft.head_layers import tensor_names
 from jspec.models.checks import unsupported
 from jspec.models.param_spec import Params
 from jspec.models.params import rows
-from jspec.models.weight_map import layer_tensors, rotated_first
+from jspec.models.weight_map import in_kernel_order, layer_tensors
 
 TENSORS = {
     "embed": "embed_tokens.weight",
@@ -80,7 +80,7 @@ def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> l
     for index in range(config.num_layers):
         source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
         tensors |= layer_tensors(params, f"layers.{index}", source, layer)
-    found = [rotated_first(row, config) for row in rows(params, tensors)]
+    found = [in_kernel_order(row, config) for row in rows(params, tensors)]
     if (states := params.get("fc_norm")) is not None:
         found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
     if (ids := params.get("draft_to_target")) is not None:

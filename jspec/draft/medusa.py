@@ -33,7 +33,7 @@ from jspec.draft.pretrained import Pretrained
 from jspec.models.checks import positive
 from jspec.models.config import from_json
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
 from jspec.models.param_spec import ParamSpec

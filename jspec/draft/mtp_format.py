@@ -21,7 +21,7 @@ from jspec.models.families.llama import Llama
 from jspec.models.load import Format, text_model, with_scheme
 from jspec.models.param_spec import Params
 from jspec.models.params import rows
-from jspec.models.weight_map import layer_tensors, rotated_first
+from jspec.models.weight_map import in_kernel_order, layer_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
         params, layer = head_params(config), {**family.layer_names(config), "input_norm": ("input_layernorm.weight",)}
         tensors = layer_tensors(params, "layers.0", prefix.removesuffix("."), layer)
         tensors |= {name: [f"{prefix}{tensor}.weight"] for name, tensor in JOINED.items()}
-        return config, renamed([rotated_first(row, config) for row in rows(params, tensors)], names)
+        return config, renamed([in_kernel_order(row, config) for row in rows(params, tensors)], names)
 
     def from_json(fields: Fields) -> MTPConfig:
         raise CheckpointError(

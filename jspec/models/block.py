@@ -1,9 +1,8 @@
 """The computation of one decoder layer, for targets, draft models and EAGLE heads.
 
-Two functions compute a layer. `attention_part` takes the fused QKV projection and returns the attended values.
-`mlp_part` takes the attended values, and returns the residual stream and the normed input of the next layer. One kernel
-computes the last residual sum together with this norm. Therefore each layer computes the norm before the next layer's
-attention.
+A layer is its mixer (`jspec.models.mixers`) and `mlp_part`, which takes what the mixer returns, and returns the
+residual stream and the normed input of the next layer. One kernel computes the last residual sum together with this
+norm. Therefore each layer computes the norm before the next layer's mixer.
 
 Layers are kept in a list. A scan over stacked layers would copy each layer's weights and cache on a GPU.
 """
@@ -14,133 +13,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jspec.core.records import TokenBatch
-from jspec.models.attention import attend, project, project_and_attend
 from jspec.models.experts import mix_experts
-from jspec.models.latent_attention import expand_values, write_latents
-from jspec.models.layer_config import MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Dense, Experts
-from jspec.models.rope import tables
-from pallas_kernels.attention.rope_append import HeadTransform
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
-from pallas_kernels.layers.norm_columns import norm_columns
-from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations, reduce_partials
+from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations
 from pallas_kernels.layers.residual_norm import add_rms_norm
-from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
 from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
-
-
-def attention_part(
-    layer: LayerWeights,
-    config: LayerConfig,
-    qkv: PartialSums,
-    pools: tuple[Array, Array],
-    batch: TokenBatch,
-    dtype: jnp.dtype,
-    *,
-    eps: float,
-    start: int = 0,
-    attends: bool = True,
-) -> tuple[Any, Array, Array]:
-    """Write the batch's keys and values into the pools, and attend to the visible cache rows.
-
-    Args:
-        layer: weights of the layer.
-        config: config of the layer.
-        qkv: partial sums of the fused QKV projection, [parts, batch, tokens, width]; of the packed rows if the batch
-            has a packing.
-        pools: key and value pools of the layer.
-        batch: positions, cache rows and mask of the tokens.
-        dtype: dtype of the model.
-        eps: epsilon of the norms.
-        start: first cache row that exists; 1 for EAGLE heads, which have no row 0.
-        attends: False: return the rotated queries [batch, tokens, heads, head_dim] instead of the attended values.
-
-    Returns:
-        The attended values [batch, tokens, heads * head_dim], the key pool and the value pool.
-    """
-    attention = config.attention
-    if isinstance(attention, MLA):
-        q, *new_pools = write_latents(layer, attention, qkv, *pools, batch, dtype)
-        pools = new_pools[0], new_pools[1]
-        return batch.pack(attend_part(layer, config, q, pools, batch, start=start)) if attends else q, *pools
-    qkv = batch.unpack(qkv)
-    fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
-    cos_sin = tables(attention.rope, attention.head_dim, batch.positions, **fixed)
-    if attention.qk_norm == "all":
-        qkv = norm_all_heads(layer, config, qkv, eps=eps, dtype=dtype, **fixed)[None]
-        transform = HeadTransform(cos_sin)
-    else:
-        ones = jnp.ones(attention.head_dim, dtype)
-        q_norm, k_norm = (ones, ones) if attention.qk_norm == "unit" else (layer.q_norm, layer.k_norm)
-        v_norm = ones if attention.v_norm else None
-        transform = HeadTransform(cos_sin, layer.qkv_bias, q_norm, k_norm, v_norm, eps)
-    if not attends:
-        return project(qkv, *pools, batch, transform, attention, dtype)
-    options: dict[str, Any] = {"start": start, "quantize_output": has_dynamic_activations(layer.o)}
-    attended, *new_pools = project_and_attend(
-        qkv, *pools, batch, transform, attention, dtype, sinks=layer.sinks, **options
-    )
-    return batch.pack(attended), *new_pools
-
-
-def attend_part(
-    layer: LayerWeights,
-    config: LayerConfig,
-    q: Float[Array, "batch tokens heads head_dim"],
-    pools: tuple[Array, Array],
-    batch: TokenBatch,
-    *,
-    start: int = 0,
-) -> Inputs:
-    """Attend to the visible cache rows with the queries that `attention_part` returned with ``attends=False``.
-
-    Args:
-        layer, config, pools, batch, start: as for `attention_part`; the pools have the batch's rows.
-        q: the queries.
-
-    Returns:
-        The attended values [batch, tokens, heads * head_dim]; those of latent attention [.., heads * value_dim].
-    """
-    attention = config.attention
-    if isinstance(attention, MLA):
-        return expand_values(layer, attention, attend(q, *pools, batch, attention, start=start), batch)
-    quantize_output = has_dynamic_activations(layer.o)
-    return attend(q, *pools, batch, attention, sinks=layer.sinks, start=start, quantize_output=quantize_output)
-
-
-def norm_all_heads(
-    layer: LayerWeights, config: LayerConfig, qkv: PartialSums, *, eps: float, dtype: jnp.dtype, **fixed: Any
-) -> Float[Array, "batch tokens width"]:
-    """Norm the queries of all heads together, and so the keys; devices that share the heads gather them for this.
-
-    Args:
-        layer, qkv, eps, dtype: as for `attention_part`.
-        config: config of the layer, with the heads of this device.
-        fixed: other options of `norm_columns`.
-    """
-    assert layer.q_norm is not None and layer.k_norm is not None
-    norm = partial(norm_columns, eps=eps, dtype=dtype, **fixed)
-    if not isinstance(layer.o, Shard):
-        return norm(qkv, layer.q_norm, layer.k_norm, bias=layer.qkv_bias)
-    total = reduce_partials(qkv, jnp.float32)
-    total = total if layer.qkv_bias is None else total + layer.qkv_bias
-    sizes = config.gqa.q_size, config.gqa.kv_size
-    q, k, v = jnp.split(total, (sizes[0], sum(sizes)), axis=-1)
-    copies = jax.lax.axis_size(AXIS) * k.shape[-1] // layer.k_norm.shape[0]  # devices with the same keys
-    queries, keys = gather_columns(q), gather_columns(k, copies)
-    normed = norm(jnp.concatenate([queries, keys, v], axis=-1)[None], layer.q_norm, layer.k_norm)
-    queries, keys, v = jnp.split(normed, (queries.shape[-1], queries.shape[-1] + keys.shape[-1]), axis=-1)
-    return jnp.concatenate([own_columns(queries, sizes[0]), own_columns(keys, sizes[1], copies), v], axis=-1)
 
 
 def feed_forward(
@@ -179,7 +65,7 @@ def mlp_part(
     Args:
         layer: weights of the layer.
         config: config of the layer.
-        attended: attended values, as `attention_part` returns them.
+        attended: what the layer's mixer returned.
         residual: residual stream before the layer's attention [batch, tokens, hidden].
         norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.

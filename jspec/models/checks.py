@@ -35,3 +35,12 @@ def unsupported(name: str, got: Any, expected: str) -> NotImplementedError:
         expected: supported values, as text.
     """
     return NotImplementedError(f"{name}: expected {expected}, got {short(got)}; this checkpoint is not supported yet")
+
+
+def check_divided(name: str, size: int, devices: int, expected: str = "divisor") -> None:
+    """Raise ValueError unless a number of heads or channels can be divided by the number of devices."""
+    if size % devices:
+        raise ValueError(
+            f"tensor_parallel: expected a {expected} of {size}, the model's {name}, got {devices}; take another number "
+            "of devices"
+        )

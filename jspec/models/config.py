@@ -9,7 +9,11 @@ from typing import Any, Self, TypeVar, cast
 
 from convert.fields import CheckpointError, Fields, listed, require
 from jspec.models.checks import positive, unsupported
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Dense, Experts, Router
 from jspec.models.rope import Rope
 
@@ -50,11 +54,28 @@ def _json(value: Any) -> Any:
 def _read_layers(fields: Fields, name: str) -> tuple[LayerConfig, ...]:
     """Read the layers of a decoder: its distinct layer configs, and the index of each layer's config."""
     layers = fields.object(name)
-    kinds = [from_json(LayerConfig, kind) for kind in layers.objects("kinds")]
+    # Folders of earlier versions say "attention".
+    renamed = [
+        {{"attention": "mixer"}.get(key, key): value for key, value in kind.items()} for kind in layers.objects("kinds")
+    ]
+    kinds = [from_json(LayerConfig, Fields(kind, layers.place)) for kind in renamed]
     order = layers.integers("order")
     if len(order) > MAX_LAYERS or not all(0 <= index < len(kinds) for index in order):
         raise layers.error("order", f"at most {MAX_LAYERS} indices below {len(kinds)}, the number of kinds")
     return tuple(kinds[index] for index in order)
+
+
+# A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.
+MIXERS: dict[str, type[Mixer]] = {"latent": MLA}
+
+
+def _read_mixer(fields: Fields) -> Mixer:
+    return from_json(next((kind for field, kind in MIXERS.items() if field in fields), GQA), fields)
+
+
+def _with_mixer(layer: Fields) -> Fields:
+    """Return the JSON values of a layer, whose mixer has the name "attention" in folders of earlier versions."""
+    return Fields({"mixer" if name == "attention" else name: value for name, value in layer.items()}, layer.place)
 
 
 READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: reader of its JSON value
@@ -67,7 +88,7 @@ READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: r
     "Activation": Fields.text,
     "str | None": lambda fields, name: None if fields[name] is None else fields.text(name),
     "Rope": lambda fields, name: from_json(Rope, fields.object(name)),
-    "GQA | MLA": lambda fields, name: from_json(MLA if "latent" in fields.object(name) else GQA, fields.object(name)),
+    "Mixer": lambda fields, name: _read_mixer(fields.object(name)),
     "Dense | Experts": lambda fields, name: from_json(
         Experts if "router" in fields.object(name) else Dense, fields.object(name)
     ),
@@ -104,28 +125,33 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def attention(self) -> Attention:
+        """The mixer of the first layer that has attention."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
     def num_heads(self) -> int:
-        return self.layers[0].attention.heads
+        return self.attention.heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.kv_heads
+        return self.attention.cached_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
+        return self.attention.key_dim
 
     @property
     def qk_norm(self) -> str | None:
-        return self.layers[0].attention.qk_norm
+        return self.attention.qk_norm if isinstance(self.attention, GQA) else None
 
     @property
     def qkv_bias(self) -> bool:
-        return self.layers[0].attention.bias
+        return isinstance(self.attention, GQA) and self.attention.bias
 
     @property
     def rope(self) -> Rope:
-        return self.layers[0].attention.rope
+        return self.attention.rope
 
     @property
     def intermediate_size(self) -> int:
@@ -134,7 +160,8 @@ class DecoderConfig:
     @property
     def windows(self) -> list[int]:
         """The sizes of the sliding windows, in tokens; empty if every layer attends to all tokens."""
-        return [layer.attention.window for layer in self.layers if layer.attention.window is not None]
+        attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GQA)]
+        return [attention.window for attention in attentions if attention.window is not None]
 
     @classmethod
     def of_sizes(
@@ -174,7 +201,7 @@ class DecoderConfig:
         attention = {own: changes.pop(name) for name, own in ATTENTION.items() if name in changes}
         mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
         layers = [
-            replace(layer, attention=replace(layer.attention, **attention), mlp=replace(layer.mlp, **mlp))
+            replace(layer, mixer=replace(layer.gqa, **attention), mlp=replace(layer.mlp, **mlp))
             for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
         ]
         return replace(self, layers=tuple(layers), **changes)
@@ -195,10 +222,7 @@ class DecoderConfig:
         Raises:
             NotImplementedError: the rotary embedding of kind "dynamic" would depend on the length of each text.
         """
-        layers = [
-            replace(layer, attention=replace(layer.attention, rope=layer.attention.rope.for_length(max_len)))
-            for layer in self.layers
-        ]
+        layers = [replace(layer, mixer=layer.mixer.for_length(max_len)) for layer in self.layers]
         return replace(self, layers=tuple(layers))
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ checkpoints. The query, key and value projections are fused into one weight, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.models import load
-from jspec.models.block import Norm, attention_part, mlp_part
+from jspec.models.block import Norm, mlp_part
 from jspec.models.config import ModelConfig
 from jspec.models.layer_weights import LayerWeights, optional
-from jspec.models.layers import head_product, limited, product
+from jspec.models.layers import head_product, limited
 from jspec.models.mlp_config import Dense
 from jspec.models.param_spec import Params
 from jspec.models.params import model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
-from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
+from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.shard import look_up
 
@@ -132,18 +132,18 @@ class TargetOut:
 
 def forward(
     model: Model,
-    cache: KVCache,
+    cache: Sequence[Any],
     batch: TokenBatch,
     *,
     feature_layers: tuple[int, ...] = (),
     logit_rows: Int[Array, "*rows"] | None = None,
     with_logits: bool = True,
-) -> tuple[TargetOut, KVCache]:
+) -> tuple[TargetOut, list[Any]]:
     """Run the model on a batch of tokens and write their keys and values into the cache.
 
     Args:
         model: weights and config.
-        cache: the model's KV cache; rows before ``batch.first_row`` are committed.
+        cache: state of each layer; rows before ``batch.first_row`` are committed.
         batch: tokens with their positions and cache rows.
         feature_layers: indices of the requested hidden states. State 0 is the embedding, and state k is the input of
             layer k. In a model of L layers, state L is the last layer's output, and state L + 1 the final norm's.
@@ -168,15 +168,15 @@ def forward(
         x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **fixed)
     elif first_norm is not None:
         normed = rms_norm(x, first_norm, eps)
-    pools: list[tuple[Array, Array]] = []
+    new_cache = []
 
-    def attend(index: int, qkv: PartialSums) -> Any:
-        layer, config, own = model.layers[index], model.config.layers[index], (cache.k[index], cache.v[index])
-        attended, *new = attention_part(layer, config, qkv, own, batch, x.dtype, eps=eps)
-        pools.append((new[0], new[1]))
-        return attended
+    def mix(index: int, normed: Inputs) -> Inputs:
+        mixer, layer = model.config.layers[index].mixer, model.layers[index]
+        mixed, state = mixer.mix(layer, normed, cache[index], batch, x.dtype, eps=eps)
+        new_cache.append(state)
+        return mixed
 
-    states = run_layers(model, x, normed, product(batch), attend, used=used, **fixed)
+    states = run_layers(model, x, normed, mix, used=used, **fixed)
     normed = states[-1]
     features = None
     if feature_layers:
@@ -188,26 +188,23 @@ def forward(
             if logit_rows is not None:
                 normed = normed.reshape(-1, normed.shape[-1])[logit_rows]
             head_sums = batch.unpack(model.logit_sums(normed, **fixed))
-    k_pools, v_pools = map(list, zip(*pools, strict=True))
-    return TargetOut(product=head_sums, features=features), KVCache(k=k_pools, v=v_pools)
+    return TargetOut(product=head_sums, features=features), new_cache
 
 
 def run_layers(
     model: Model,
     x: Float[Array, "batch tokens hidden"],
     normed: Float[Array, "batch tokens hidden"],
-    multiply: Callable[[Array, Weight], PartialSums],
-    attend: Callable[[int, PartialSums], Any],
+    mix: Callable[[int, Any], Inputs],
     **fixed: Any,
 ) -> list[Array]:
-    """Run all layers and the final norm, with the caller's attention.
+    """Run all layers and the final norm, with the caller's mixing of tokens.
 
     Args:
         model: weights and config.
         x: embedded tokens.
-        normed: input of the first layer's QKV projection: ``x`` after the layer's norm, if it has one.
-        multiply: function (activations, weight) -> partial sums of their product.
-        attend: function of a layer's index and QKV projection that returns the attended values.
+        normed: input of the first layer's mixer: ``x`` after the layer's norm, if it has one.
+        mix: function of a layer's index and normed input that returns what its output projection multiplies.
         fixed: `used`, `implementation` and `deterministic`, as for `jspec.models.block.mlp_part`.
 
     Returns:
@@ -220,7 +217,6 @@ def run_layers(
     norms.append([(model.norm, None)])
     for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            attended = attend(index, multiply(normed, layer.qkv))
-            x, normed = mlp_part(layer, config, attended, x, after, eps=eps, **fixed)
+            x, normed = mlp_part(layer, config, mix(index, normed), x, after, eps=eps, **fixed)
         states.append(x)
     return [*states, normed]

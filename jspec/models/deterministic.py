@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jspec.models.decoder import Model
+from jspec.models.mixers.attention import Attention
 from jspec.models.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.deterministic_matmul import unsupported_weight
@@ -40,8 +41,10 @@ def check_deterministic(target: Model, implementation: str) -> None:
         reasons.append(unsupported_experts(down, target.dtype, gated=False))
     for reason in filter(None, reasons):
         raise ValueError(f"deterministic: on a GPU {reason}; leave it off")
-    for own in {layer.attention for layer in target.config.layers} if implementation == "auto" else ():
-        if (group := own.heads // own.kv_heads) > (most := most_query_heads(own.pool_dims[1])):
+    kinds = {layer.mixer for layer in target.config.layers if isinstance(layer.mixer, Attention)}
+    for attention in kinds if implementation == "auto" else ():
+        group = attention.heads // attention.cached_heads
+        if group > (most := most_query_heads(attention.pool_dims[1])):
             logger.warning(
                 "deterministic: on GPUs attention of %d query heads per KV head runs its slow reference, as its kernel "
                 "has at most %d; raise tensor_parallel, which divides the heads, or leave deterministic off",

@@ -5,82 +5,23 @@ Every forward pass writes new cache rows. A slot's length says how many of its c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jspec.core.config import EngineConfig
-from jspec.core.records import KVCache, SlotView, Verdict
+from jspec.core.records import LayerState, SlotView, Verdict
 from jspec.core.tree import Tree
+from jspec.models.kv_pool import PoolShape
 from jspec.models.layer_config import LayerConfig
-from pallas_kernels.attention.kv_pages import move_rows
 
-MAX_POOL_ELEMENTS = 2**31
-
-
-@dataclass(frozen=True)
-class PoolShape:
-    """The sizes of the KV cache's pools; a page has the same number in the target's and the drafter's pools."""
-
-    slots: int  # number of slots
-    pages: int  # number of pages per pool, the null page included
-    page_size: int  # number of cache rows per page
-    max_len: int  # largest number of tokens per slot
-    dtype: str  # dtype of the target's pools
-    draft_dtype: str  # dtype of the drafter's pools
-    prefix_cache: bool = False  # whether drafters store a state for each page, for requests that reuse the page
-
-    @classmethod
-    def of(cls, config: EngineConfig, tree: Tree, dtype: str) -> PoolShape:
-        """Return the pool sizes of an engine.
-
-        If ``config.pages`` is None, there are enough pages for every slot to reach ``max_len``.
-
-        Args:
-            config: options of the engine.
-            tree: draft tree; its scratch rows need pages too.
-            dtype: dtype of the weights, which is the default dtype of the pools.
-        """
-        shape = cls(
-            slots=config.slots,
-            pages=config.pages or 2,
-            page_size=config.page_size,
-            max_len=config.max_len,
-            dtype=config.kv_dtype or dtype,
-            draft_dtype=config.draft_kv_dtype or dtype,
-            prefix_cache=config.prefix_cache,
-        )
-        if config.pages is None:
-            shape = replace(shape, pages=config.slots * shape.width(tree) + 1)
-        return shape
-
-    def width(self, tree: Tree) -> int:
-        """Return the number of page table columns: pages per slot for ``max_len`` rows and a round's scratch rows."""
-        return math.ceil((self.max_len + tree.scratch_rows) / self.page_size)
+S = TypeVar("S", bound=LayerState)
 
 
-def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> KVCache:
-    """Make a KV cache of zeros, with one key pool and one value pool per layer.
-
-    Raises:
-        ValueError: a pool would reach 2**31 elements; index arithmetic is verified only below that size.
-    """
-    attentions = [layer.attention for layer in layers]
-    k, v = (
-        [(pool.pages, own.kv_heads, pool.page_size, own.pool_dims[which]) for own in attentions] for which in (0, 1)
-    )
-    largest = max((*k, *v), key=math.prod, default=(0,))
-    if math.prod(largest) >= MAX_POOL_ELEMENTS:
-        most = MAX_POOL_ELEMENTS // math.prod(largest[1:]) - 1
-        raise ValueError(
-            f"pages: expected a pool below 2**31 elements, got {pool.pages} pages (slots={pool.slots}, max_len="
-            f"{pool.max_len}, page_size={pool.page_size}); lower slots, max_len or page_size, or set pages to at most "
-            f"{most}"
-        )
-    return KVCache(k=[jnp.zeros(shape, dtype) for shape in k], v=[jnp.zeros(shape, dtype) for shape in v])
+def create(layers: Sequence[LayerConfig], pool: PoolShape, dtype: str) -> list[Any]:
+    """Make the state of each layer, of zeros; `jspec.models.mixers.mixer.Mixer.state` documents errors."""
+    return [layer.mixer.state(pool, dtype) for layer in layers]
 
 
 def places(
@@ -136,29 +77,32 @@ def write_token_history(
 
 
 def commit(
-    cache: KVCache, tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
-) -> KVCache:
+    cache: Sequence[S], tree: Tree, view: SlotView, verdict: Verdict, rows: Int[Array, "batch nodes"] | None = None
+) -> list[S]:
     """Move the cache rows of the accepted path directly after the committed rows, in the order of the path.
 
     Cache rows are counted here from the root's row: the row of node ``path[d]`` is moved to row d. The nodes of a chain
     are in their final rows already, so the cache of a chain is returned unchanged.
 
     Args:
-        cache: the KV cache of the target or of a draft model.
+        cache: state of each layer of the target or of a draft model.
         tree: draft tree.
         view: the slots of the batch.
         verdict: accepted path of each batch row.
         rows: cache row of each node; -1: the node has no cache row; None: node n has cache row n.
     """
     if tree.is_chain:
-        return cache
+        return list(cache)
     depth = jnp.arange(verdict.path.shape[1])
     source = verdict.path
     if rows is not None:
         source = jnp.take_along_axis(rows, jnp.maximum(verdict.path, 0), axis=1)
     is_moved = (verdict.path >= 0) & (source >= 0) & (source != depth)
-    first = view.lengths[:, None]
-    k, v = move_rows(
-        cache.k, cache.v, view.page_table, first + source, first + depth, is_moved, implementation=view.implementation
-    )
-    return KVCache(k=k, v=v)
+    moved = list(cache)
+    kinds: list[type[S]] = list(dict.fromkeys(map(type, cache)))
+    for kind in kinds:
+        layers = [index for index, state in enumerate(cache) if type(state) is kind]
+        states = kind.move_rows([cache[index] for index in layers], view, source, depth, is_moved)
+        for index, state in zip(layers, states, strict=True):
+            moved[index] = state
+    return moved

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from convert.huggingface import MapRow, side_by_side, stacked
 from convert.orbax import unflatten
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.quantize import quantize_parameters
@@ -33,60 +33,15 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         inputs: number of input channels of the fused QKV projection.
         norm_dtype: dtype of the norms; None: that of the model.
     """
-    attention = layer.attention
-    make = _latent_params if isinstance(attention, MLA) else _attention_params
-    own: dict[str, ParamSpec] = make(attention, hidden, inputs, norm_dtype)  # type: ignore[arg-type]
-    params = {name: own.pop(name) for name in ("qkv", "o")} | _mlp_params(layer.mlp, hidden)
+    mixer = layer.mixer.params(hidden, inputs, norm_dtype)
+    params = {name: mixer.pop(name) for name in ("qkv", "o")} | _mlp_params(layer.mlp, hidden)
     if layer.has_pre_norms:
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
         params |= {name: norm(hidden, dtype=norm_dtype) for name in ("attn_post_norm", "mlp_post_norm")}
     if layer.has_scale:
         params["output_scale"] = ParamSpec((1,), ("one",), init="ones")
-    return params | own
-
-
-def _attention_params(attention: GQA, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
-    q, kv, dim = attention.q_size, attention.kv_size, attention.head_dim
-    params = {
-        "qkv": ParamSpec((q + 2 * kv, inputs), ("heads", "hidden"), parts=(q, kv, kv), unit=dim),
-        "o": ParamSpec((hidden, q), ("hidden", "heads")),
-    }
-    if attention.bias:
-        params["qkv_bias"] = ParamSpec((q + 2 * kv,), ("heads",), init="zeros", parts=(q, kv, kv), unit=dim)
-    if attention.output_bias:
-        params["o_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
-    if attention.qk_norm in ("head", "all"):
-        sizes = (q, kv) if attention.qk_norm == "all" else (dim, dim)
-        axis = "channels" if attention.qk_norm == "all" else "head_dim"
-        params |= {name: norm(size, axis, norm_dtype) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)}
-    if attention.sinks:
-        params["sinks"] = ParamSpec((attention.heads,), ("heads",), dtype="float32")
-    return params
-
-
-def _latent_params(attention: MLA, hidden: int, inputs: int, norm_dtype: str | None) -> dict[str, ParamSpec]:
-    """Declare the parameters of latent attention.
-
-    `qkv` has the rows of the query's latent vector before those of the cache; without such a vector, the rows of the
-    cache before those of the query heads. So the columns of its product that are normed come first.
-    """
-    heads, cached, inner = attention.heads, attention.head_dim, attention.query_latent
-    query, latent = ParamSpec((heads * attention.query_dim, inputs), ("heads", "hidden")), ("heads", "latent")
-    params = {
-        "k_norm": norm(attention.latent, "latent", norm_dtype),
-        "k_up": ParamSpec((heads * attention.plain, attention.latent), latent),
-        "v_up": ParamSpec((heads * attention.value_dim, attention.latent), latent),
-        "o": ParamSpec((hidden, heads * attention.value_dim), ("hidden", "heads")),
-    }
-    if inner is None:
-        rows, units = (cached, query.shape[0]), (cached, attention.query_dim)
-        return params | {"qkv": ParamSpec((sum(rows), inputs), query.axes, parts=rows, unit=units)}
-    return params | {
-        "qkv": ParamSpec((inner + cached, inputs), ("latent", "hidden"), parts=(inner, cached)),
-        "q_norm": norm(inner, "latent", norm_dtype),
-        "q_up": ParamSpec((query.shape[0], inner), latent),
-    }
+    return params | mixer
 
 
 def _mlp_params(mlp: Dense | Experts, hidden: int) -> dict[str, ParamSpec]:

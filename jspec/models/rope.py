@@ -91,6 +91,20 @@ class Rope:
             )
         return replace(self, is_long=self.kind == "longrope" and max_len > self.original_max_position)
 
+    def describe(self) -> str:
+        """Return the kind of the embedding and the values that differ from a plain one's."""
+        temperature = [f"query temperature {self.temperature:g}"] if self.temperature else []
+        if self.kind == "none":
+            return ", ".join(["none", *temperature])
+        parts = [self.kind, f"theta {self.theta:.10g}"]
+        if self.factor != 1:
+            parts.append(f"factor {self.factor:g}")
+        if self.original_max_position:
+            parts.append(f"from {self.original_max_position} tokens")
+        if self.fraction != 1:
+            parts.append(f"{self.fraction:g} of the channels")
+        return ", ".join([*parts, *temperature])
+
     def check(self, head_dim: int) -> None:
         """Check the values that depend on the head's number of channels.
 

@@ -25,9 +25,10 @@ from jax.sharding import PartitionSpec as P
 from convert.fields import CheckpointError
 from convert.orbax import QUANTIZED, Header, Placement, sample
 from jspec import distributed
-from jspec.core.records import KVCache
+from jspec.core.records import LayerState
+from jspec.models.checks import check_divided
 from jspec.models.config import DecoderConfig
-from jspec.models.layer_config import LayerConfig, check_divided
+from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.param_spec import Params, ParamSpec
 from jspec.models.shared_expert import check_apart
@@ -282,12 +283,12 @@ def layout(tree: Any) -> Any:
 
 
 def state_layout(state: Any) -> Any:
-    """Return how the arrays of a slot state are divided: KV pools by heads; all else is on every device."""
+    """Return how the arrays of a slot state are divided: layers' states as they say; all else is on every device."""
 
-    def is_cache(node: Any) -> bool:
-        return isinstance(node, KVCache)
+    def specs(node: Any) -> Any:
+        return node.specs(AXIS) if isinstance(node, LayerState) else P()
 
-    return jax.tree.map(lambda node: P(None, AXIS) if is_cache(node) else P(), state, is_leaf=is_cache)
+    return jax.tree.map(specs, state, is_leaf=lambda node: isinstance(node, LayerState))
 
 
 def local(tree: Any, specs: Any, devices: int, *, gathers: bool = True) -> Any:
@@ -342,7 +343,7 @@ def local_config(config: DecoderConfig, devices: int) -> Any:
 
 
 def _local_layer(layer: LayerConfig, devices: int) -> LayerConfig:
-    return replace(layer, attention=layer.attention.of_devices(devices), mlp=_local_mlp(layer.mlp, devices))
+    return replace(layer, mixer=layer.mixer.divided(devices), mlp=_local_mlp(layer.mlp, devices))
 
 
 def _local_mlp(mlp: Dense | Experts, devices: int) -> Dense | Experts:

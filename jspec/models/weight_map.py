@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from convert.huggingface import MapRow, mapped, same, selected, stacked
+from convert.huggingface import MapRow, mapped, same
 from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import GQA, MLA
 from jspec.models.param_spec import Params
 from jspec.models.params import model_params, rows
 
@@ -34,7 +33,6 @@ LAYER: Names = {
     "shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "shared_down": ("mlp.shared_experts.down_proj.weight",),
 }
-ROTATED = ("qkv", "qkv_bias", "q_norm", "k_norm", "q_up", "k_up", "v_up")  # what queries and keys are made from
 NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
 
 
@@ -62,7 +60,7 @@ def model_rows(
     made = [*tied, *rows(params, tensors)]
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]
-    return [rotated_first(without_values(row, config), config) for row in made]
+    return [in_kernel_order(row, config) for row in made]
 
 
 def layer_tensors(params: Params, to: str, source: str, layer: Names = LAYER) -> dict[str, list[str]]:
@@ -99,70 +97,7 @@ def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.ones((), values.dtype)
 
 
-def without_values(row: MapRow, config: DecoderConfig) -> MapRow:
-    """Make the qkv of a layer whose values are keys from the tensors of queries and keys."""
-    prefix, _, name = row.parameter.rpartition(".")
-    attention = config.layers[int(prefix.rpartition(".")[2])].attention if name == "qkv" else None
-    if not isinstance(attention, GQA) or not attention.values_are_keys:
-        return row
-    q, kv = attention.q_size, attention.kv_size
-    own = stacked(row.parameter, dict(list(row.sources.items())[:2]), row.dtype)
-    return selected(own, np.concatenate([np.arange(q + kv), np.arange(q, q + kv)]))
-
-
-def rotated_first(row: MapRow, config: DecoderConfig) -> MapRow:
-    """Reorder the channels of queries and keys of a layer whose kernels rotate other pairs of channels than the file.
-
-    The file rotates channel i of the first r channels with channel i + r / 2, or channel 2i with channel 2i + 1.
-    Kernels rotate channel i of a head of d channels with channel i + d / 2. Scores do not depend on the order of the
-    channels, if queries and keys have the same order.
-    """
-    prefix, _, name = row.parameter.rpartition(".")
-    if name not in ROTATED:
-        return row
-    layer = config.layers[int(prefix.rpartition(".")[2])]
-    if isinstance(layer.attention, MLA):
-        return latent_row(row, layer.attention)
-    rotated, dim = layer.attention.rope.rotated(layer.attention.head_dim), layer.attention.head_dim
-    is_kept = rotated == dim and not layer.attention.is_interleaved
-    if is_kept or name not in ("qkv", "qkv_bias", "q_norm", "k_norm"):
-        return row
-    pairs = np.arange(rotated).reshape(-1, 2).T if layer.attention.is_interleaved else np.arange(rotated).reshape(2, -1)
-    order = np.concatenate([pairs, np.arange(rotated, dim).reshape(2, -1)], axis=1).ravel()
-    index, heads = np.arange(row.shape[0]), _reordered_heads(name, layer.attention)
-    index[: heads * dim] = (np.arange(heads)[:, None] * dim + order).ravel()
-    return selected(row, index)
-
-
-def _reordered_heads(name: str, attention: GQA) -> int:
-    if name in ("qkv", "qkv_bias"):
-        return attention.heads + attention.kv_heads
-    of_all = attention.heads if name == "q_norm" else attention.kv_heads
-    return of_all if attention.qk_norm == "all" else 1
-
-
-def latent_row(row: MapRow, attention: MLA) -> MapRow:
-    """Take of a tensor of latent attention the rows of a parameter, with rotated channels in the order of kernels.
-
-    A head's keys and values are products of successive rows of one tensor. The file may rotate channels 2i and 2i + 1
-    together; kernels rotate channel i with channel i + half.
-    """
-    name, heads, rotated = row.parameter.rpartition(".")[2], attention.heads, attention.rotated
-    if name in ("k_up", "v_up"):
-        whole = heads * (attention.plain + attention.value_dim), attention.latent
-        by_head = np.split(np.arange(whole[0]).reshape(heads, -1), [attention.plain], axis=1)
-        tensor = stacked(row.parameter, dict.fromkeys(row.sources, whole), row.dtype)
-        return selected(tensor, by_head[name == "v_up"].ravel())
-    if name not in ("qkv", "q_up") or not attention.is_interleaved:
-        return row
-    index = np.arange(row.shape[0])
-    of_heads = attention.plain + attention.query_dim * np.arange(heads)
-    if name == "q_up":
-        starts = of_heads
-    elif attention.query_latent is None:
-        starts = np.concatenate([[attention.latent], attention.head_dim + of_heads])
-    else:
-        starts = np.array([attention.query_latent + attention.latent])
-    order = np.arange(rotated).reshape(-1, 2).T.ravel()
-    index[(starts[:, None] + np.arange(rotated)).ravel()] = (starts[:, None] + order).ravel()
-    return selected(row, index)
+def in_kernel_order(row: MapRow, config: DecoderConfig) -> MapRow:
+    """Return the row of a layer's weight in the form that its mixer computes with; other rows as they are."""
+    layer = row.parameter.rpartition(".")[0].rpartition(".")[2]
+    return config.layers[int(layer)].mixer.file_row(row) if layer.isdecimal() else row

@@ -21,6 +21,7 @@ from jspec.core.records import Draft, LogProbs, SlotState, SlotView, StepOutput,
 from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
+from jspec.models.kv_pool import KVPool
 from jspec.sampling import logprobs, penalties
 from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget
@@ -135,7 +136,7 @@ def verify_stage(
     view: SlotView,
     draft: Draft,
     packing: Packing | None = None,
-) -> tuple[TargetOut, kv_cache.KVCache]:
+) -> tuple[TargetOut, list[KVPool]]:
     """Run the target on the root and the draft nodes; each node attends to committed rows and its own ancestors.
 
     Args:

@@ -18,9 +18,9 @@ from jspec import verify
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.config import EngineConfig
 from jspec.core.prompt_blocks import block_rows
-from jspec.core.records import KVCache, SlotState
+from jspec.core.records import LayerState, SlotState
 from jspec.draft.elsewhere import Elsewhere
-from jspec.models.kv_cache import MAX_POOL_ELEMENTS, PoolShape
+from jspec.models.kv_pool import MAX_POOL_ELEMENTS, PoolShape
 from jspec.models.quantize import widened_bytes
 from jspec.step.program import Params, Program, init_state
 from jspec.step.program_memory import ProgramMemory
@@ -176,7 +176,7 @@ class MemoryPlanner:
         """
         assert self.config.prefill_buckets is not None
         own, tree = self.params.main.config, self.program.drafter.tree
-        heads = max((one.heads + 2 * one.kv_heads) * one.head_dim for one in (layer.attention for layer in own.layers))
+        heads = max(layer.mixer.row_size for layer in own.layers)
         features = len(self.program.feature_layers) * own.hidden_size
         inner = max(layer.mlp.row_size(own.hidden_size) for layer in own.layers)
         token = 2 * (inner + 2 * heads + 4 * own.hidden_size + features)
@@ -332,9 +332,9 @@ def _bytes_asked(message: str) -> int | None:
 
 
 def _caches(tree: object) -> list[object]:
-    """Return the KV pools in a state."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
-    return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
+    """Return the states of layers in a slot state."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LayerState))
+    return [leaf for leaf in leaves if isinstance(leaf, LayerState)]
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

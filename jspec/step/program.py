@@ -45,6 +45,7 @@ from jspec.core.records import Sampling, SlotState, SlotView
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
 from jspec.models.decoder import Model
+from jspec.models.kv_pool import PoolShape
 from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
 from pallas_kernels.state.gather_rows import gather_rows
@@ -160,7 +161,7 @@ def token_history(state: SlotState, page_table: Int[Array, "batch pages"]) -> In
     return state.token_history[page_table].reshape(page_table.shape[0], -1)
 
 
-def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> SlotState:
+def init_state(program: Program, params: Params, pool: PoolShape) -> SlotState:
     """Make the initial slot state, with empty slots and zeroed pools."""
 
     def fill(value: float, dtype: jnp.dtype = jnp.int32, *inner: int) -> Array:
@@ -185,6 +186,6 @@ def init_state(program: Program, params: Params, pool: kv_cache.PoolShape) -> Sl
     )
 
 
-def _needs_token_history(program: Program, pool: kv_cache.PoolShape) -> bool:
+def _needs_token_history(program: Program, pool: PoolShape) -> bool:
     """Return whether a logits processor reads tokens, or a drafter reads tokens that another request prefilled."""
     return program.processor is not None or (pool.prefix_cache and program.drafter.reads_text)

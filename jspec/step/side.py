@@ -29,7 +29,7 @@ from jspec.core.records import Draft, PrefillInput, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.step import memory
 from jspec.step.across_processes import Calls
 from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind

@@ -21,7 +21,8 @@ from jspec.core.prompt_blocks import UNLIMITED
 from jspec.core.records import PromptBatch, Sampling, SlotView, Verdict
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
-from jspec.models.kv_cache import PoolShape, create
+from jspec.models.kv_cache import create
+from jspec.models.kv_pool import PoolShape
 from jspec.verify import MultiCandidate
 
 PAGE_SIZE = 16  # cache rows per page

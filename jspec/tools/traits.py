@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 
 from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense, Experts
-from jspec.models.rope import Rope
 
 NORMS = {
     "pre": "before attention and feed-forward",
     "post": "after attention and feed-forward",
     "both": "before and after attention and feed-forward",
 }
-QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}
 
 
 def describe_layers(config: DecoderConfig) -> list[str]:
@@ -24,10 +23,9 @@ def describe_layers(config: DecoderConfig) -> list[str]:
     The norms of heads are left out, because those of their first layer depend on the method.
     """
     layers = config.layers
+    parts = dict.fromkeys(part for layer in layers for part in layer.mixer.describe())
     lines = [
-        f"attention: {_forms(layers, lambda layer: _attention(layer.attention))}",
-        f"window: {_forms(layers, lambda layer: _window(layer.attention))}",
-        f"rope: {_forms(layers, lambda layer: describe_rope(layer.attention.rope))}",
+        *(f"{part}: {_forms(layers, partial(_mixer, part))}" for part in parts),
         f"feed-forward: {_forms(layers, lambda layer: _feed_forward(layer.mlp))}",
     ]
     if isinstance(config, ModelConfig):
@@ -44,35 +42,8 @@ def _forms(layers: tuple[LayerConfig, ...], form: Callable[[LayerConfig], Hashab
     return "; ".join(f"{text} in {count} of {len(layers)} layers" for text, count in counts.items())
 
 
-def _attention(config: GQA | MLA) -> str:
-    if isinstance(config, MLA):
-        return _latent(config)
-    parts = [f"{config.heads} heads", f"{config.kv_heads} key-value heads", f"head_dim {config.head_dim}"]
-    if config.bias:
-        parts.append(f"biases of {'q, k, v and o' if config.output_bias else 'q, k and v'}")
-    if config.qk_norm:
-        parts.append(f"norms of q and k ({QK_NORMS[config.qk_norm]})")
-    if config.v_norm:
-        parts.append("norms of v (each head, without weights)")
-    if config.values_are_keys:
-        parts.append("values are keys")
-    if config.scale is not None:
-        parts.append(f"scores times {config.scale:g}")
-    if config.softcap is not None:
-        parts.append(f"scores limited to {config.softcap:g}")
-    if config.sinks:
-        parts.append("sinks")
-    if config.causal:
-        parts.append("causal within a block")
-    return ", ".join(parts)
-
-
-def _latent(config: MLA) -> str:
-    parts = [f"{config.heads} heads of {config.plain} + {config.rotated} rotated channels"]
-    parts.append(f"latent vector of {config.latent} channels, values of {config.value_dim}")
-    if config.query_latent is not None:
-        parts.append(f"queries from {config.query_latent} channels")
-    return ", ".join([*parts, f"scores times {config.scale:g}"])
+def _mixer(part: str, layer: LayerConfig) -> str:
+    return layer.mixer.describe().get(part, "none")
 
 
 def _feed_forward(config: Dense | Experts) -> str:
@@ -96,32 +67,6 @@ def _feed_forward(config: Dense | Experts) -> str:
     if config.shared:
         parts.append(f"shared expert of {config.shared} channels")
     return ", ".join(parts)
-
-
-def _window(config: GQA | MLA) -> str:
-    parts = [f"{config.window} tokens"] if config.window is not None else []
-    parts += [f"chunks of {config.chunk} tokens"] if config.chunk is not None else []
-    return ", ".join(parts) or "none"
-
-
-def describe_rope(rope: Rope) -> str:
-    """Return the kind of a rotary embedding and the values that differ from a plain one's."""
-    if rope.kind == "none":
-        return f"none, {_temperature(rope)}" if rope.temperature else "none"
-    parts = [rope.kind, f"theta {rope.theta:.10g}"]
-    if rope.factor != 1:
-        parts.append(f"factor {rope.factor:g}")
-    if rope.original_max_position:
-        parts.append(f"from {rope.original_max_position} tokens")
-    if rope.fraction != 1:
-        parts.append(f"{rope.fraction:g} of the channels")
-    if rope.temperature:
-        parts.append(_temperature(rope))
-    return ", ".join(parts)
-
-
-def _temperature(rope: Rope) -> str:
-    return f"query temperature {rope.temperature:g}"
 
 
 def _factors(config: DecoderConfig) -> list[str]:

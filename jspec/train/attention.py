@@ -47,7 +47,7 @@ def split_heads(
     eps: float,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "rows size heads head_dim"], Keys]:
-    """Split a fused QKV projection and rotate queries and keys, as `jspec.models.block.attention_part` does.
+    """Split a fused QKV projection and rotate queries and keys, as `jspec.models.mixers.gqa.GQA` does.
 
     Args:
         layer: weights of the layer, whose biases and norms of heads are applied.

@@ -17,12 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.draft.dflash_head import BoundDFlash, context_keys
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.decoder import run_layers
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
 from jspec.train.attention import Keys, split_heads
 from jspec.train.products import REFERENCE, einsum32
 from jspec.train.rows import Rows, ahead
 from pallas_kernels.attention.interval_reference import largest_divisor
-from pallas_kernels.layers.quantized import PartialSums
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 
@@ -107,8 +106,9 @@ def run_blocks(
     start = jnp.take_along_axis(rows.positions, blocks.anchors, axis=1)
     positions = (start[..., None] + jnp.arange(size)).reshape(count, -1)
 
-    def attend(index: int, qkv: PartialSums) -> Array:
+    def attend(index: int, normed: Array) -> Array:
         layer, own = model.layers[index], model.config.layers[index]
+        qkv = split_matmul(normed, layer.qkv, implementation=REFERENCE)
         q, keys = split_heads(layer, own, qkv, positions, model.config.norm_eps, features.dtype)
         return attend_blocks(own.gqa, q, keys, context[index], rows, blocks.anchors)
 
@@ -116,8 +116,7 @@ def run_blocks(
     first_norm = model.layers[0].attn_norm
     assert first_norm is not None
     normed = rms_norm(x, first_norm, model.config.norm_eps)
-    multiply = partial(split_matmul, implementation=REFERENCE)
-    *_, normed = run_layers(model, x, normed, multiply, attend, implementation=REFERENCE, deterministic=False)
+    *_, normed = run_layers(model, x, normed, attend, implementation=REFERENCE, deterministic=False)
     return normed.reshape(count, anchors, size, -1)[:, :, first:]
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_pair import check_fit
 from jspec.models.decoder import Model
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
 from jspec.models.mlp_config import Dense
 from jspec.models.param_spec import Params
 from jspec.train.config import TrainConfig

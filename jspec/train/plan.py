@@ -33,7 +33,7 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
     kept = own.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
     states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
     activations = 4 * own.intermediate_size + 6 * own.hidden_size
-    cache = sum(layer.attention.kv_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
+    cache = sum(layer.attention.cached_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
     return {
         "target": tree_bytes(target),
         "weights and moments": 4 * MOMENTS * count,

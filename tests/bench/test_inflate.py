@@ -15,7 +15,8 @@ import pytest
 from jspec import Eagle3, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_on_cache
-from jspec.models.kv_cache import PoolShape, create
+from jspec.models.kv_cache import create
+from jspec.models.kv_pool import PoolShape
 from jspec.models.rope import Rope
 from jspec.tools import demo
 from jspec.tools.bench import random_models

@@ -12,7 +12,8 @@ from jspec.draft.eagle_formats import read_head
 from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
-from jspec.models.layer_config import GQA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.gqa import GQA
 from jspec.models.mlp_config import Dense
 from jspec.models.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
@@ -146,7 +147,7 @@ LAYER = LayerConfig(GQA(4, 2, 4), Dense(24))
     [
         (replace(LAYER, mlp=Dense(24, activation="relu")), "hidden_act"),  # type: ignore[arg-type]
         (replace(LAYER, norms="sandwich"), "norms"),
-        (replace(LAYER, attention=GQA(4, 2, 4, qk_norm="some")), "qk_norm"),
+        (replace(LAYER, mixer=GQA(4, 2, 4, qk_norm="some")), "qk_norm"),
     ],
 )
 def test_model_config_with_unsupported_layer_option_raises_naming_the_option(layer, named):

@@ -58,7 +58,7 @@ def test_block_of_a_recorded_head_of_speculators_is_that_of_its_code(golden: Pat
     assert drafter.head.config.feature_layers == (1, 2) and drafter.head.embed is not None
     found = computed(drafter, target(), recorded["features"], int(recorded["root"]))
     np.testing.assert_allclose(found, recorded["block_logits"], atol=TOLERANCE)
-    layers = [replace(one, attention=replace(one.attention, causal=False)) for one in drafter.head.config.layers]
+    layers = [replace(one, mixer=replace(one.attention, causal=False)) for one in drafter.head.config.layers]
     other = drafter.head.replace(config=replace(drafter.head.config, layers=tuple(layers)))
     found = computed(DFlash(other, drafter.tree), target(), recorded["features"], int(recorded["root"]))
     assert np.abs(found - recorded["block_logits"]).max() > 50 * TOLERANCE

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingParams, Tree
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.draft.base import Drafter
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.request.request import Completion
 from jspec.models.decoder import Model, forward
+from jspec.models.kv_pool import KVPool
 from tests.draft.test_head_layers import two_layers
 from tests.reference import decoder
 from tests.support import tiny
@@ -32,7 +33,7 @@ CHAIN, DYNAMIC = Tree.chain(3), Tree.topk(7, 3, 2)
 
 def with_windows(head: EagleHead) -> EagleHead:
     """Return a head whose layers have the window themselves."""
-    layers = [replace(layer, attention=replace(layer.attention, window=WINDOW)) for layer in head.config.layers]
+    layers = [replace(layer, mixer=replace(layer.attention, window=WINDOW)) for layer in head.config.layers]
     return head.replace(config=replace(head.config, layers=tuple(layers)))
 
 
@@ -81,7 +82,7 @@ def features() -> np.ndarray:
         bits=None,
         implementation="reference",
     )
-    out, _ = forward(TARGET, KVCache(k=pools, v=pools), batch, feature_layers=(0, 2), with_logits=False)
+    out, _ = forward(TARGET, list(map(KVPool, pools, pools)), batch, feature_layers=(0, 2), with_logits=False)
     return np.asarray(out.features[0], np.float64)
 
 

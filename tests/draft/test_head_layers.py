@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.draft import eagle_head
 from jspec.draft.eagle_head import EagleHead, HeadOut, project_draft_tokens, project_inputs
 from jspec.models import block
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
@@ -55,7 +55,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
         controls=False,
     )
     cache = engine.core.runner.state.draft.cache
-    dirty = KVCache(*([jnp.full_like(pool, fill) for pool in pools] for pools in (cache.k, cache.v)))
+    dirty = jax.tree.map(lambda pool: jnp.full_like(pool, fill), cache)
     state = engine.core.runner.state
     engine.core.runner.state = replace(state, draft=replace(state.draft, cache=dirty))
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0), trace=True)

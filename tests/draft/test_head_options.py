@@ -16,7 +16,8 @@ from jspec.core.records import TokenBatch
 from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_on_cache
-from jspec.models.kv_cache import PoolShape, create
+from jspec.models.kv_cache import create
+from jspec.models.kv_pool import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.models.rope import Rope
 from jspec.tools.convert import main
@@ -195,7 +196,7 @@ def test_eagle3_drafter_with_a_tree_deeper_than_a_window_raises_naming_both(tmp_
 def test_layer_window_check_takes_the_smallest_window() -> None:
     config = tiny.config(16)
     (layer, _), attention = config.layers, config.layers[0].attention
-    layers = tuple(replace(layer, attention=replace(attention, window=window)) for window in (8, 4))
+    layers = tuple(replace(layer, mixer=replace(attention, window=window)) for window in (8, 4))
     check_layer_windows("target", config, Tree.chain(9))
     check_layer_windows("target", replace(config, layers=layers), Tree.chain(3))
     with pytest.raises(ValueError, match=r"target: sliding_window: expected at least 6, .* got 4"):

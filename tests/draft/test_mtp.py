@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from jspec import MTP, Completion, Eagle, Engine, Model, SamplingParams, Tree
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_inputs, run_on_cache
-from jspec.models.kv_cache import PoolShape, create
+from jspec.models.kv_cache import create
+from jspec.models.kv_pool import PoolShape
 from jspec.models.quantize import quantized_as
 from jspec.tools.convert import main
 from pallas_kernels.layers.quantized import Quantized, reduce_partials

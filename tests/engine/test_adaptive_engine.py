@@ -220,7 +220,7 @@ def rows_of_both_caches(one: Engine) -> tuple[np.ndarray, np.ndarray]:
     rows = np.arange(int(state.lengths[0]))
     pages = np.asarray(state.page_table)[0, rows // one.config.page_size]
     draft, target = (
-        np.asarray(cache.k[0])[pages, :, rows % one.config.page_size] for cache in (state.draft.cache, state.target)
+        np.asarray(cache[0].k)[pages, :, rows % one.config.page_size] for cache in (state.draft.cache, state.target)
     )
     return draft, target
 

@@ -13,10 +13,11 @@ import pytest
 
 from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
-from jspec.core.records import KVCache, TokenBatch
+from jspec.core.records import TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.deterministic import check_deterministic
-from jspec.models.layer_config import MLA
+from jspec.models.kv_pool import KVPool
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.params import model_params, random_weights
 from jspec.models.quantize import quantize_weights
@@ -41,7 +42,7 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(mlp=Experts(64, Router(6, 2, scores="sigmoid", correction=True), shared=64, bias=True), has_scale=True),
     ),
     # sizes that the kernel of deterministic products takes: multiples of 64 out, of 32 in
-    "latent": ({}, dict(attention=MLA(4, 48, 16, 16, 32, 0.2, query_latent=64, rope=Rope()))),
+    "latent": ({}, dict(mixer=MLA(4, 48, 16, 16, 32, 0.2, query_latent=64, rope=Rope()))),
     "norms after": (dict(qk_norm="all", rope=Rope(fraction=0.5, attention_factor=1.2)), dict(norms="post")),
 }
 
@@ -50,7 +51,7 @@ TRAITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def model(dtype: str, layers: int = 2, traits: str = "llama") -> Model:
     """Return a random target with nearly flat distributions."""
     own, more = tiny.config(VOCAB, layers=layers, hidden=64), TRAITS[traits]
-    layer = replace(own.layers[0], attention=replace(own.layers[0].attention, **more[0]))
+    layer = replace(own.layers[0], mixer=replace(own.layers[0].attention, **more[0]))
     layer = replace(layer, **more[1])
     if more[1]:
         layer = replace(layer, mlp=replace(layer.mlp, activation="gelu_tanh"))
@@ -76,8 +77,8 @@ class Texts:
         self.target = model(dtype, traits=traits)
         self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
         attention = self.target.config.layers[0].attention
-        k, v = ((1 + rows * columns, attention.kv_heads, page, dim) for dim in attention.pool_dims)
-        self.cache = KVCache(k=[jnp.zeros(k, dtype)] * 2, v=[jnp.zeros(v, dtype)] * 2)
+        k, v = ((1 + rows * columns, attention.cached_heads, page, dim) for dim in attention.pool_dims)
+        self.cache = [KVPool(jnp.zeros(k, dtype), jnp.zeros(v, dtype))] * 2
         self.options: dict[str, Any] = dict(deterministic=deterministic, implementation=implementation)
         options = {"xla_allow_excess_precision": False}
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
@@ -257,7 +258,7 @@ def test_deterministic_latent_attention_of_too_many_heads_for_the_kernel_on_a_gp
     heads: int, implementation: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = model("float32", layers=1)
-    layer = replace(target.config.layers[0], attention=MLA(heads, 512, 64, 32, 16, 0.2))
+    layer = replace(target.config.layers[0], mixer=MLA(heads, 512, 64, 32, 16, 0.2))
     target = target.replace(config=replace(target.config, layers=(layer,)))
     check_deterministic(target, implementation)
     assert "reference" not in caplog.text, "control: not on a GPU"

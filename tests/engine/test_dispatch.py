@@ -12,7 +12,7 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jspec import Engine, SamplingParams
-from jspec.core.records import KVCache, PrefillInput, SlotState
+from jspec.core.records import PrefillInput, SlotState
 from tests.support import engines
 
 VOCAB, MAX_LEN = engines.VOCAB, engines.MAX_LEN
@@ -244,11 +244,8 @@ def to_the_end(engine: Engine) -> list[int]:
 
 def change_pools(state: SlotState, change: Callable[[jax.Array], jax.Array]) -> SlotState:
     """Return the state after changing every page of the target's and the drafter's pools."""
-
-    def pools(cache: KVCache) -> KVCache:
-        return jax.tree.map(change, cache)
-
-    return state.replace(target=pools(state.target), draft=state.draft.replace(cache=pools(state.draft.cache)))
+    target, draft = jax.tree.map(change, (state.target, state.draft.cache))
+    return state.replace(target=target, draft=state.draft.replace(cache=draft))
 
 
 def poisoned(state: SlotState, kept: list[int]) -> SlotState:

@@ -133,7 +133,7 @@ def test_weights_pools_and_state_are_on_the_devices_that_were_asked_for(apart: E
     target, drafting = apart.core.runner.target_side, apart.core.runner.draft_side
     assert devices_of((target.params, target.state)) == {jax.devices()[0]}
     assert devices_of((drafting.params, drafting.state)) == set(jax.devices()[1:3])
-    assert drafting.params.target is None and not drafting.state.target.k and target.params.draft == ()
+    assert drafting.params.target is None and not drafting.state.target and target.params.draft == ()
     for name in ("root", "lengths", "active", "remaining", "page_table", "sampling"):
         jax.tree.map(np.testing.assert_array_equal, *(getattr(side.state, name) for side in (target, drafting)))
 

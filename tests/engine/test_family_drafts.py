@@ -99,7 +99,7 @@ def test_engine_with_a_window_one_token_too_small_emits_other_tokens(golden: Pat
     """The negative control: the comparison notices a wrong window of the target under a tree."""
     target, prompts, expected = recorded(golden, "mistral")
     layers = [
-        replace(layer, attention=replace(layer.attention, window=layer.attention.window - 1))
+        replace(layer, mixer=replace(layer.attention, window=layer.attention.window - 1))
         for layer in target.config.layers
     ]
     wrong = replace(target, config=replace(target.config, layers=tuple(layers)))

@@ -73,7 +73,7 @@ def target() -> Model:
     own = tiny.config(VOCAB, hidden=64)
     layer = own.layers[0]
     attention = replace(layer.attention, qk_norm="head", bias=True, output_bias=True, sinks=True, window=9)
-    layers = (replace(layer, attention=attention, norms="both", residual_scale=0.7), layer)
+    layers = (replace(layer, mixer=attention, norms="both", residual_scale=0.7), layer)
     return tiny.random_model(replace(own, layers=layers, logit_softcap=9.0))
 
 
@@ -441,7 +441,7 @@ def test_memory_plan_counts_the_arrays_of_one_device(eagle: Engine) -> None:
     assert plan.state == held(runner.state)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(target()))
     assert plan.target_weights < 0.5 * whole  # the embedding and the norms are on each device
-    pools = runner.state.target.k
+    pools = [pool.k for pool in runner.state.target]
     assert all(pool.shape[1] == 4 and pool.addressable_shards[0].data.shape[1] == 1 for pool in pools)
 
 

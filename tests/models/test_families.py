@@ -13,7 +13,9 @@ import pytest
 
 from jspec import Model
 from jspec.models.decoder import TargetOut
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Experts
 from jspec.models.rope import Rope
 from jspec.tools.replay import run_texts
@@ -80,7 +82,7 @@ def attention(**fields: Any) -> Callable[[Model], Model]:
             else value
             for name, value in fields.items()
         }
-        return replace(layer, attention=replace(layer.attention, **new))
+        return replace(layer, mixer=replace(layer.attention, **new))
 
     return each_layer(change)
 
@@ -137,7 +139,7 @@ def swapped_ropes(model: Model) -> Model:
     """Give every layer the rotary embedding of the other layer type."""
     ropes = {layer.attention.window is None: layer.attention.rope for layer in model.config.layers}
     return each_layer(
-        lambda layer: replace(layer, attention=replace(layer.attention, rope=ropes[layer.attention.window is not None]))
+        lambda layer: replace(layer, mixer=replace(layer.attention, rope=ropes[layer.attention.window is not None]))
     )(model)
 
 
@@ -145,7 +147,7 @@ def shifted_windows(model: Model) -> Model:
     """Move the window of each layer to the next layer."""
     windows = [layer.attention.window for layer in model.config.layers]
     layers = [
-        replace(layer, attention=replace(layer.attention, window=window))
+        replace(layer, mixer=replace(layer.attention, window=window))
         for layer, window in zip(model.config.layers, windows[-1:] + windows[:-1], strict=True)
     ]
     return model.replace(config=replace(model.config, layers=tuple(layers)))
@@ -154,9 +156,7 @@ def shifted_windows(model: Model) -> Model:
 def of_layers(has_rope: bool, change: Callable[[GQA], GQA]) -> Callable[[Model], Model]:
     """Return a function that changes the attention of the layers with or without a rotary embedding."""
     return each_layer(
-        lambda layer: (
-            layer if (layer.gqa.rope.kind == "none") == has_rope else replace(layer, attention=change(layer.gqa))
-        )
+        lambda layer: layer if (layer.gqa.rope.kind == "none") == has_rope else replace(layer, mixer=change(layer.gqa))
     )
 
 
@@ -166,7 +166,7 @@ def of_layers_with_windows(has_window: bool, **fields: Any) -> Callable[[Model],
     def change(layer: LayerConfig) -> LayerConfig:
         own = layer.gqa
         is_other = (own.window is not None) != has_window
-        return layer if is_other else replace(layer, attention=replace(own, rope=replace(own.rope, **fields)))
+        return layer if is_other else replace(layer, mixer=replace(own, rope=replace(own.rope, **fields)))
 
     return each_layer(change)
 
@@ -202,7 +202,7 @@ def pairs_swapped(*names: str) -> Callable[[Model], Model]:
         cached = 0 if own.query_latent is None else own.query_latent
         starts["qkv"] = np.array([cached + own.latent])
         if own.query_latent is None:
-            starts["qkv"] = np.concatenate([starts["qkv"], own.head_dim + starts["q_up"]])
+            starts["qkv"] = np.concatenate([starts["qkv"], own.key_dim + starts["q_up"]])
 
         def reordered(name: str, weight: Any) -> Any:
             index = np.arange(len(weight))

@@ -364,7 +364,7 @@ def test_engine_with_float8_caches_has_mean_acceptance_length_above_1_8() -> Non
     head = Eagle3.from_pretrained(byte_pair.HEAD, tree=Tree.chain(3))
     dtypes = dict(kv_dtype="float8_e4m3fn", draft_kv_dtype="float8_e4m3fn")
     with Engine.from_pretrained(byte_pair.TARGET, drafter=head, **options, **dtypes) as engine:
-        pools = [*engine.core.runner.state.target.k, *engine.core.runner.state.draft.cache.v]
+        pools = jax.tree.leaves((engine.core.runner.state.target, engine.core.runner.state.draft.cache))
         assert {str(pool.dtype) for pool in pools} == {"float8_e4m3fn"}
         (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
     assert done.text is not None

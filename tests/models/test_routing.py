@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.records import KVCache, PromptBatch, TokenBatch
+from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
+from jspec.models.kv_pool import KVPool
 from jspec.models.mlp_config import Experts, Router
 from pallas_kernels.layers.routing import route
 from tests.support import tiny
@@ -200,7 +201,7 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
     )
     batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
     pool = jnp.zeros((3, 2, 4, 4))
-    forward(mixture(), KVCache(k=[pool], v=[pool]), batch)
+    forward(mixture(), [KVPool(pool, pool)], batch)
     (chosen,) = seen
     assert chosen.shape == (2, 6)
     assert [(row >= 0).tolist() for row in chosen] == [expected] * 2

@@ -13,7 +13,7 @@ import pytest
 from jspec import DraftModel, Tree
 from jspec.core.packing import NO_ROW, Packing
 from jspec.core.records import Draft, SlotState
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.step import decode
 from jspec.step.budget import apply_budget
 from jspec.step.prefill import prefill_step
@@ -123,7 +123,7 @@ def run(program: Program, params: Params, state: SlotState) -> tuple[list[np.nda
     for slot in range(len(PROMPTS)):
         at = np.arange(lengths[slot])
         pages = np.asarray(state.page_table)[slot, at // PAGE]
-        rows += [np.asarray(pool)[pages, :, at % PAGE] for pool in [*state.target.k, *state.target.v]]
+        rows += [np.asarray(pool)[pages, :, at % PAGE] for pool in jax.tree.leaves(state.target)]
     return reports, np.concatenate([row.ravel() for row in rows])
 
 

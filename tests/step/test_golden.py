@@ -15,7 +15,7 @@ from jspec.core.records import SlotView
 from jspec.draft import eagle
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.models.rope import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of

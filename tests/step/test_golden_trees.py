@@ -20,7 +20,7 @@ from jspec.draft import expand_tree as growing
 from jspec.draft.base import DraftState
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.expand_tree import Level
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.replay import observe
@@ -118,7 +118,7 @@ def test_eagle_tree_in_the_first_round_has_the_recorded_intermediate_values(
     assert got.state.lengths.tolist() == [len(prompt)]
     assert got.state.root.tolist() == [recorded["first_token"]]
     # Row i of the draft cache belongs to feature i - 1, rotated by position i - 1.
-    keys = np.asarray(got.state.draft.cache.k[0][1])[:, 1 : len(prompt)]
+    keys = np.asarray(got.state.draft.cache[0].k[1])[:, 1 : len(prompt)]
     np.testing.assert_allclose(keys, recorded["draft_k"][:, : len(prompt) - 1], atol=TOLERANCE)
     pending = np.asarray(got.state.draft.features[0, 0])
     feature = recorded["fc_out"] if not folder else recorded["target_final_hidden"]

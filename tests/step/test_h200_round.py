@@ -29,7 +29,7 @@ def windowed_dflash(shape: str, dtype: str) -> DFlashHead:
     """Return a DFlash head with windows in four of five layers, two of which are causal within the block."""
     head = shapes.random_head(shape, dtype, method="dflash")
     layers = [
-        replace(layer, attention=replace(layer.attention, window=2048, causal=index < 2))
+        replace(layer, mixer=replace(layer.attention, window=2048, causal=index < 2))
         for index, layer in enumerate(head.config.layers[:4])
     ]
     return head.replace(config=replace(head.config, layers=(*layers, head.config.layers[4])))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jspec import Eagle3, Model
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.models.params import abstract_weights, model_params
 from jspec.models.tensor_parallel import place, state_layout
 from jspec.step.decode import spec_step

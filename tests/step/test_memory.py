@@ -16,7 +16,7 @@ import pytest
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.step import executables, memory
 from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, MemoryPlanner, fit
@@ -61,8 +61,7 @@ def test_memory_plan_of_an_engine_equals_the_bytes_it_allocates(caplog: pytest.L
     with caplog.at_level("INFO", logger="jspec.step.side"):
         engine = Engine(engines.target(), drafter=eagle3(), compile_ahead=True, **OPTIONS)
     plan, state, params = engine.memory_plan, engine.core.runner.state, engine.core.runner.params
-    caches = [(cache.k, cache.v) for cache in (state.target, state.draft.cache)]
-    assert (plan.target_pool, plan.draft_pool) == tuple(map(held, caches))
+    assert (plan.target_pool, plan.draft_pool) == tuple(map(held, (state.target, state.draft.cache)))
     assert plan.target_weights == held(params.target)
     assert (
         plan.target_weights + plan.draft_weights == held(params) < memory.tree_bytes(params)
@@ -154,7 +153,7 @@ def test_engine_with_limited_device_memory_allocates_as_many_pages_as_fit(monkey
     made: list[int] = []
 
     def compiled(self: Any, program: Any, params: Any, state: Any, *others: Any) -> None:
-        made.append(state.target.k[0].shape[0])
+        made.append(state.target[0].k.shape[0])
         raise RuntimeError("enough")
 
     monkeypatch.setattr(Executables, "__init__", compiled)

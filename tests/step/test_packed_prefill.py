@@ -15,7 +15,7 @@ import pytest
 from jspec import DFlash, Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGram, Suffix, Tree
 from jspec.core import prompt_blocks
 from jspec.core.records import Draft, LogProbs, PrefillInput, PromptBatch, PromptPiece, SlotState
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.step import prefill
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.attention.append_attention import MOST_ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jspec.core.records import KVCache, SlotState
+from jspec.core.records import LayerState, SlotState
 
 
 def check_devices_equal(state: SlotState) -> int:
@@ -15,8 +15,8 @@ def check_devices_equal(state: SlotState) -> int:
     """
     leaves = [
         leaf
-        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-        for leaf in ([] if isinstance(node, KVCache) else [node])
+        for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LayerState))
+        for leaf in ([] if isinstance(node, LayerState) else [node])
     ]
     for leaf in leaves:
         first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)

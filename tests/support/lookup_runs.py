@@ -9,7 +9,7 @@ import numpy as np
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.verify import Coupled
 from tests.reference.lookup import Node, expected_nodes
 

@@ -10,7 +10,7 @@ import numpy as np
 from jspec.core.records import Draft, PromptBatch, Sampling, SlotView
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.verify import resolve
 
 

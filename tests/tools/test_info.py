@@ -11,12 +11,14 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.draft.draft_model import MAX_PADDING
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Dense
 from jspec.models.rope import Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
-from jspec.tools.traits import describe_layers, describe_rope
+from jspec.tools.traits import describe_layers
 from tests.support import folders, tiny
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
@@ -122,14 +124,14 @@ def test_trait_lines_of_sinks_temperature_and_different_layers() -> None:
     assert lines[0] == f"attention: {attention} in 1 of 2 layers; {attention}, sinks in 1 of 2 layers"
     assert "feed-forward: 32 channels, silu in 1 of 2 layers; 8 channels, gelu in 1 of 2 layers" in lines
     latent = MLA(4, 16, 8, 12, 10, 0.25, query_latent=20)
-    lines = describe_layers(type(config)(**{**vars(config), "layers": (replace(other, attention=latent),)}))
+    lines = describe_layers(type(config)(**{**vars(config), "layers": (replace(other, mixer=latent),)}))
     assert lines[0] == (
         "attention: 4 heads of 12 + 8 rotated channels, latent vector of 16 channels, values of 10, queries from 20 "
         "channels, scores times 0.25"
     )
-    assert describe_rope(Rope(kind="none")) == "none"
+    assert Rope(kind="none").describe() == "none"
     rope = Rope(1e4, original_max_position=16, temperature=0.1)
-    assert describe_rope(rope) == "default, theta 10000, from 16 tokens, query temperature 0.1"
+    assert rope.describe() == "default, theta 10000, from 16 tokens, query temperature 0.1"
 
 
 # ---- pairs

@@ -24,7 +24,7 @@ HEADS, KV_HEADS, DIM, STEPS = 4, 2, 16, 3
 def layer(window: int | None) -> LayerConfig:
     own = support.target().config.layers[0]
     sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, window=window)
-    return replace(own, attention=replace(own.attention, **sizes))
+    return replace(own, mixer=replace(own.attention, **sizes))
 
 
 def dense(window: int | None, q: Any, steps: list[Keys], rows: Any) -> Any:

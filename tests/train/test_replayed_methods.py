@@ -38,7 +38,7 @@ def eagle() -> tuple[Drafter, Predicted]:
     head = tiny.eagle_head(TARGET, draft_vocab=5, feature_layers=(0, 2, 3))
     second = replace(head.layers[0], hidden_norm=None, qkv=head.layers[0].qkv[:, :16] * 1.5)  # type: ignore[index]
     head = replace(head, layers=[head.layers[0], second], config=head.config.resized(num_layers=2))
-    layers = [replace(one, attention=replace(one.attention, window=9)) for one in head.config.layers]
+    layers = [replace(one, mixer=replace(one.attention, window=9)) for one in head.config.layers]
     drafter = Eagle3(replace(head, config=replace(head.config, layers=tuple(layers))), Tree.chain(DEPTH))
     bound = replace(drafter.bind(TARGET), precomputed=None)
 

@@ -176,10 +176,8 @@ def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:
 
 def _window(config: DecoderConfig) -> int | None:
     """Return how many of the newest tokens a decoder's layers attend to at most; None if a layer attends to all."""
-    limits = [(layer.attention.window, layer.attention.chunk) for layer in config.layers]
-    if (None, None) in limits:
-        return None
-    return max(min(size for size in own if size is not None) for own in limits)
+    reaches = [layer.mixer.reach for layer in config.layers]
+    return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 
 def _scheduler_limits(config: EngineConfig, drafter: Drafter) -> SchedulerLimits:

@@ -12,7 +12,9 @@ from jspec.models.config import DecoderConfig
 from jspec.models.families import register
 from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
-from jspec.models.layer_config import GQA, MLA
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Dense, Experts, Router
 from jspec.models.rope import Rope, yarn_magnitude
 from jspec.models.weight_map import LAYER, Names
@@ -34,7 +36,7 @@ class Deepseek(Llama):
         "v_up": ("self_attn.kv_b_proj.weight",),
     }
 
-    def attentions(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[MLA]:
+    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         plain, rotated = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
         own = MLA(
             heads.heads,

@@ -12,7 +12,8 @@ from jspec.models.checks import unsupported
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
 from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER
 
@@ -135,8 +136,8 @@ class Gemma4(Gemma2):
                 )
         return ropes
 
-    def attentions(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[GQA]:
-        made = super().attentions(fields, heads, ropes, types)
+    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
+        made = super().mixers(fields, heads, ropes, types)
         return [_with_sizes(fields, index, own) for index, own in enumerate(made) if isinstance(own, GQA)]
 
     def attention(self, fields: Fields) -> dict[str, Any]:

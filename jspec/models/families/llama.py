@@ -22,7 +22,9 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER, Names, model_rows
@@ -78,7 +80,7 @@ class Llama:
         layers = [
             LayerConfig(attention, mlp, **self.layer(fields))
             for attention, mlp in zip(
-                self.attentions(fields, heads, [ropes[kind] for kind in types], types),
+                self.mixers(fields, heads, [ropes[kind] for kind in types], types),
                 self.mlps(fields, dense),
                 strict=True,
             )
@@ -111,9 +113,7 @@ class Llama:
             raise unsupported("partial_rotary_factor", max(fractions), "1.0")
         return ropes
 
-    def attentions(
-        self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]
-    ) -> Sequence[GQA | MLA]:
+    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         """Return the attention of each layer.
 
         Args:

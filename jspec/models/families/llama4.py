@@ -12,7 +12,8 @@ from jspec.models.config import ModelConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
 from jspec.models.hf_config import CHUNKED, FULL, read_layer_types, read_rope_layers
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mixer import Mixer
 from jspec.models.mlp_config import Dense, Experts, Router
 from jspec.models.rope import Rope
 from jspec.models.weight_map import LAYER, Names, input_major, model_rows
@@ -63,7 +64,7 @@ class Llama4(Llama):
         default = [CHUNKED if has_rope and has_chunks else FULL for has_rope in read_rope_layers(fields)]
         return read_layer_types(fields, default, limited=CHUNKED)
 
-    def attentions(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[GQA]:
+    def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         chunks = {FULL: None, CHUNKED: fields.integer("attention_chunk_size") if CHUNKED in types else None}
         own = replace(heads, **self.attention(fields), is_interleaved=True)
         norm, still = "unit" if fields.flag("use_qk_norm") else None, _without_rotation(fields)

@@ -40,4 +40,4 @@ class SmolLM3(Llama):
 
 
 def _without_rope(layer: LayerConfig) -> LayerConfig:
-    return replace(layer, attention=replace(layer.attention, rope=NO_ROPE))
+    return replace(layer, mixer=replace(layer.gqa, rope=NO_ROPE))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import KV_DTYPES
-from jspec.models.layer_config import GQA
+from jspec.models.mixers.gqa import GQA
 from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul

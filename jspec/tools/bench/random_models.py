@@ -16,7 +16,7 @@ from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, PE
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
-from jspec.models.layer_config import MLA
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Dense
 from jspec.models.params import model_params, random_weights
 from jspec.models.rope import Rope

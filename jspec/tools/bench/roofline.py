@@ -11,7 +11,9 @@ import jax
 from jspec.core.tree import Tree
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
 from jspec.models.config import ModelConfig
-from jspec.models.layer_config import GQA, MLA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.attention import Attention
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import layer_params
 
@@ -67,11 +69,11 @@ def matmul(name: str, rows: int, out: int, inner: int, widths: Widths) -> Cost:
     return Cost(name, out * inner * widths.weight, 2 * rows * out * inner / widths.speed)
 
 
-def attention(c: GQA | MLA, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
+def attention(c: Attention, batch: int, nodes: int, context: int, widths: Widths) -> Cost:
     """Return the cost of attention with ``nodes`` queries for each sequence; visible keys and values are read once."""
-    rows = min(context, c.window or context)
-    read = c.head_dim if isinstance(c, MLA) else 2 * c.kv_size
-    products = c.heads * (c.head_dim + c.latent) if isinstance(c, MLA) else 2 * c.q_size
+    rows = min(context, c.reach or context)
+    read = c.cached_heads * sum(c.pool_dims)
+    products = c.heads * (c.key_dim + c.pool_dims[1])
     return Cost("attention", batch * rows * read * widths.cache, 2 * batch * nodes * products * rows)
 
 

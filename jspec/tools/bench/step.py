@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.config import KV_DTYPES, QUANTIZE
-from jspec.core.records import KVCache, SlotState
+from jspec.core.records import LayerState, SlotState
 from jspec.core.tree import ROOT_ONLY, Tree
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.dflash import DFlash
@@ -31,7 +31,7 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
-from jspec.models.kv_cache import PoolShape
+from jspec.models.kv_pool import PoolShape
 from jspec.models.tensor_parallel import mesh_of, place
 from jspec.step.decode import spec_step
 from jspec.step.on_mesh import make_state, shapes_of, step_on
@@ -224,9 +224,9 @@ def filled_state(state: SlotState, case: StepCase) -> SlotState:
         def noise(x: jax.Array) -> jax.Array:
             return jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)
 
-        return jax.tree.map(noise, part) if isinstance(part, KVCache) else part
+        return jax.tree.map(noise, part) if isinstance(part, LayerState) else part
 
-    target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, KVCache))
+    target, draft = jax.tree.map(fill, (state.target, state.draft), is_leaf=lambda part: isinstance(part, LayerState))
     temperature = state.sampling.temperature if case.greedy else state.sampling.temperature + 1
     cap = jnp.full(rows, max(case.tree_depth, 1), jnp.int32)
     filled = replace(

@@ -25,7 +25,8 @@ from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
 from jspec.models.config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.layer_config import GQA, LayerConfig
+from jspec.models.layer_config import LayerConfig
+from jspec.models.mixers.gqa import GQA
 from jspec.models.mlp_config import Dense
 from jspec.models.quantize import quantized_as
 from jspec.tools.bench import random_models
@@ -229,7 +230,7 @@ def plan(
 def _check_layers(old: ModelConfig) -> None:
     """Raise ValueError if a layer of the small target computes more than one of Llama, whose weights can be padded."""
     for layer in old.layers:
-        own = layer.attention
+        own = layer.gqa
         plain = LayerConfig(GQA(own.heads, own.kv_heads, own.head_dim, rope=own.rope), Dense(layer.mlp.width))
         if layer != plain or own.rope.kind not in ("default", "llama3"):
             raise ValueError(
