@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
 from jspec.core.packing import Packing
-from jspec.core.prompt_blocks import MAX_STOP_IDS, UNLIMITED, block_rows, padded
+from jspec.core.sampling import Sampling
 
 
 class LayerState:
@@ -52,32 +52,6 @@ class LayerState:
             moved: whether each token is moved, [batch, depth + 1].
         """
         raise NotImplementedError
-
-
-@struct.dataclass
-class Sampling:
-    """Sampling parameters of each row. The rows are slots in `SlotState`, and rows of the bucket in `SlotView`."""
-
-    temperature: Float[Array, "rows"]  # divisor of the logits; 0: greedy
-    top_k: Int[Array, "rows"]  # number of most likely tokens kept; 0: off
-    top_p: Float[Array, "rows"]  # probability mass kept; 1: off
-    min_p: Float[Array, "rows"]  # smallest probability kept, divided by the most likely token's probability; 0: off
-    seed: UInt32[Array, "rows 2"]  # 64-bit seed, high word first
-    stop_ids: Int[Array, "rows 8"]  # token ids that end the row; -1 where unused
-    draft_cap: Int[Array, "rows"]  # largest number of draft tokens accepted per step
-
-    @classmethod
-    def greedy(cls, rows: int) -> Sampling:
-        """Make the parameters of ``rows`` greedy rows without stop ids or draft caps; no two fields share an array."""
-        return cls(
-            temperature=jnp.zeros(rows, jnp.float32),
-            top_k=jnp.zeros(rows, jnp.int32),
-            top_p=jnp.ones(rows, jnp.float32),
-            min_p=jnp.zeros(rows, jnp.float32),
-            seed=jnp.zeros((rows, 2), jnp.uint32),
-            stop_ids=jnp.full((rows, MAX_STOP_IDS), -1, jnp.int32),
-            draft_cap=jnp.full(rows, UNLIMITED, jnp.int32),
-        )
 
 
 @struct.dataclass
@@ -380,94 +354,3 @@ def pack_result(verdict: Verdict, num_drafted: Int[Array, "batch"]) -> Int[Array
     """Pack a round's result into one int32 array, for one copy to the host; `StepResult.read` splits the array."""
     tail = jnp.stack([verdict.counts, verdict.accept_len, num_drafted, verdict.ended.astype(jnp.int32)], axis=-1)
     return jnp.concatenate([verdict.tokens, tail], axis=-1)
-
-
-class PromptPiece(NamedTuple):
-    """One piece of one prompt on the host, or all pieces of a prefill on the device, with an axis for the pieces.
-
-    Fields without a dtype in their comment are int32 scalars.
-    """
-
-    slot: Any  # slot index; a padding piece has the number of slots
-    start: Any  # position of the piece's first token
-    count: Any  # number of tokens in the piece
-    last: Any  # 1 if this is the prompt's last piece
-    write: Any  # 1: write the piece's cache rows; 0: the cache has these rows, and other requests may be reading them
-    root: Any  # token after the piece, if known; -1: sample this token
-    remaining: Any  # number of tokens that the request may still emit, the root included
-    top_k: Any  # as in `Sampling`
-    draft_cap: Any  # as in `Sampling`
-    controlled: Any  # 1: the slot's `Controls` belong to this request; 0: the request has no controls
-    temperature: Any  # float32
-    top_p: Any  # float32
-    min_p: Any  # float32
-    seed: Any  # 64-bit seed, uint32 [2]
-    stop_ids: Any  # int32 [8]
-    page_row: Any  # the slot's row of the page table, int32 [P]
-
-    @staticmethod
-    def width(pages: int) -> int:
-        """Return the number of int32 values of a packed piece, for a page table of ``pages`` columns."""
-        return PromptPiece._fields.index("seed") + 2 + MAX_STOP_IDS + pages
-
-    def pack(self) -> np.ndarray:
-        """Pack all fields into a new int32 vector; floats and seeds keep their bits."""
-        fields = [np.atleast_1d(field) for field in self]
-        assert all(field.dtype.itemsize == 4 for field in fields), "every field is int32, uint32 or float32"
-        return np.concatenate([field.view(np.int32) for field in fields])
-
-    def sampling(self) -> Sampling:
-        """Return the pieces' sampling parameters as a `Sampling` record with a row for each piece."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "draft_cap")
-        return Sampling(**{name: getattr(self, name) for name in names})
-
-
-class PrefillInput(NamedTuple):
-    """The input of a prefill: pieces of prompts, and their tokens in blocks of rows (`block_rows`).
-
-    The blocks of a piece are consecutive and in the order of the pieces. All blocks of a piece are full but the last.
-    """
-
-    pieces: Any  # int32 [pieces, width]: packed pieces, then padding pieces; on the device a `PromptPiece`
-    tokens: Any  # int32 [blocks, rows]: the tokens; padding rows and padding blocks have any value
-
-    @classmethod
-    def shapes(cls, size: int, *, slots: int, pages: int) -> PrefillInput:
-        """Return the shapes of the arrays for a prefill of ``size`` tokens."""
-        blocks, rows = block_rows(size)
-        shapes = (min(blocks, slots), PromptPiece.width(pages)), (blocks, rows)
-        return cls(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
-
-    @classmethod
-    def pack(
-        cls, pieces: Sequence[PromptPiece], tokens: Sequence[Sequence[int]], size: int, *, slots: int
-    ) -> PrefillInput:
-        """Pack pieces and their tokens into arrays for a prefill of ``size`` tokens.
-
-        Args:
-            pieces: at most as many pieces as there are blocks and slots.
-            tokens: the tokens of each piece.
-            size: number of tokens of the compiled program.
-            slots: number of slots.
-        """
-        shapes = cls.shapes(size, slots=slots, pages=len(pieces[0].page_row))
-        packed, filled = (np.zeros(shape.shape, np.int32) for shape in shapes)
-        packed[:, 0], rows = slots, filled.shape[1]
-        flat, at = filled.reshape(-1), 0
-        for index, (piece, own) in enumerate(zip(pieces, tokens, strict=True)):
-            packed[index] = piece.pack()
-            flat[at : at + len(own)] = own
-            at += padded(len(own), rows)
-        return cls(packed, filled)
-
-    def unpack(self) -> PrefillInput:
-        """Split the packed pieces into their fields on the device; this is the inverse of `PromptPiece.pack`."""
-        scalars, packed = PromptPiece._fields.index("seed"), jnp.asarray(self.pieces)
-        fields: dict[str, Any] = dict(zip(PromptPiece._fields[:scalars], packed.T[:scalars], strict=True))
-        for name in ("temperature", "top_p", "min_p"):
-            fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
-        seed, stop_ids, page_row = jnp.split(packed[:, scalars:], [2, 2 + MAX_STOP_IDS], axis=1)
-        seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
-        return PrefillInput(
-            PromptPiece(**fields, seed=seed, stop_ids=stop_ids, page_row=page_row), jnp.asarray(self.tokens)
-        )

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.config import EngineConfig
+from jspec.core.prefill_input import PrefillInput
 from jspec.core.progress import progress_bar
-from jspec.core.records import Draft, PrefillInput, SlotState, StepResult
+from jspec.core.records import Draft, SlotState, StepResult
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step

@@ -11,18 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jspec import verify
-from jspec.core.records import (
-    PrefillInput,
-    PromptBatch,
-    PromptPiece,
-    SlotState,
-    SlotView,
-    StepOutput,
-    StepResult,
-    Verdict,
-    of_piece,
-    pack_result,
-)
+from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.core.records import PromptBatch, SlotState, SlotView, StepOutput, StepResult, Verdict, of_piece, pack_result
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
 from jspec.sampling import grammar_mask, logprobs, penalties, sampler
@@ -116,7 +106,7 @@ def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
         lengths=put(state.lengths, pieces.start),
         remaining=put(state.remaining, pieces.remaining),
         page_table=put(state.page_table, pieces.page_row),
-        sampling=jax.tree.map(put, state.sampling, pieces.sampling()),
+        sampling=jax.tree.map(put, state.sampling, pieces.sampling),
         controls=None if used is None else replace(used, used=put(used.used, pieces.controlled == 1)),
     )
 

@@ -41,7 +41,8 @@ from jaxtyping import Array, Int
 
 from jspec import verify
 from jspec.core.accept_rule import AcceptRule
-from jspec.core.records import Sampling, SlotState, SlotView
+from jspec.core.records import SlotState, SlotView
+from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
 from jspec.models.decoder import Model

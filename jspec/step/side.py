@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import Draft, PrefillInput, SlotState
+from jspec.core.prefill_input import PrefillInput
+from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.decoder import Model

@@ -18,7 +18,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.prompt_blocks import UNLIMITED
-from jspec.core.records import PromptBatch, Sampling, SlotView, Verdict
+from jspec.core.records import PromptBatch, SlotView, Verdict
+from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import create

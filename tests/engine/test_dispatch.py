@@ -12,7 +12,8 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jspec import Engine, SamplingParams
-from jspec.core.records import PrefillInput, SlotState
+from jspec.core.prefill_input import PrefillInput
+from jspec.core.records import SlotState
 from tests.support import engines
 
 VOCAB, MAX_LEN = engines.VOCAB, engines.MAX_LEN

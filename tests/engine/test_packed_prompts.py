@@ -24,7 +24,8 @@ from jspec import (
     Suffix,
     Tree,
 )
-from jspec.core import prompt_blocks, records
+from jspec.core import prompt_blocks
+from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from tests.support import brittle, engines, lettered, tiny
@@ -204,10 +205,10 @@ def test_comparison_with_swapped_pages_of_two_packed_prompts_fails(monkeypatch: 
     """Negative control: two pieces of a prefill exchange their rows of the page table."""
     original = ModelRunner._pack
 
-    def swapped(self: ModelRunner, plan: PrefillPlan, size: int) -> records.PrefillInput:
+    def swapped(self: ModelRunner, plan: PrefillPlan, size: int) -> PrefillInput:
         packed = original(self, plan, size)
         if len(plan.pieces) > 1:
-            first = records.PromptPiece.width(0)
+            first = PromptPiece.width(0)
             packed.pieces[:2, first:] = packed.pieces[1::-1, first:]
         return packed
 

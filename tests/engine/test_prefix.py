@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
-from jspec.core.records import PrefillInput, PromptPiece
+from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
 from tests.support import cover, engines, tiny

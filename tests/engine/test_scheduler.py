@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -233,6 +234,16 @@ def test_scheduler_shares_pages_between_the_prompts_of_one_prefill_and_sizes_it_
     small = [(64, [(0, 0, 32), (1, 31, 1), (2, 31, 1)]), (16, [(3, 31, 1)])]
     assert packing(32, 32, 32, 32, sizes=(16, 64, 256), prefix_cache=True) == small
     assert [size for size, _ in packing(32, 32, 32, 32, sizes=(16, 64, 256))] == [256]
+
+
+def test_scheduler_shares_pages_between_requests_of_one_salt_only() -> None:
+    """Equal prompts: the second request has the first one's salt, the third and fourth have others."""
+    one = make_scheduler(slots=4, pages=400, prefill_buckets=(256,), prefix_cache=True)
+    for number, salt in enumerate((b"a", b"a", b"", b"b")):
+        one.add(replace(make_request(number, 32, 1), cache_salt=salt))
+    plan = one.plan()
+    assert isinstance(plan, PrefillPlan)
+    assert [(piece.request.id, piece.start) for piece in plan.pieces] == [(0, 0), (1, 31), (2, 0), (3, 0)]
 
 
 def test_scheduler_sizes_a_prefill_for_the_requests_that_find_pages() -> None:

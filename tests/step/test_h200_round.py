@@ -10,7 +10,7 @@ import pytest
 
 from jspec import Tree
 from jspec.core.config import EngineConfig
-from jspec.core.records import PrefillInput
+from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
 from jspec.models.families import read_config
 from jspec.models.quantize import quantize_weights

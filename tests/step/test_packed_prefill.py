@@ -14,7 +14,8 @@ import pytest
 
 from jspec import DFlash, Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGram, Suffix, Tree
 from jspec.core import prompt_blocks
-from jspec.core.records import Draft, LogProbs, PrefillInput, PromptBatch, PromptPiece, SlotState
+from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.core.records import Draft, LogProbs, PromptBatch, SlotState
 from jspec.models.kv_pool import PoolShape
 from jspec.step import prefill
 from jspec.step.program import Params, Program, init_state, view_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec import Tree
-from jspec.core.records import PrefillInput
+from jspec.core.prefill_input import PrefillInput
 from jspec.step.decode import spec_step
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state

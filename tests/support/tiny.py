@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.orbax import unflatten
-from jspec.core.prompt_blocks import MAX_STOP_IDS
-from jspec.core.records import PrefillInput, PromptPiece
+from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.core.sampling import Sampling
 from jspec.draft import auto
 from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
@@ -255,7 +255,7 @@ def prompt_piece(count: int, *, page_row: Sequence[int] | np.ndarray, slot: int 
 
     Args:
         page_row: the slot's row of the page table.
-        fields: other fields of `PromptPiece`.
+        fields: other fields of `PromptPiece` and of its `Sampling`.
     """
     piece = PromptPiece(
         slot=np.int32(slot),
@@ -265,14 +265,8 @@ def prompt_piece(count: int, *, page_row: Sequence[int] | np.ndarray, slot: int 
         write=np.int32(1),
         root=np.int32(-1),
         remaining=np.int32(1000),
-        top_k=np.int32(0),
-        draft_cap=np.int32(1000),
         controlled=np.int32(0),
-        temperature=np.float32(0),
-        top_p=np.float32(1),
-        min_p=np.float32(0),
-        seed=np.zeros(2, np.uint32),
-        stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
+        sampling=Sampling.row(**{name: fields.pop(name) for name in Sampling.fields() if name in fields}),
         page_row=np.asarray(page_row, np.int32),
     )
     return piece._replace(**fields)

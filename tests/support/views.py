@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.records import Draft, PromptBatch, Sampling, SlotView
+from jspec.core.records import Draft, PromptBatch, SlotView
+from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model
 from jspec.models.kv_pool import PoolShape

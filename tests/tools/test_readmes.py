@@ -26,7 +26,17 @@ pytestmark = pytest.mark.once
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 READMES = [
     REPOSITORY / folder / "README.md"
-    for folder in (".", "jspec", "jspec/draft", "jspec/models/families", "jspec/server", "tests", "tests/data/golden")
+    for folder in (
+        ".",
+        "jspec",
+        "jspec/distributed",
+        "jspec/draft",
+        "jspec/models/families",
+        "jspec/server",
+        "jspec/train",
+        "tests",
+        "tests/data/golden",
+    )
 ]
 LONGEST = 200  # largest number of lines of the first README
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))

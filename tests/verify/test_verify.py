@@ -13,7 +13,8 @@ import pytest
 from jspec import Engine, SamplingParams, verify
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.config import ACCEPT_RULES, EngineConfig
-from jspec.core.records import Draft, Sampling, SlotView, Verdict
+from jspec.core.records import Draft, SlotView, Verdict
+from jspec.core.sampling import Sampling
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
 from jspec.tools.testing import Random

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.prompt_blocks import MAX_STOP_IDS
-from jspec.core.records import PromptPiece
+from jspec.core.prefill_input import PromptPiece
+from jspec.core.sampling import Sampling
 from jspec.engine.input.input_processor import draft_cap
 from jspec.engine.request.request import Request
 from jspec.engine.schedule.scheduler import Piece
@@ -25,8 +25,6 @@ def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> Prom
     end = piece.start + piece.count
     page_row = np.zeros(width, np.int32)
     page_row[: len(piece.pages)] = piece.pages
-    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = request.stop_ids
     return PromptPiece(
         slot=np.int32(request.state.slot),
         start=np.int32(piece.start),
@@ -35,15 +33,23 @@ def pack_piece(piece: Piece, *, width: int, depth: int, vocab_size: int) -> Prom
         write=np.int32(piece.is_written),
         root=np.int32(next(iter(request.tokens_between(end, end + 1)), -1)),
         remaining=np.int32(request.max_new_tokens - max(len(request.token_ids) - 1, 0)),
-        top_k=np.int32(max(min(params.top_k, vocab_size), 0)),
-        draft_cap=np.int32(draft_cap(params, depth)),
         controlled=np.int32(bool(params.controls_used)),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-        stop_ids=stop_ids,
+        sampling=sampling_of(request, depth=depth, vocab_size=vocab_size),
         page_row=page_row,
+    )
+
+
+def sampling_of(request: Request, *, depth: int, vocab_size: int) -> Sampling:
+    """Return the sampling parameters that a request brings to the device, as one row of the host."""
+    params = request.params
+    return Sampling.row(
+        temperature=params.temperature,
+        top_k=max(min(params.top_k, vocab_size), 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=(request.seed >> 32, request.seed & 0xFFFFFFFF),
+        stop_ids=request.stop_ids,
+        draft_cap=draft_cap(params, depth),
     )
 
 

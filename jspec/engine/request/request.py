@@ -129,6 +129,8 @@ class Request:
         gathers_logits: whether, on several devices, the request's rounds gather the logits of the whole vocabulary.
         index: index among the ``n`` completions of the prompt.
         siblings: the other completions of the prompt; empty except in the first completion.
+        cache_salt: bytes that keep requests whose tokens have other cache rows, such as those of another adapter, from
+            sharing pages: only requests with equal salts share them.
         owner: the input processor that made the request; it tells an engine its own requests from those of others.
     """
 
@@ -146,6 +148,7 @@ class Request:
     gathers_logits: bool = False
     index: int = 0
     siblings: tuple[Request, ...] = ()
+    cache_salt: bytes = b""
     owner: object = field(default=None, repr=False)
     state: RequestState = field(default_factory=RequestState)
     output: OutputState = field(default_factory=OutputState)

@@ -157,6 +157,11 @@ class SamplingParams:
         with named(path):
             return cls(**values)
 
+    @property
+    def cuts_used(self) -> bool:
+        """Whether unlikely tokens are cut before sampling, which takes the logits of the whole vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     @cached_property
     def controls_used(self) -> tuple[str, ...]:
         """The names of the set fields that need logits to be edited before sampling (`jspec.sampling.penalties`)."""

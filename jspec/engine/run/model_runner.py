@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
-from jspec.core.records import PrefillInput, SlotState, StepOutput
+from jspec.core.prefill_input import PrefillInput
+from jspec.core.records import SlotState, StepOutput
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.input.prompt_input import pack_pending_rows, pack_piece

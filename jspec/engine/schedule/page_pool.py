@@ -22,7 +22,7 @@ def page_digests(tokens: Sequence[int], page_size: int, before: Digest = b"") ->
 
     Args:
         page_size: tokens per page.
-        before: digest of the page before ``tokens``; empty if there is none.
+        before: digest of the page before ``tokens``; before a text's first page, the salt of those who may share it.
     """
     digests = []
     for start in range(0, len(tokens) - page_size + 1, page_size):

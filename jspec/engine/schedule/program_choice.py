@@ -51,10 +51,8 @@ def gathering(config: EngineConfig, *, edits_all: bool) -> Callable[[SamplingPar
     rule = verify.resolve(config.accept)
 
     def gathers(params: SamplingParams) -> bool:
-        is_sampled = params.temperature > 0
-        cuts = is_sampled and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        reads = params.logprobs is not None or rule.reads_probabilities(is_sampled=is_sampled)
-        return cuts or reads or edits_all or bool(params.controls_used)
+        reads = params.logprobs is not None or rule.reads_probabilities(is_sampled=params.temperature > 0)
+        return params.cuts_used or reads or edits_all or bool(params.controls_used)
 
     return gathers
 

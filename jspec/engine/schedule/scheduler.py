@@ -288,7 +288,7 @@ class Scheduler:
         """Compute the missing ones of the digests of a request's first ``count`` pages."""
         digests, size = request.state.page_digests, self.pages.page_size
         tokens = request.tokens_between(len(digests) * size, count * size)
-        digests += page_digests(tokens, size, digests[-1] if digests else b"")
+        digests += page_digests(tokens, size, digests[-1] if digests else request.cache_salt)
 
     def _is_in_budget(self, request: Request) -> bool:
         """Return whether the budget allows a prefill for the request before the next round; it always allows one."""
