@@ -24,6 +24,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
+from jspec.core.numerics import Numerics
 from jspec.core.packing import Packing
 from jspec.core.sampling import Sampling
 
@@ -116,14 +117,23 @@ class SlotView:
     sampling: Sampling
     accept: AcceptRule = struct.field(pytree_node=False)  # accept rule of this program
     all_greedy: bool = struct.field(pytree_node=False)  # whether this branch of the program handles only greedy rows
-    implementation: str = struct.field(pytree_node=False)  # kernel implementation
-    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
+    numerics: Numerics = struct.field(pytree_node=False)
     token_history: Int[Array, "batch positions"] | None = None  # token at each position, for prefill or a processor
     controls: Controls | None = None  # controls of all slots; not gathered, because they are as wide as the vocabulary
     grammars: Grammars | None = None
     masks: UInt32[Array, "batch nodes words"] | None = None  # packed masks from the host: tokens allowed after a node
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
     noise: Float[Array, "batch depths vocab"] | None = None  # `jspec.sampling.sampler.with_noise`
+
+    @property
+    def implementation(self) -> str:
+        """The kernel implementation."""
+        return self.numerics.implementation
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend on no other row."""
+        return self.numerics.deterministic
 
 
 @struct.dataclass
@@ -146,13 +156,22 @@ class TokenBatch:
     first_row: Int[Array, "batch"]  # cache row of each sequence's first token
     page_table: Int[Array, "batch pages"]
     bits: UInt32[Array, "batch tokens words"] | None  # visible new rows of each token, one bit per row
-    implementation: str = struct.field(pytree_node=False)
+    numerics: Numerics = struct.field(pytree_node=False)
     base: Int[Array, "batch"] | None = None  # cache row of bit 0; None: first_row
     new_rows: int | None = struct.field(pytree_node=False, default=None)  # number of bits; None: one per token
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
-    deterministic: bool = struct.field(pytree_node=False, default=False)  # a row's bits do not depend on other rows
     paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
     packing: Packing | None = None  # tokens that the matrix products see, as rows of one sequence; None: all tokens
+
+    @property
+    def implementation(self) -> str:
+        """The kernel implementation."""
+        return self.numerics.implementation
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend on no other row."""
+        return self.numerics.deterministic
 
     def pad(self, more: int) -> TokenBatch:
         """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to.

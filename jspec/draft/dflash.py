@@ -176,7 +176,7 @@ def _new_rows(view: SlotView, tokens: Array) -> TokenBatch:
         first_row=view.lengths,
         page_table=view.page_table,
         bits=None,
-        implementation=view.implementation,
+        numerics=view.numerics.relaxed,
     )
 
 

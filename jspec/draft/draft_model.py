@@ -198,7 +198,7 @@ class DraftModel(Pretrained):
         self, params: BoundModel, state: DraftModelState, view: SlotView, batch: PromptBatch, features: Array | None
     ) -> DraftModelState:
         tokens = params.known(batch.tokens)
-        batch = replace(batch, tokens=tokens, window=self.draft_window, deterministic=False)
+        batch = replace(batch, tokens=tokens, window=self.draft_window, numerics=batch.numerics.relaxed)
         _, cache = forward(params.model, state.cache, batch, with_logits=False)
         return replace(state, cache=cache, previous=state.previous.at[view.slots].set(-1, mode="drop"))
 
@@ -292,7 +292,7 @@ def _run_root(
         first_row=first_row,
         page_table=view.page_table,
         bits=None,
-        implementation=view.implementation,
+        numerics=view.numerics.relaxed,
         window=window,
     )
     newest = 2 * jnp.arange(tokens.shape[0])[:, None] + 1

@@ -77,7 +77,7 @@ class DSpark(DFlash):
         else:
 
             def correct(depth: int, tokens: Array, state: Array | None) -> tuple[Array, Array | None]:
-                return markov.correct(tokens, block.hidden[:, depth], state, view.implementation)
+                return markov.correct(tokens, block.hidden[:, depth], state, view.numerics)
 
             draft = expand_corrected(*chosen, correct, markov.start(view.root.shape[0]))
         return replace(draft, confidence=self.confidence(params, block, draft)), cache

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jspec.core.numerics import Numerics
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead
 from jspec.draft.head_config import DSparkConfig
 from jspec.models.layers import logits_of
@@ -66,7 +67,7 @@ class MarkovHead:
         tokens: Int[Array, "batch nodes"],
         hidden: Float[Array, "batch hidden"],
         state: Float[Array, "batch nodes rank"] | None,
-        implementation: str,
+        numerics: Numerics,
     ) -> tuple[Float[Array, "batch nodes draft_vocab"], Float[Array, "batch nodes rank"] | None]:
         """Compute the corrections of the logits after nodes of equal depth.
 
@@ -74,7 +75,7 @@ class MarkovHead:
             tokens: target id of each node.
             hidden: the head's normed state at the position of the nodes' children.
             state: state after the nodes' parents, or the start for the root; None for kinds without a state.
-            implementation: kernel implementation (`pallas_kernels.dispatch`).
+            numerics: by which kernels; heads make no promise of bits.
 
         Returns:
             The corrections in float32, and the state after the nodes.
@@ -87,7 +88,7 @@ class MarkovHead:
             gate, new, output = jnp.split(self.joint(state, embedded, hidden), 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             state, embedded = gate * state + (1 - gate) * jnp.tanh(new), jnp.tanh(output)
-        return logits_of(embedded, self.project, implementation), state
+        return logits_of(embedded, self.project, numerics.relaxed), state
 
 
 @struct.dataclass

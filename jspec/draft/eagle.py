@@ -165,7 +165,7 @@ class EagleDrafter(PretrainedHead):
         shifted = shifted.at[:, 0].set(first)
         valid = batch.valid & (batch.positions >= FIRST_ROW)
         pairs = _pairs(batch, batch.tokens, batch.first_row, valid, self.draft_window)
-        inputs = project_inputs(params, pairs.tokens, shifted, pairs.implementation)
+        inputs = project_inputs(params, pairs.tokens, shifted, pairs.numerics)
         *_, cache = run_on_cache(params, state.cache, pairs, *inputs, attends=False)
         return replace(
             state,
@@ -257,7 +257,7 @@ def write_pending_rows(
     pairs = _pairs(view, rows[0], view.lengths, rows[1], window)
     attention = params.config.layers[-1].attention
     attended = attention.attend(params.layers[-1], q, cache[-1], pairs, start=FIRST_ROW)
-    return *output_logits(params, attended, residual, view.implementation, rows[1]), cache
+    return *output_logits(params, attended, residual, view.numerics, rows[1]), cache
 
 
 def _write_pending(
@@ -281,7 +281,7 @@ def _write_pending(
     tokens = jnp.where(steps == last, view.root[:, None], pending)
     valid = (steps <= last + masks) & view.active[:, None]
     pairs = _pairs(view, tokens, view.lengths - last[:, 0], valid, window)
-    inputs = project_inputs(params, pairs.tokens, features, pairs.implementation)
+    inputs = project_inputs(params, pairs.tokens, features, pairs.numerics)
     return last, *run_on_cache(params, state.cache, pairs, *inputs, attends=False)
 
 
@@ -336,7 +336,7 @@ def draft_step(
     pairs = level.batch(view, view.lengths + level.depth - 1, window)
     projected = project_draft_tokens(params, pairs, level.ids, parents)
     attended, residual, cache = run_on_cache(params, cache, pairs, *projected, attends=True)
-    return *output_logits(params, attended, residual, view.implementation, pairs.valid), cache
+    return *output_logits(params, attended, residual, view.numerics, pairs.valid), cache
 
 
 def _pairs(
@@ -354,7 +354,7 @@ def _pairs(
         first_row=first_row,
         page_table=view.page_table,
         bits=None,
-        implementation=view.implementation,
+        numerics=view.numerics.relaxed,
         window=window,
     )
 

@@ -28,6 +28,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
@@ -264,7 +265,7 @@ def project_inputs(
     head: EagleHead,
     tokens: Int[Array, "batch tokens"],
     features: Float[Array, "batch tokens hidden"],
-    implementation: str,
+    numerics: Numerics,
 ) -> tuple[Array, PartialSums]:
     """Compute the residual stream and the QKV projection of layer 0 for (feature, token) pairs.
 
@@ -272,7 +273,7 @@ def project_inputs(
         head: weights of the head.
         tokens: tokens of the pairs.
         features: features of the pairs, after `fuse`.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: by which kernels; heads make no promise of bits.
 
     Returns:
         The residual stream [batch, tokens, hidden], and the partial sums of the projection.
@@ -295,7 +296,7 @@ def project_inputs(
         normed = _norm_features(head, features)
         residual = normed if _is_residual_normed(head.config) else features
         x = jnp.concatenate([rms_norm(embedded, layer.input_norm, eps), normed], axis=-1)
-    return residual, split_matmul(x, layer.qkv, implementation=implementation)
+    return residual, split_matmul(x, layer.qkv, implementation=numerics.implementation)
 
 
 def project_draft_tokens(
@@ -310,7 +311,7 @@ def project_draft_tokens(
         parents: the head's output for each token's parent, which contains the token's feature.
     """
     if head.precomputed is None or parents.projected is None:
-        return project_inputs(head, pairs.tokens, parents.hidden, pairs.implementation)
+        return project_inputs(head, pairs.tokens, parents.hidden, pairs.numerics)
     residual = _norm_features(head, parents.hidden) if _is_residual_normed(head.config) else parents.hidden
     return residual, (parents.projected + head.precomputed.projected[ids])[None]
 
@@ -331,7 +332,7 @@ def _norm_features(head: EagleHead, features: Array) -> Array:
 
 
 def run_layers(
-    head: EagleHead, residual: Array, qkv: PartialSums, attend: Attend, implementation: str
+    head: EagleHead, residual: Array, qkv: PartialSums, attend: Attend, numerics: Numerics
 ) -> tuple[Any, Array]:
     """Run the layers on (feature, token) pairs, from layer 0's QKV projection to the last layer's attention.
 
@@ -340,7 +341,7 @@ def run_layers(
         residual: residual stream at the input of layer 0.
         qkv: partial sums of the QKV projection of layer 0.
         attend: function of a layer's index and QKV projection that returns the attended values.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: by which kernels; heads make no promise of bits.
 
     Returns:
         What ``attend`` returned for the last layer, and the residual stream before this layer's attention.
@@ -349,9 +350,9 @@ def run_layers(
     for index, (layer, config) in enumerate(zip(head.layers[:-1], head.config.layers[:-1], strict=True)):
         after = head.layers[index + 1]
         norms: list[Norm] = [] if after.input_norm is None else [(after.input_norm, after.qkv)]
-        options: dict[str, Any] = {"eps": head.config.norm_eps, "implementation": implementation}
+        options: dict[str, Any] = {"eps": head.config.norm_eps, "numerics": numerics.relaxed}
         residual, x = mlp_part(layer, config, out, residual, norms, **options)
-        out = attend(index + 1, split_matmul(x, after.qkv, implementation=implementation))
+        out = attend(index + 1, split_matmul(x, after.qkv, implementation=numerics.implementation))
     return out, residual
 
 
@@ -381,7 +382,7 @@ def run_on_cache(
         pools.append(pool)
         return out
 
-    out, residual = run_layers(head, residual, qkv, attend, pairs.implementation)
+    out, residual = run_layers(head, residual, qkv, attend, pairs.numerics)
     return out, residual, pools
 
 
@@ -390,7 +391,7 @@ def finish_layers(
     attended: Inputs,
     residual: Array,
     norms: Sequence[Norm],
-    implementation: str,
+    numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[Array, list[Array]]:
     """Run the last layer after its attention, and the norms that read its output.
@@ -400,13 +401,13 @@ def finish_layers(
         attended: the last layer's attended values.
         residual: residual stream before the last layer's attention.
         norms: the norm before the output head, if the head has one, then others.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: by which kernels; heads make no promise of bits.
         used: as in `output_logits`.
 
     Returns:
         The feature for the tokens that follow, and the normed output for each norm (without norms, the output itself).
     """
-    options: dict[str, Any] = {"eps": head.config.norm_eps, "used": used, "implementation": implementation}
+    options: dict[str, Any] = {"eps": head.config.norm_eps, "used": used, "numerics": numerics.relaxed}
     hidden, *normed = mlp_part(head.layers[-1], head.config.layers[-1], attended, residual, norms, **options)
     return normed[0] if _is_output_normed(head.config) else hidden, normed
 
@@ -415,7 +416,7 @@ def output_logits(
     head: EagleHead,
     attended: Inputs,
     residual: Array,
-    implementation: str,
+    numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[HeadOut, PartialSums]:
     """Run the last layer after its attention, the output norm and the output head.
@@ -427,7 +428,7 @@ def output_logits(
         head: weights of the head.
         attended: the last layer's attended values.
         residual: residual stream before the last layer's attention.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: by which kernels; heads make no promise of bits.
         used: whether each row's result is used; None: all are. It spares experts that other rows choose.
 
     Returns:
@@ -438,12 +439,12 @@ def output_logits(
     norms: list[Norm] = [] if head.norm is None else [(head.norm, None if is_fed_back else head.head)]
     if norms and head.precomputed is not None and feature_norm is not None and not is_fed_back:
         norms += [(feature_norm, head.precomputed.qkv)]  # both norms come from the same residual sum
-    hidden, normed = finish_layers(head, attended, residual, norms, implementation, used)
+    hidden, normed = finish_layers(head, attended, residual, norms, numerics, used)
     projected = None
     with jax.named_scope("head"):
-        product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=implementation)
+        product = matmul_unscaled(normed[0], head.head, jnp.float32, implementation=numerics.implementation)
     if head.precomputed is not None:
         feature = normed[1] if len(norms) == 2 else _norm_features(head, hidden)
-        parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=implementation)
+        parts = split_matmul(feature, head.precomputed.qkv, after=product, implementation=numerics.implementation)
         projected = reduce_partials(parts, jnp.float32)
     return HeadOut(hidden, projected), limited(product, *head.logit_limits)

@@ -55,7 +55,7 @@ class Level:
             first_row=view.lengths + self.first,
             page_table=view.page_table,
             bits=self.bits,
-            implementation=view.implementation,
+            numerics=view.numerics.relaxed,
             base=None if self.bits is None else view.lengths,
             new_rows=None if self.bits is None else self.draft_rows,
             window=window,

@@ -15,22 +15,21 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float
 
+from jspec.core.numerics import Numerics
 from jspec.models.experts import mix_experts
 from jspec.models.layer_config import LayerConfig
 from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import mlp
+from jspec.models.layers import mlp, product
 from jspec.models.mlp_config import Dense, Experts
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations
 from pallas_kernels.layers.residual_norm import add_rms_norm
-from pallas_kernels.layers.split_matmul import split_matmul
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]
 
 
 def feed_forward(
-    x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, **fixed: Any
+    x: Inputs, layer: LayerWeights, config: Dense | Experts, used: Array | None, numerics: Numerics
 ) -> PartialSums | tuple[Array, ...]:
     """Apply a layer's feed-forward, dense or a mixture of experts.
 
@@ -38,15 +37,15 @@ def feed_forward(
         x: normed input [batch, tokens, hidden].
         layer: weights of the layer.
         config: config of the feed-forward.
-        used, fixed: as for `mlp_part`.
+        used, numerics: as for `mlp_part`.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden], or several arrays of these.
     """
     if isinstance(config, Experts):
-        return mix_experts(x, layer, config, used, **fixed)
+        return mix_experts(x, layer, config, used, numerics)
     assert layer.gate_up is not None and layer.down is not None
-    return mlp(x, layer.gate_up, layer.down, activation=config.activation, **fixed)
+    return mlp(x, layer.gate_up, layer.down, numerics, activation=config.activation)
 
 
 def mlp_part(
@@ -57,8 +56,8 @@ def mlp_part(
     norms: Sequence[Norm],
     *,
     eps: float,
+    numerics: Numerics,
     used: Bool[Array, "batch tokens"] | None = None,
-    **fixed: Any,
 ) -> tuple[Any, ...]:
     """Run a layer's attention output projection, its feed-forward, and the norms that read the layer's output.
 
@@ -70,22 +69,20 @@ def mlp_part(
         norms: one norm for each operation that reads the layer's output.
         eps: epsilon of the norms.
         used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
-        fixed: `implementation`: kernel implementation (`pallas_kernels.dispatch`); `deterministic`: use products whose
-            result does not depend on the batch size.
+        numerics: by which kernels, and with which promise of bits.
 
     Returns:
         The residual stream after the layer, then its normed value for each norm. If there are no norms, the residual
         stream twice.
     """
-    multiply = deterministic_matmul if fixed.get("deterministic") else split_matmul
-    add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **fixed)
-    delta = multiply(attended, layer.o, implementation=fixed["implementation"])
+    add_norm = partial(add_rms_norm, eps=eps, factor=config.residual_scale, **numerics.options)
+    delta = product(numerics)(attended, layer.o)
     own_norms = [] if layer.mlp_norm is None else [layer.mlp_norm]
     quantize_output = bool(own_norms) and has_dynamic_activations(layer.gate_up)
     options: dict[str, Any] = {"post_norm": layer.attn_post_norm, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *own_norms, bias=layer.o_bias, **options)
     x = normed[0] if normed else residual
-    delta = feed_forward(x, layer, config.mlp, used, **fixed)
+    delta = feed_forward(x, layer, config.mlp, used, numerics)
     quantize_output = bool(norms) and all(weight is not None and has_dynamic_activations(weight) for _, weight in norms)
     options = {"post_norm": layer.mlp_post_norm, "scale": layer.output_scale, "quantize_output": quantize_output}
     residual, *normed = add_norm(residual, delta, *(norm for norm, _ in norms), **options)

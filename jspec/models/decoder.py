@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
 from jspec.models.block import Norm, mlp_part
@@ -94,24 +95,21 @@ class Model:
         x, scale = look_up(self.embed, tokens), self.config.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
-    def logits_of(
-        self, x: Float[Array, "*rows hidden"], implementation: str = "auto", *, deterministic: bool = False
-    ) -> Float[Array, "*rows vocab"]:
+    def logits_of(self, x: Float[Array, "*rows hidden"], numerics: Numerics = AUTO) -> Float[Array, "*rows vocab"]:
         """Return the logits of normed hidden states in float32.
 
         Args:
             x: hidden states after the final norm.
-            implementation: kernel implementation (`pallas_kernels.dispatch`).
-            deterministic: use a product whose result does not depend on the number of rows.
+            numerics: by which kernel, and whether a row's bits may depend on the number of rows.
         """
-        return reduce_partials(self.logit_sums(x, implementation, deterministic=deterministic), jnp.float32)
+        return reduce_partials(self.logit_sums(x, numerics), jnp.float32)
 
-    def logit_sums(self, x: Float[Array, "*rows hidden"], implementation: str, *, deterministic: bool) -> PartialSums:
+    def logit_sums(self, x: Float[Array, "*rows hidden"], numerics: Numerics) -> PartialSums:
         """Return the logits as one partial sum [1, *rows, vocab].
 
         The scales of a quantised output head are applied only if the config has a divisor or a limit of the logits.
         """
-        sums = head_product(x, self.output_head, implementation, deterministic=deterministic)
+        sums = head_product(x, self.output_head, numerics)
         return limited(sums, self.config.logit_divisor, self.config.logit_softcap)
 
 
@@ -161,11 +159,10 @@ def forward(
         if isinstance(mlp, Dense) and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
-    fixed: dict[str, Any] = {"implementation": batch.implementation, "deterministic": batch.deterministic}
     x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
     if first_norm is not None and batch.deterministic:
-        x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **fixed)
+        x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **batch.numerics.options)
     elif first_norm is not None:
         normed = rms_norm(x, first_norm, eps)
     new_cache = []
@@ -176,7 +173,7 @@ def forward(
         new_cache.append(state)
         return mixed
 
-    states = run_layers(model, x, normed, mix, used=used, **fixed)
+    states = run_layers(model, x, normed, mix, numerics=batch.numerics, used=used)
     normed = states[-1]
     features = None
     if feature_layers:
@@ -187,7 +184,7 @@ def forward(
             normed = normed[:, :tokens]
             if logit_rows is not None:
                 normed = normed.reshape(-1, normed.shape[-1])[logit_rows]
-            head_sums = batch.unpack(model.logit_sums(normed, **fixed))
+            head_sums = batch.unpack(model.logit_sums(normed, batch.numerics))
     return TargetOut(product=head_sums, features=features), new_cache
 
 
@@ -196,7 +193,9 @@ def run_layers(
     x: Float[Array, "batch tokens hidden"],
     normed: Float[Array, "batch tokens hidden"],
     mix: Callable[[int, Any], Inputs],
-    **fixed: Any,
+    *,
+    numerics: Numerics,
+    used: Bool[Array, "batch tokens"] | None = None,
 ) -> list[Array]:
     """Run all layers and the final norm, with the caller's mixing of tokens.
 
@@ -205,7 +204,7 @@ def run_layers(
         x: embedded tokens.
         normed: input of the first layer's mixer: ``x`` after the layer's norm, if it has one.
         mix: function of a layer's index and normed input that returns what its output projection multiplies.
-        fixed: `used`, `implementation` and `deterministic`, as for `jspec.models.block.mlp_part`.
+        numerics, used: as for `jspec.models.block.mlp_part`.
 
     Returns:
         The states, counted as in `forward`.
@@ -217,6 +216,6 @@ def run_layers(
     norms.append([(model.norm, None)])
     for index, (layer, config, after) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
         with jax.named_scope(f"layer{index}"):
-            x, normed = mlp_part(layer, config, mix(index, normed), x, after, eps=eps, **fixed)
+            x, normed = mlp_part(layer, config, mix(index, normed), x, after, eps=eps, numerics=numerics, used=used)
         states.append(x)
     return [*states, normed]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.numerics import Numerics
 from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.shared_expert import dense_weights, is_joined
-from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
@@ -32,10 +30,8 @@ def mix_experts(
     x: Inputs,
     layer: LayerWeights,
     config: Experts,
-    used: Bool[Array, "batch tokens"] | None = None,
-    *,
-    implementation: str,
-    deterministic: bool = False,
+    used: Bool[Array, "batch tokens"] | None,
+    numerics: Numerics,
 ) -> tuple[Array, ...]:
     """Apply a mixture of experts: each row's experts, and the shared expert if there is one.
 
@@ -47,44 +43,42 @@ def mix_experts(
         layer: weights of the layer.
         config: config of the mixture.
         used: whether each row's result is used; None: all are. Experts that only other rows choose are not read.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
-        deterministic: use products whose result does not depend on the batch size.
+        numerics: by which kernels, and whether a row's bits may depend on the batch size.
 
     Returns:
         Arrays of partial sums of the output, [parts, batch, tokens, hidden] each.
     """
     gate_up, down = layer.experts_gate_up, layer.experts_down
     assert gate_up is not None and down is not None and not isinstance(x, QuantizedActivation)
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
     flat = x.reshape(-1, x.shape[-1])
-    shared = among_experts(layer, config, len(flat), deterministic=deterministic)
+    shared = among_experts(layer, config, len(flat), deterministic=numerics.deterministic)
     own_used = None if used is None else used.ravel()
-    chosen, weights = choose_experts(flat, layer, config.router, own_used, shared=shared, **fixed)
+    chosen, weights = choose_experts(flat, layer, config.router, own_used, numerics, shared=shared)
     if isinstance(down, Shard):
         chosen, down = chosen - jax.lax.axis_index(AXIS) * down.shape[0], down.weight
     gate, factors = Gate(config.activation, config.limit, config.alpha), None if config.weighs_inputs else weights
     inputs = (flat * weights[..., None]).astype(flat.dtype) if config.weighs_inputs else flat
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
-    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **fixed)
+    parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **numerics.options)
     found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
-        found += (shared_sums(x, layer, config, **fixed),)
+        found += (shared_sums(x, layer, config, numerics),)
     if isinstance(layer.experts_down, Shard):
         total = sum_f32(part for parts in found for part in parts)[None]
-        return (layer.experts_down.join(total, x.dtype, deterministic=deterministic),)
+        return (layer.experts_down.join(total, x.dtype, deterministic=numerics.deterministic),)
     return found
 
 
-def shared_sums(x: Array, layer: LayerWeights, config: Experts, **fixed: Any) -> Array:
+def shared_sums(x: Array, layer: LayerWeights, config: Experts, numerics: Numerics) -> Array:
     """Return partial sums of the shared expert's output, [parts, batch, tokens, hidden], by dense products."""
     if is_joined(config, layer):
         gate_up, rows, first = dense_weights(config, layer)
         inner = gated(plain_product(x, gate_up, x.dtype), config.activation)
-        return with_scales(split_matmul(inner, rows, first=first, implementation=fixed["implementation"]))
+        return with_scales(split_matmul(inner, rows, first=first, implementation=numerics.implementation))
     assert layer.gate_up is not None and layer.down is not None
     down = layer.down.weight if isinstance(layer.down, Shard) else layer.down
-    return with_scales(mlp(x, layer.gate_up, down, activation=config.activation, **fixed))
+    return with_scales(mlp(x, layer.gate_up, down, numerics, activation=config.activation))
 
 
 def among_experts(layer: LayerWeights, config: Experts, rows: int, *, deterministic: bool) -> int:
@@ -102,21 +96,20 @@ def choose_experts(
     layer: LayerWeights,
     router: Router,
     used: Bool[Array, "rows"] | None,
+    numerics: Numerics,
     *,
     shared: int,
-    implementation: Implementation,
-    deterministic: bool,
 ) -> tuple[Int[Array, "used rows"], Float[Array, "used rows"]]:
     """Return the experts that each row uses and their weights, as `route` does."""
     weight = layer.router
     assert weight is not None
     x = flat.astype(weight.dtype)
-    if deterministic:
+    if numerics.deterministic:
         padded = jnp.pad(weight, ((0, -len(weight) % ROWS), (0, 0)))
-        (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=implementation)
+        (logits,) = deterministic_matmul(x, padded, jnp.float32, is_whole=True, implementation=numerics.implementation)
         logits = logits[:, : len(weight)]
     else:
         exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         logits = jnp.einsum("tk,nk->tn", x, weight, **exact)
-    fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "used": used}
-    return route(logits, router, bias=layer.router_bias, correction=layer.router_correction, shared=shared, **fixed)
+    biases = {"bias": layer.router_bias, "correction": layer.router_correction}
+    return route(logits, router, used=used, shared=shared, **biases, **numerics.options)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.records import TokenBatch
+from jspec.core.numerics import AUTO, Numerics
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul, has_few_rows, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
@@ -30,10 +30,9 @@ def mlp(
     x: Inputs,
     gate_up: Weight,
     down: Weight,
-    implementation: str,
+    numerics: Numerics,
     *,
     activation: Activation = "silu",
-    deterministic: bool = False,
 ) -> PartialSums:
     """Apply a gated feed-forward (arXiv:2002.05202).
 
@@ -41,14 +40,14 @@ def mlp(
         x: normed input [batch, tokens, hidden].
         gate_up: fused gate and up projections [2 * intermediate, hidden].
         down: down projection [hidden, intermediate].
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: by which kernels, and whether a row's bits may depend on the batch size.
         activation: the gate's activation function, as in `jspec.models.layer_config.Dense`.
-        deterministic: use products whose result does not depend on the batch size.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden].
     """
-    if deterministic:
+    implementation = numerics.implementation
+    if numerics.deterministic:
         (gate_and_up,) = deterministic_matmul(x, gate_up, is_whole=True, implementation=implementation)
         return deterministic_matmul(gate_and_up, down, gate=activation, implementation=implementation)
     # The kernel that quantises computes the activation too.
@@ -60,18 +59,15 @@ def mlp(
     return split_matmul(inner, down, implementation=implementation)
 
 
-def logits_of(
-    x: Float[Array, "... hidden"], head: Weight, implementation: str = "auto", *, deterministic: bool = False
-) -> Float[Array, "... vocab"]:
+def logits_of(x: Float[Array, "... hidden"], head: Weight, numerics: Numerics = AUTO) -> Float[Array, "... vocab"]:
     """Return the logits ``x @ head.T``, summed and returned in float32.
 
     Args:
         x: hidden states.
         head: output head [vocab, hidden].
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
-        deterministic: use a product whose result does not depend on the batch size.
+        numerics: by which kernel, and whether a row's bits may depend on the batch size.
     """
-    return reduce_partials(head_product(x, head, implementation, deterministic=deterministic), jnp.float32)
+    return reduce_partials(head_product(x, head, numerics), jnp.float32)
 
 
 def limited(sums: PartialSums, divisor: float, softcap: float | None) -> PartialSums:
@@ -92,17 +88,17 @@ def limited(sums: PartialSums, divisor: float, softcap: float | None) -> Partial
     return (logits if softcap is None else softcap * jnp.tanh(logits / softcap))[None]
 
 
-def head_product(x: Array, head: Weight, implementation: str, *, deterministic: bool) -> PartialSums:
+def head_product(x: Array, head: Weight, numerics: Numerics) -> PartialSums:
     """Return hidden states times output head [1, batch, tokens, vocab]; scales of a quantised head are not applied."""
-    if deterministic:
-        return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=implementation)
-    return matmul_unscaled(x, head, jnp.float32, implementation=implementation)
+    if numerics.deterministic:
+        return deterministic_matmul(x, head, jnp.float32, is_whole=True, implementation=numerics.implementation)
+    return matmul_unscaled(x, head, jnp.float32, implementation=numerics.implementation)
 
 
-def product(batch: TokenBatch) -> Any:
+def product(numerics: Numerics) -> Any:
     """Return the function (activations, weight) -> partial sums of their product.
 
-    If ``batch.deterministic`` is True, the bits of a row's product do not depend on the number of rows.
+    If ``numerics.deterministic`` is True, the bits of a row's product do not depend on the number of rows.
     """
-    multiply = deterministic_matmul if batch.deterministic else split_matmul
-    return partial(multiply, implementation=batch.implementation)
+    multiply = deterministic_matmul if numerics.deterministic else split_matmul
+    return partial(multiply, implementation=numerics.implementation)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from convert.fields import CheckpointError, short
+from jspec.core.numerics import AUTO, Numerics
 from jspec.models.checks import positive, unsupported
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 
@@ -131,9 +132,7 @@ def tables(
     rope: Rope,
     head_dim: int,
     positions: Int[Array, "batch tokens"],
-    *,
-    deterministic: bool = False,
-    implementation: str = "auto",
+    numerics: Numerics = AUTO,
 ) -> Float[Array, "tables batch tokens half"]:
     """Return cosines and sines for each pair of channels (i, i + head_dim / 2), in float32.
 
@@ -141,17 +140,16 @@ def tables(
         rope: the rotary embedding.
         head_dim: number of channels of a head.
         positions: position of each token.
-        deterministic: make the bits of a token's tables independent of the number of tokens.
-        implementation: kernel implementation (`pallas_kernels.dispatch`).
+        numerics: deterministic: the bits of a token's tables do not depend on the number of tokens.
 
     Returns:
         Two tables, cosines and sines. With a temperature four: those of keys, then those of queries.
     """
     compute = partial(_tables, rope, head_dim)
-    if not deterministic:
+    if not numerics.deterministic:
         return compute(positions)
     found = row_by_row_off_gpu(
-        lambda own: compute(own).swapaxes(0, 1), positions.ravel(), implementation=implementation
+        lambda own: compute(own).swapaxes(0, 1), positions.ravel(), implementation=numerics.implementation
     )
     return found.swapaxes(0, 1).reshape(-1, *positions.shape, head_dim // 2)
 

@@ -152,8 +152,7 @@ def verify_stage(
             first_row=view.lengths,
             page_table=view.page_table,
             bits=None if tree.is_chain or fixed else ancestor_bits(draft.parents),
-            implementation=view.implementation,
-            deterministic=fixed,
+            numerics=view.numerics,
             paths=by_depth(ancestors(draft.parents), tree.depth) if fixed and not tree.is_chain else None,
             packing=packing,
         )

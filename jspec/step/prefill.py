@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +57,9 @@ def prefill_step(
         with jax.named_scope("logprobs"):
             assert out.features is not None
             features, states = logprobs.without_normed(out.features, params.target.config.hidden_size)
-            fixed: dict[str, Any] = dict(implementation=view.implementation, deterministic=view.deterministic)
-            prompt = logprobs.of_prompts(states, batch, pieces.root, partial(params.target.logits_of, **fixed), view)
+            prompt = logprobs.of_prompts(
+                states, batch, pieces.root, partial(params.target.logits_of, numerics=view.numerics), view
+            )
             out = replace(out, features=features)
     with jax.named_scope("draft"):
         draft_state = program.drafter.prefill(params.draft, state.draft, view, batch, out.features)
@@ -135,8 +135,7 @@ def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotVi
         first_row=first_row,
         page_table=of_block(view.page_table),
         bits=None,
-        implementation=view.implementation,
-        deterministic=view.deterministic,
+        numerics=view.numerics,
         piece=piece,
         starts=pieces.start,
         ends=pieces.start + pieces.count,

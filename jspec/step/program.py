@@ -41,6 +41,7 @@ from jaxtyping import Array, Int
 
 from jspec import verify
 from jspec.core.accept_rule import AcceptRule
+from jspec.core.numerics import Numerics
 from jspec.core.records import SlotState, SlotView
 from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
@@ -147,8 +148,7 @@ def view_of(state: SlotState, slots: Int[Array, "batch"], program: Program) -> S
             **taken,
             accept=verify.resolve(program.accept),
             all_greedy=False,
-            implementation=program.implementation,
-            deterministic=program.deterministic,
+            numerics=Numerics(program.implementation, program.deterministic),
             controls=state.controls,
             grammars=state.grammars,
             processor=program.processor,

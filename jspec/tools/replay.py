@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.numerics import AUTO
 from jspec.core.prompt_blocks import UNLIMITED
 from jspec.core.records import PromptBatch, SlotView, Verdict
 from jspec.core.sampling import Sampling
@@ -209,7 +210,7 @@ def _view(tokens: Array, roots: Array, active: Array, table: Array) -> SlotView:
         sampling=Sampling.greedy(rows),
         accept=MultiCandidate(),  # all accept rules agree for greedy rows; this one draws no random numbers
         all_greedy=True,
-        implementation="auto",
+        numerics=AUTO,
     )
 
 
@@ -224,7 +225,7 @@ def _prompts(tokens: Int[Array, "rows size"], counts: Int[Array, "rows"], table:
         first_row=jnp.zeros(rows, jnp.int32),
         page_table=table,
         bits=None,
-        implementation="auto",
+        numerics=AUTO,
     )
 
 

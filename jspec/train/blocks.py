@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.numerics import REFERENCE
 from jspec.draft.dflash_head import BoundDFlash, context_keys
 from jspec.draft.head_config import DFlashConfig
 from jspec.models.decoder import run_layers
 from jspec.models.mixers.gqa import GQA
 from jspec.train.attention import Keys, split_heads
-from jspec.train.products import REFERENCE, einsum32
+from jspec.train.products import einsum32
 from jspec.train.rows import Rows, ahead
 from pallas_kernels.attention.interval_reference import largest_divisor
 from pallas_kernels.layers.residual_norm import rms_norm
@@ -108,7 +109,7 @@ def run_blocks(
 
     def attend(index: int, normed: Array) -> Array:
         layer, own = model.layers[index], model.config.layers[index]
-        qkv = split_matmul(normed, layer.qkv, implementation=REFERENCE)
+        qkv = split_matmul(normed, layer.qkv, implementation=REFERENCE.implementation)
         q, keys = split_heads(layer, own, qkv, positions, model.config.norm_eps, features.dtype)
         return attend_blocks(own.gqa, q, keys, context[index], rows, blocks.anchors)
 
@@ -116,7 +117,7 @@ def run_blocks(
     first_norm = model.layers[0].attn_norm
     assert first_norm is not None
     normed = rms_norm(x, first_norm, model.config.norm_eps)
-    *_, normed = run_layers(model, x, normed, attend, implementation=REFERENCE, deterministic=False)
+    *_, normed = run_layers(model, x, normed, attend, numerics=REFERENCE)
     return normed.reshape(count, anchors, size, -1)[:, :, first:]
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jspec.core.numerics import REFERENCE
 from jspec.draft.dflash_head import BoundDFlash, bind_head
 from jspec.draft.dspark_head import DSparkHead
 from jspec.models.decoder import Model
@@ -22,7 +23,6 @@ from jspec.train.blocks import PackedBlocks, run_blocks
 from jspec.train.dflash import block_logits
 from jspec.train.losses import in_blocks
 from jspec.train.observe import Observed, target_logits
-from jspec.train.products import REFERENCE
 from jspec.train.rows import Rows, cast
 
 CROSS_ENTROPY, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the three terms

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jspec.core.numerics import REFERENCE
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
 from jspec.models.decoder import Model
 from jspec.models.layers import limited
@@ -29,7 +30,7 @@ from jspec.train.attention import ATTENDED, Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
-from jspec.train.products import REFERENCE, einsum32
+from jspec.train.products import einsum32
 from jspec.train.rows import Rows, ahead, behind, cast
 from pallas_kernels.layers.quantized import PartialSums, reduce_partials
 

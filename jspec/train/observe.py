@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jspec.core.numerics import AUTO, REFERENCE
 from jspec.core.records import PromptBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.models.decoder import Model, forward
@@ -70,7 +71,7 @@ def _blocks(rows: Rows) -> PromptBatch:
         first_row=first_row,
         page_table=jnp.where(is_used[:, None], jnp.minimum(pages, len(tokens)), 0),
         bits=None,
-        implementation="auto",
+        numerics=AUTO,
         piece=jnp.where(is_used, start, len(tokens)),  # a piece has the number of its first block
         starts=jnp.zeros(len(tokens), jnp.int32),
         ends=ends,
@@ -109,6 +110,6 @@ def target_logits(
         ids: the tokens; None: all.
     """
     head = target.output_head if ids is None else reduced_head(target.output_head, ids)[0]
-    product = partial(head_product, implementation="reference", deterministic=False)
+    product = partial(head_product, numerics=REFERENCE)
     sums = limited(product(normed, head), target.config.logit_divisor, target.config.logit_softcap)
     return reduce_partials(sums, jnp.float32)

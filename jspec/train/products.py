@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-REFERENCE = "reference"  # implementation of products and norms in training: kernels have no gradients
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum32(spec: str, a: Array, b: Array) -> Array:

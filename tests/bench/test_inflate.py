@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jspec import Eagle3, Engine, Model, SamplingParams, Tree
+from jspec.core.numerics import AUTO
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import create
@@ -169,7 +170,7 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             first_row=jnp.full(1, 1 + part * count, jnp.int32),
             page_table=jnp.arange(1, 8, dtype=jnp.int32)[None],
             bits=None,
-            implementation="auto",
+            numerics=AUTO,
         )
         inputs = project_inputs(bound, pairs.tokens, own, pairs.implementation)
         *attended, draft_cache = run_on_cache(bound, draft_cache, pairs, *inputs, attends=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Eagle, Eagle3, Engine, Medusa, NGram, SamplingParams, Tree
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import TokenBatch
 from jspec.draft.base import Drafter
 from jspec.draft.eagle_head import EagleHead
@@ -80,7 +81,7 @@ def features() -> np.ndarray:
         first_row=jnp.zeros(1, jnp.int32),
         page_table=1 + jnp.arange(pages, dtype=jnp.int32)[None],
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     out, _ = forward(TARGET, list(map(KVPool, pools, pools)), batch, feature_layers=(0, 2), with_logits=False)
     return np.asarray(out.features[0], np.float64)

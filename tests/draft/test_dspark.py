@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import DSpark, Tree
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft
 from jspec.engine.request.round_record import Round
 from pallas_kernels.layers.quantized import reduce_partials
@@ -298,7 +299,7 @@ def test_logits_before_and_after_the_correction_are_those_of_the_authors_code(
     np.testing.assert_allclose(logits, recorded["base_logits"][0], atol=TOLERANCE)
     corrected, state = [], params.markov.start(1)
     for depth, token in enumerate(tokens[:-1]):
-        change, state = params.markov.correct(jnp.array([[token]]), found.hidden[:, depth], state, "reference")
+        change, state = params.markov.correct(jnp.array([[token]]), found.hidden[:, depth], state, REFERENCE)
         corrected.append(logits[depth] + np.asarray(change[0, 0]))
     np.testing.assert_allclose(corrected, recorded["block_logits"][0], atol=TOLERANCE)
     np.testing.assert_array_equal(np.argmax(corrected, axis=-1), tokens[1:])

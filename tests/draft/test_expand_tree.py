@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import Tree
+from jspec.core.numerics import AUTO, REFERENCE, Numerics
 from jspec.core.records import SlotView
 from jspec.draft.expand_tree import ExpandedTree, Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
@@ -191,7 +192,7 @@ def test_tokens_drawn_with_the_noise_of_the_round_equal_tokens_drawn_without(has
     target_logits = jax.random.normal(jax.random.key(2), (1, rows, 3, size))
     temperature = jnp.where(jnp.arange(rows) < rows // 2, 0.0, 1.0)
     view = view_of_rows([0] * rows, temperature=1.0)
-    view = view.replace(sampling=view.sampling.replace(temperature=temperature), implementation="reference")
+    view = view.replace(sampling=view.sampling.replace(temperature=temperature), numerics=REFERENCE)
     ids = jax.random.permutation(jax.random.key(1), size)[:vocab] if has_map else None
     offset = jnp.tile(jnp.array([1, 2, 2]), (rows, 1))
 
@@ -206,7 +207,7 @@ def test_tokens_drawn_with_the_noise_of_the_round_equal_tokens_drawn_without(has
     assert held.noise is not None
     other = draw(held.replace(noise=held.noise[:, ::-1]))
     assert (other[rows // 2 :] != draw(view)[rows // 2 :]).any(axis=(0, 1)).all(), "control: noise of other positions"
-    for view_without in (view.replace(implementation="auto"), view.replace(deterministic=True)):
+    for view_without in (view.replace(numerics=AUTO), view.replace(numerics=Numerics("reference", True))):
         assert sampler.with_noise(view_without, 3, size).noise is None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Eagle3, Engine, SamplingParams, Tree
+from jspec.core.numerics import AUTO
 from jspec.core.records import TokenBatch
 from jspec.draft import eagle_head
 from jspec.draft.eagle_head import EagleHead, HeadOut, project_draft_tokens, project_inputs
@@ -83,7 +84,7 @@ def projected(
         first_row=jnp.zeros(shape[0], jnp.int32),
         page_table=jnp.zeros((shape[0], 1), jnp.int32),
         bits=None,
-        implementation="auto",
+        numerics=AUTO,
     )
     if ids is None:
         residual, qkv = project_inputs(head, pairs.tokens, features, pairs.implementation)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import Eagle, Eagle3, Engine, Tree
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import TokenBatch
 from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
@@ -107,7 +108,7 @@ def computed(head: EagleHead, embed: np.ndarray, tokens: np.ndarray, features: n
         first_row=jnp.full(1, FIRST_ROW),
         page_table=jnp.arange(8)[None],
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     cache = create(config.layers, PoolShape(1, 8, 4, 28, "float32", "float32"), "float32")
     inputs = project_inputs(head, pairs.tokens, fuse(head, jnp.asarray(features)[None]), pairs.implementation)

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec import MTP, Completion, Eagle, Engine, Model, SamplingParams, Tree
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import create
@@ -52,7 +53,7 @@ def run_padded(head: EagleHead, tokens: Any, features: Any) -> tuple[Any, Any]:
         first_row=jnp.full(1, FIRST_ROW),
         page_table=jnp.arange(2)[None],
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     shape = PoolShape(1, 2, LONGEST, LONGEST, "float32", "float32")
     caches = create(head.config.layers, shape, "float32")

@@ -13,6 +13,7 @@ import pytest
 
 from jspec import Completion, DraftModel, DSpark, Engine, Model, SamplingParams, Tree
 from jspec.core.ancestors import ancestors, by_depth, depths
+from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.deterministic import check_deterministic
@@ -79,7 +80,7 @@ class Texts:
         attention = self.target.config.layers[0].attention
         k, v = ((1 + rows * columns, attention.cached_heads, page, dim) for dim in attention.pool_dims)
         self.cache = [KVPool(jnp.zeros(k, dtype), jnp.zeros(v, dtype))] * 2
-        self.options: dict[str, Any] = dict(deterministic=deterministic, implementation=implementation)
+        self.numerics = Numerics(implementation, deterministic)
         options = {"xla_allow_excess_precision": False}
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
 
@@ -99,7 +100,7 @@ class Texts:
             page_table=self.table,
             bits=None,
             paths=paths,
-            **self.options,
+            numerics=self.numerics,
         )
         out, self.cache = self.forward(self.target, self.cache, batch)
         return np.asarray(out.logits)[-1]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.numerics import AUTO
 from jspec.models.layers import head_product
 from jspec.models.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
@@ -158,7 +159,7 @@ def test_every_product_accepts_group_scales() -> None:
     assert error(reduce_partials(parts, F32), wanted) < 1e-6
     assert error(reduce_partials(parts[1:], F32), wanted) > 0.01, "control: a part is missing"
     assert error(matmul(x, weight), wanted) < 4e-3  # one rounding to bfloat16
-    head = head_product(x, weight, "auto", deterministic=False)
+    head = head_product(x, weight, AUTO)
     assert head.dtype == F32
     assert error(reduce_partials(head, F32), wanted) < 1e-6
     gate, up = np.split(wanted, 2, axis=1)
@@ -185,7 +186,7 @@ PRODUCTS: dict[str, tuple[int, int, Callable[..., Any]]] = {  # of Llama-3.1-8B:
     "qkv": (6144, 4096, split_matmul),
     "down": (4096, 14336, split_matmul),
     "gate and up": (28672, 4096, gated_matmul),
-    "head": (128256, 4096, partial(head_product, implementation="auto", deterministic=False)),
+    "head": (128256, 4096, partial(head_product, numerics=AUTO)),
 }
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jspec.core.numerics import Numerics
 from jspec.models.decoder import Model
 from pallas_kernels.layers.quantized import reduce_partials
 from tests.support import tiny
@@ -24,7 +25,7 @@ def launches(batch: int, deterministic: bool, options: dict[str, float]) -> list
 
     def logits(x: jax.Array, embed: jax.Array) -> Any:
         model = Model(embed, [], small.norm, None, replace(small.config, **options))  # type: ignore[arg-type]
-        return reduce_partials(model.logit_sums(x, "auto", deterministic=deterministic), jnp.dtype("float32"))
+        return reduce_partials(model.logit_sums(x, Numerics(deterministic=deterministic)), jnp.dtype("float32"))
 
     program = compile_for_h200(logits, jax.ShapeDtypeStruct((batch, 1, 2304), bf16), embed)
     return [launch.name for launch in program.launches]

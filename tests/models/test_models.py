@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import Engine, Model, SamplingParams
+from jspec.core.numerics import AUTO
 from jspec.core.records import TokenBatch
 from jspec.models import decoder
 from jspec.models.kv_cache import create
@@ -127,7 +128,7 @@ def test_decoder_with_padding_rows_returns_unchanged_logits_features_and_caches(
         first_row=jnp.asarray([3, 6], jnp.int32),
         page_table=jnp.arange(1, 9, dtype=jnp.int32).reshape(2, 4),
         bits=ancestor_bits(parents) if is_tree else None,
-        implementation="auto",
+        numerics=AUTO,
     )
     cache = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
@@ -159,10 +160,9 @@ def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) 
     wanted = np.stack([mlp(row, *shared) for row in x[0]])
     for j, t in np.ndindex(*experts.shape):
         wanted[t] += weights[j, t] * mlp(x[0, t].astype(np.float64), gate_up[experts[j, t]], down[experts[j, t]])
-    fixed: dict[str, Any] = {"implementation": "reference"}
 
-    def mix(*used: Any) -> np.ndarray:
-        several = mixtures.mix_experts(jnp.asarray(x), layer, config, *used, **fixed)
+    def mix(used: Any = None) -> np.ndarray:
+        several = mixtures.mix_experts(jnp.asarray(x), layer, config, used, REFERENCE)
         return np.asarray(sum(part for parts in several for part in parts))[0]
 
     got = mix()
@@ -197,7 +197,7 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
         first_row=jnp.zeros(2, jnp.int32),
         page_table=jnp.asarray([[1], [2]], jnp.int32),
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
     pool = jnp.zeros((3, 2, 4, 4))

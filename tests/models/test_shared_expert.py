@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.numerics import AUTO, REFERENCE, Numerics
 from jspec.models import experts as mixtures
 from jspec.models.decoder import Layer, Model
 from jspec.models.mlp_config import Experts, Router
@@ -24,7 +25,6 @@ from tests.support import tiny
 from tests.support.h200 import compile_for_h200
 
 WIDTH, HIDDEN, COUNT = 64, 128, 4
-FIXED: dict[str, Any] = {"implementation": "reference"}
 
 
 def drawn(shared: int = 2 * WIDTH, *, hidden: int = HIDDEN, **options: Any) -> Model:
@@ -46,10 +46,10 @@ def mixture(*shared: int, **options: Any) -> Model:
     return model.replace(layers=[Layer(**layer) for layer in layers])
 
 
-def mix(model: Model, x: Any, used: Any = None, **options: Any) -> np.ndarray:
+def mix(model: Model, x: Any, used: Any = None, numerics: Numerics = REFERENCE) -> np.ndarray:
     layer, config = model.layers[0], model.config.layers[0].mlp
     assert isinstance(config, Experts)
-    several = mixtures.mix_experts(jnp.asarray(x)[None], layer, config, used, **{**FIXED, **options})
+    several = mixtures.mix_experts(jnp.asarray(x)[None], layer, config, used, numerics)
     return np.asarray(sum(part for parts in several for part in parts), np.float64)[0]
 
 
@@ -90,7 +90,7 @@ def test_joined_shared_expert_adds_its_output_to_that_of_each_rows_experts(
     own = model.layers[0].experts_down
     assert own is not None and own.shape == (COUNT + shared // WIDTH, HIDDEN, WIDTH) and model.layers[0].down is None
     expected = oracle(drawn(shared, weighs_inputs=weighs_inputs), x)
-    np.testing.assert_allclose(mix(model, x, deterministic=deterministic), expected, atol=2e-5)
+    np.testing.assert_allclose(mix(model, x, numerics=Numerics("reference", deterministic)), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -98,7 +98,7 @@ def test_kernels_of_joined_experts_compute_what_their_references_do(count: int) 
     """One row is that of experts, and 16 are those of a dense product whose kernel reads the last rows of an array."""
     model, x = mixture(32 * WIDTH, hidden=1024), np.random.default_rng(1).normal(size=(count, 1024)).astype(np.float32)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
-    own, expected = (mix(narrow, jnp.bfloat16(x), implementation=kind) for kind in ("pallas", "reference"))
+    own, expected = (mix(narrow, jnp.bfloat16(x), numerics=Numerics(kind)) for kind in ("pallas", "reference"))
     np.testing.assert_allclose(own, expected, atol=0.05)
     assert np.abs(expected).max() > 0.5
     wanted = oracle(drawn(32 * WIDTH, hidden=1024), x)
@@ -111,7 +111,8 @@ def test_shared_expert_is_among_the_experts_of_few_rows(count: int, is_among: bo
     model, x = mixture(), jax.ShapeDtypeStruct((1, count, HIDDEN), "float32")
     layer, config = model.layers[0], model.config.layers[0].mlp
     for deterministic in (False, True):
-        run = partial(mixtures.mix_experts, layer=layer, config=config, deterministic=deterministic, **FIXED)
+        numerics = Numerics("reference", deterministic)
+        run = partial(mixtures.mix_experts, layer=layer, config=config, used=None, numerics=numerics)
         experts, *others = jax.eval_shape(run, x)
         assert (len(experts), len(others)) == ((4, 0) if is_among or deterministic else (2, 1))
 
@@ -190,7 +191,7 @@ def test_joined_experts_of_deepseek_compiled_for_h200_copy_at_most_the_down_proj
     x = jax.ShapeDtypeStruct((1, count, config.hidden_size), "bfloat16")
 
     def mixed(weights: Any, x: Any) -> Any:
-        several = mixtures.mix_experts(x, Layer(**weights), mlp, implementation="auto")
+        several = mixtures.mix_experts(x, Layer(**weights), mlp, None, AUTO)
         return sum(part.astype(jnp.float32) for parts in several for part in parts)
 
     alone, own = (compile_for_h200(mixed, weights, x, fail_on_spills=count < 600) for weights in (layer, whole))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
@@ -102,7 +103,7 @@ def batch_of(pieces: list[list[int]], start: int) -> PromptBatch:
         first_row=first_row,
         page_table=None,
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
         piece=jnp.array([index for index, *_ in blocks]),
         starts=jnp.full(SLOTS, start),
         ends=start + counts,
@@ -121,7 +122,7 @@ def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list
         sampling=None,
         accept=Coupled(),
         all_greedy=False,
-        implementation="reference",
+        numerics=REFERENCE,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft, PromptBatch, SlotView
 from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
@@ -34,7 +35,7 @@ def view_of_rows(
         sampling=controls,
         accept=resolve(accept),
         all_greedy=False,
-        implementation="reference",
+        numerics=REFERENCE,
     )
 
 
@@ -64,7 +65,7 @@ def prefilled(
         first_row=jnp.zeros(1, jnp.int32),
         page_table=view.page_table,
         bits=None,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     return params, drafter.prefill(params, state, view, batch, jnp.asarray(features, jnp.float32)[None]), view
 

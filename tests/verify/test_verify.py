@@ -13,6 +13,7 @@ import pytest
 from jspec import Engine, SamplingParams, verify
 from jspec.core.ancestors import ancestors, by_depth, depths
 from jspec.core.config import ACCEPT_RULES, EngineConfig
+from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft, SlotView, Verdict
 from jspec.core.sampling import Sampling
 from jspec.core.tree import Tree
@@ -59,7 +60,7 @@ def view(rows: int, **fields: object) -> SlotView:
         sampling=controls,
         accept=verify.Coupled(),
         all_greedy=False,
-        implementation="reference",
+        numerics=REFERENCE,
     )
     return record.replace(**fields)
 

@@ -69,7 +69,7 @@ class Attention(Mixer):
         self, layer: LayerWeights, x: Inputs, state: KVPool, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
     ) -> tuple[Inputs, KVPool]:
         """Project, write keys and values, and attend; `Mixer.mix`."""
-        return self.mix_projected(layer, product(batch)(x, layer.qkv), state, batch, dtype, eps=eps)
+        return self.mix_projected(layer, product(batch.numerics)(x, layer.qkv), state, batch, dtype, eps=eps)
 
     def mix_projected(
         self,

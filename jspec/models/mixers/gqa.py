@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow, selected, stacked
+from jspec.core.numerics import Numerics
 from jspec.core.records import PromptBatch, TokenBatch
 from jspec.models.checks import check_divided, positive_values, unsupported
 from jspec.models.kv_pool import KVPool
@@ -212,8 +213,7 @@ class GQA(Attention):
         """Rotate queries and keys, and write keys and values; `Attention.write`."""
         qkv, transform = self._transform(layer, qkv, batch, dtype, eps)
         rows = batch.page_table, batch.first_row, batch.valid
-        options = {"heads": self.heads, "dtype": dtype, "implementation": batch.implementation}
-        options |= {"deterministic": batch.deterministic}
+        options = {"heads": self.heads, "dtype": dtype, **batch.numerics.options}
         q, k, v = rotate_append(pool.k, pool.v, qkv, transform, *rows, **options)
         return q, KVPool(k, v)
 
@@ -228,10 +228,9 @@ class GQA(Attention):
     ) -> tuple[PartialSums, HeadTransform]:
         """Return the fused projection, not packed, and the bias, norms and rotation that it still needs."""
         qkv = batch.unpack(qkv)
-        fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
-        cos_sin = tables(self.rope, self.head_dim, batch.positions, **fixed)
+        cos_sin = tables(self.rope, self.head_dim, batch.positions, batch.numerics)
         if self.qk_norm == "all":
-            normed = norm_all_heads(layer, self, qkv, eps=eps, dtype=dtype, **fixed)
+            normed = norm_all_heads(layer, self, qkv, eps=eps, dtype=dtype, numerics=batch.numerics)
             return normed[None], HeadTransform(cos_sin)
         ones = jnp.ones(self.head_dim, dtype)
         q_norm, k_norm = (ones, ones) if self.qk_norm == "unit" else (layer.q_norm, layer.k_norm)
@@ -267,17 +266,17 @@ class GQA(Attention):
 
 
 def norm_all_heads(
-    layer: LayerWeights, config: GQA, qkv: PartialSums, *, eps: float, dtype: jnp.dtype, **fixed: Any
+    layer: LayerWeights, config: GQA, qkv: PartialSums, *, eps: float, dtype: jnp.dtype, numerics: Numerics
 ) -> Float[Array, "batch tokens width"]:
     """Norm the queries of all heads together, and so the keys; devices that share the heads gather them for this.
 
     Args:
         layer, qkv, eps, dtype: as for `GQA.write`.
         config: the attention, with the heads of this device.
-        fixed: other options of `norm_columns`.
+        numerics: as for `norm_columns`.
     """
     assert layer.q_norm is not None and layer.k_norm is not None
-    norm = partial(norm_columns, eps=eps, dtype=dtype, **fixed)
+    norm = partial(norm_columns, eps=eps, dtype=dtype, **numerics.options)
     if not isinstance(layer.o, Shard):
         return norm(qkv, layer.q_norm, layer.k_norm, bias=layer.qkv_bias)
     total = reduce_partials(qkv, jnp.float32)

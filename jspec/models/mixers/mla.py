@@ -159,21 +159,20 @@ class MLA(Attention):
         The arguments are those of `Attention.write`; norms take the epsilon of the attention.
         """
         assert layer.k_norm is not None and layer.k_up is not None
-        fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
-        cos_sin = tables(self.rope, self.rotated, batch.positions, **fixed)
-        norm = partial(norm_columns, eps=self.eps, dtype=dtype, **fixed)
+        cos_sin = tables(self.rope, self.rotated, batch.positions, batch.numerics)
+        norm = partial(norm_columns, eps=self.eps, dtype=dtype, **batch.numerics.options)
         if self.query_latent is None:
             rows = queries = batch.unpack(norm(qkv, layer.k_norm)[None])[0]
             first, first_query = 0, self.key_dim
         else:
             assert layer.q_norm is not None and layer.q_up is not None
             normed = norm(qkv, layer.q_norm, layer.k_norm)
-            sums = product(batch)(normed[..., : self.query_latent], layer.q_up)
+            sums = product(batch.numerics)(normed[..., : self.query_latent], layer.q_up)
             rows, queries = batch.unpack(normed[None])[0], reduce_partials(batch.unpack(sums), dtype)
             first, first_query = self.query_latent, 0
         k_up = layer.k_up.reshape(self.heads, self.plain, self.latent)
         new = queries, k_up, rows, cos_sin, batch.page_table, batch.first_row, batch.valid
-        q, k, v = append_latent(pool.k, pool.v, *new, first_query=first_query, first=first, **fixed)
+        q, k, v = append_latent(pool.k, pool.v, *new, first_query=first_query, first=first, **batch.numerics.options)
         return q, KVPool(k, v)
 
     def attend(self, layer: LayerWeights, q: Queries, pool: KVPool, batch: TokenBatch, *, start: int = 0) -> Inputs:
@@ -181,9 +180,8 @@ class MLA(Attention):
         assert layer.v_up is not None
         scores = {"window": batch.window, "scale": self.scale}
         latents: Any = attend_pages(q, pool, batch, scores, start=start)
-        fixed: dict[str, Any] = {"deterministic": batch.deterministic, "implementation": batch.implementation}
         v_up = layer.v_up.reshape(self.heads, self.value_dim, self.latent)
-        return head_products(latents, v_up, **fixed).reshape(*latents.shape[:2], -1)
+        return head_products(latents, v_up, **batch.numerics.options).reshape(*latents.shape[:2], -1)
 
     def describe(self) -> dict[str, str]:
         """Describe heads, latent vectors and rotation; `Mixer.describe`."""
