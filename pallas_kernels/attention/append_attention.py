@@ -8,6 +8,7 @@ The result equals that of `rotate_append` followed by `paged_attention`, provide
 to one sequence only.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -19,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import KVRefs, attend
-from pallas_kernels.attention.kv_pages import Pool
+from pallas_kernels.attention.kv_pages import PagedKV, Pool
 from pallas_kernels.attention.paged_attention import (
     arithmetic,
-    check_scores,
     paged_attention,
     run_kernels,
     unsupported,
@@ -41,6 +41,7 @@ from pallas_kernels.attention.rope_append import (
     rotate_append,
     written_rows,
 )
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, PartialSums, QuantizedActivation, Scaled
@@ -114,46 +115,29 @@ def _kernel(
     attend(load_queries, kv, sinks_ref, out_refs, parts=2, tiles=tiles, arithmetic=arithmetic)
 
 
-def _pallas(
-    k_pool,
-    v_pool,
-    qkv,
-    transform,
-    page_table,
-    lengths,
-    valid,
-    bits,
-    sinks,
-    *,
-    heads,
-    start,
-    window,
-    chunk,
-    scale,
-    softcap,
-    dtype,
-    quantize_output,
-    interpret,
-):
-    q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), dtype)
-    sizes = {"new_rows": valid.shape[1], "start": start, "window": window, "chunk": chunk, "quantized": quantize_output}
-    tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
-    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
-    pool_rows = written_rows(page_table, lengths, valid, k_pool.shape[2])
-    inputs = (qkv, k_pool, v_pool, page_table, lengths, bits, sinks, transform, pool_rows)
+def _pallas(kv, new, bits, sinks, *, heads, scores, dtype, quantize_output, interpret):
+    qkv, transform, valid = new
+    q = jax.ShapeDtypeStruct((*valid.shape, heads, kv.k.shape[3]), dtype)
+    sizes = {"new_rows": valid.shape[1], "quantized": quantize_output}
+    tiles = choose_tiles(q, kv.k, kv.page_table, bits, scores, wide=compute_dtype(q, kv.k) == jnp.float32, **sizes)
+    bits = None if bits is None else bits_of_chunk(bits, kv.lengths, scores.chunk)
+    pool_rows = written_rows(kv.page_table, kv.lengths, valid, kv.k.shape[2])
+    inputs = (qkv, *kv, bits, sinks, transform, pool_rows)
     kernel = functools.partial(_kernel, heads=heads, dtype=dtype)
-    how = arithmetic(q, k_pool, scale, softcap, interpret)
+    how = arithmetic(q, kv.k, scores, interpret)
     options = {"q": q, "tiles": tiles, "arithmetic": how, "quantize_output": quantize_output, "pools": (1, 2)}
     return tuple(run_kernels(kernel, inputs, name="append_attention", **options))
 
 
-def _two_kernels(*arguments, heads, dtype, implementation, **options):
+def _two_kernels(kv, new, bits, sinks, *, heads, scores, dtype, quantize_output, implementation):
     """Returns the result of `append_attention`, computed by `rotate_append` followed by `paged_attention`."""
-    *inputs, bits, sinks = arguments
-    q, *pools = rotate_append(*inputs, heads=heads, dtype=dtype, implementation=implementation)
-    page_table, lengths = inputs[4:6]
-    out = paged_attention(q, *pools, page_table, lengths, bits, sinks, implementation=implementation, **options)
-    return out, *pools
+    qkv, transform, valid = new
+    rows = kv.page_table, kv.lengths
+    q, *pools = rotate_append(
+        kv.k, kv.v, qkv, transform, *rows, valid, heads=heads, dtype=dtype, implementation=implementation
+    )
+    options = {"quantize_output": quantize_output, "implementation": implementation, **dataclasses.asdict(scores)}
+    return paged_attention(q, *pools, *rows, bits, sinks, **options), *pools
 
 
 @functools.partial(
@@ -211,14 +195,13 @@ def append_attention(
         NotImplementedError: implementation is "pallas", and the kernels do not support the shape or dtype.
     """
     check_heads(qkv, k_pool, heads, transform)
-    check_scores(heads, sinks, window, chunk, scale, softcap)
+    scores = Scores(1.0 / math.sqrt(k_pool.shape[3]) if scale is None else scale, softcap, window, chunk, start)
+    scores.check(heads, sinks)
     tokens = valid.shape[1]
     if bits is not None and bits.shape != (*valid.shape, num_words(tokens)):
         raise ValueError(f"bits must be {(*valid.shape, num_words(tokens))}, got {bits.shape}")
-    scale = 1.0 / math.sqrt(k_pool.shape[3]) if scale is None else scale
-    arguments = (k_pool, v_pool, qkv, transform, page_table, lengths, valid, bits, sinks)
-    options = {"heads": heads, "start": start, "dtype": dtype, "quantize_output": quantize_output}
-    options |= {"window": window, "chunk": chunk, "scale": scale, "softcap": softcap}
+    arguments = PagedKV(k_pool, v_pool, page_table, lengths), (qkv, transform, valid), bits, sinks
+    options = {"heads": heads, "scores": scores, "dtype": dtype, "quantize_output": quantize_output}
     kernel, two_kernels = (functools.partial(run, **options) for run in (_pallas, _two_kernels))
     q = jax.ShapeDtypeStruct((*valid.shape, heads, k_pool.shape[3]), jnp.dtype(dtype))
     if tokens > MOST_ROWS or k_pool.dtype == FP8 or isinstance(qkv, Scaled) or unsupported(q, k_pool, bits):

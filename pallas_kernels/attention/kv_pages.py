@@ -10,7 +10,7 @@ One kernel writes both pools in place. The caller should donate the pools, and u
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,15 @@ HEAD_DIMS = range(16, 513, 16)  # head_dims that the kernels support; registers 
 POOL_DTYPES = (*(jnp.dtype(name) for name in ("bfloat16", "float16", "float32")), FP8)
 Pool = Float[Array, "pages KH page D"]
 VPool = Float[Array, "pages KH page DV"]
+
+
+class PagedKV(NamedTuple):
+    """Pools of keys and values, with the places of each sequence's committed rows, as in `paged_attention`."""
+
+    k: Pool
+    v: VPool
+    page_table: Int32[Array, "B P"]
+    lengths: Int32[Array, " B"]
 
 
 def locate(page_table: Array, rows: Array, page: int) -> tuple[Array, Array, Array]:

@@ -38,15 +38,15 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.ancestor_bits import bits_of_chunk, num_words
 from pallas_kernels.attention.kernel import attend_kernel
-from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, check_pools
+from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, PagedKV, check_pools
 from pallas_kernels.attention.merge import MergeShape, merge_and_quantize_kernel, merge_kernel
 from pallas_kernels.attention.reference import compute_dtype
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, AttentionTiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
 
-LEAST_SCALE = 1e-30  # smallest scale; its product with log2(e) is still a normal float32
 MOST_OF_QUERY = 64 * 512  # most values of all heads of a query that one program of deterministic attention adds up
 MOST_QUERIES = 128  # most queries per kernel call of deterministic attention, to limit the memory for splits' outputs
 
@@ -61,49 +61,47 @@ def quantize_heads(out: Array, implementation: str) -> QuantizedActivation:
     return quantize_activation(out.reshape(*out.shape[:2], -1), implementation=implementation)
 
 
-def _pallas(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, **options):
-    quantized = options["quantize_output"]
-    sizes = {"new_rows": new_rows, "start": start, "window": window, "chunk": chunk, "quantized": quantized}
-    tiles = choose_tiles(q, k_pool, page_table, bits, wide=compute_dtype(q, k_pool) == jnp.float32, **sizes)
-    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
-    return _run(q, k_pool, v_pool, page_table, lengths, bits, sinks, tiles=tiles, **options)
+def _pallas(q, kv, bits, sinks, *, scores, new_rows, quantize_output, interpret):
+    sizes = {"new_rows": new_rows, "wide": compute_dtype(q, kv.k) == jnp.float32, "quantized": quantize_output}
+    tiles = choose_tiles(q, kv.k, kv.page_table, bits, scores, **sizes)
+    bits = None if bits is None else bits_of_chunk(bits, kv.lengths, scores.chunk)
+    options = {"scores": scores, "quantize_output": quantize_output, "interpret": interpret}
+    return _run(q, kv, bits, sinks, tiles=tiles, **options)
 
 
-def _fixed_pallas(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, chunk, **options):
+def _fixed_pallas(q, kv, paths, sinks, *, scores, interpret):
     outputs = []
-    sizes = {"start": start, "window": window, "chunk": chunk, "wide": compute_dtype(q, k_pool) == jnp.float32}
+    is_wide = compute_dtype(q, kv.k) == jnp.float32
     for first in range(0, q.shape[1], MOST_QUERIES):
-        own = slice(first, first + MOST_QUERIES)
-        part, path = q[:, own], None if paths is None else paths[:, own]
-        committed = lengths if path is not None else lengths + first  # rows of earlier calls count as committed
-        tiles = fixed_tiles(part, k_pool, page_table, path, **sizes)
-        arrays = (part, k_pool, v_pool, page_table, committed, path, sinks)
-        outputs.append(_run(*arrays, tiles=tiles, quantize_output=False, **options))
+        some = slice(first, first + MOST_QUERIES)
+        part, path = q[:, some], None if paths is None else paths[:, some]
+        committed = kv.lengths if path is not None else kv.lengths + first  # rows of earlier calls count as committed
+        tiles = fixed_tiles(part, kv.k, kv.page_table, path, scores, wide=is_wide)
+        options = {"scores": scores, "quantize_output": False, "interpret": interpret}
+        outputs.append(_run(part, kv._replace(lengths=committed), path, sinks, tiles=tiles, **options))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
-def _run(q, k_pool, v_pool, page_table, lengths, mask, sinks, *, tiles, scale, softcap, quantize_output, interpret):
-    inputs = (q, *_pairs(k_pool, v_pool), page_table, lengths, mask, sinks)
-    options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, k_pool, scale, softcap, interpret)}
+def _run(q, kv, mask, sinks, *, tiles, scores, quantize_output, interpret):
+    inputs = (q, *_pairs(kv.k, kv.v), kv.page_table, kv.lengths, mask, sinks)
+    options = {"q": q, "tiles": tiles, "arithmetic": arithmetic(q, kv.k, scores, interpret)}
     return run_kernels(attend_kernel, inputs, name="paged_attention", quantize_output=quantize_output, **options)[0]
 
 
-def arithmetic(
-    q: Array | jax.ShapeDtypeStruct, k_pool: Array, scale: float, softcap: float | None, interpret: bool
-) -> Arithmetic:
+def arithmetic(q: Array | jax.ShapeDtypeStruct, k_pool: Array, scores: Scores, interpret: bool) -> Arithmetic:
     """Chooses how the kernel multiplies and adds, by the dtypes of queries and pools.
 
     Args:
         q: the queries, or their shape and dtype.
         k_pool: a pool.
-        scale, softcap: as in `paged_attention`.
+        scores: factor and limit of the scores.
         interpret: whether the kernel is interpreted on a CPU.
     """
     dtype = compute_dtype(q, k_pool)
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     three_products = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     precision = three_products if dtype == jnp.float32 and not interpret else jax.lax.Precision.HIGHEST
-    return Arithmetic(scale, softcap, dtype, precision, interpret)
+    return Arithmetic(scores.scale, scores.softcap, dtype, precision, interpret)
 
 
 def run_kernels(
@@ -229,8 +227,9 @@ def unsupported(
     return None
 
 
-def _check_arrays(q, k_pool, v_pool, page_table, lengths):
+def _check_arrays(q, kv):
     batch, _, heads, dim = q.shape
+    k_pool, v_pool, page_table, lengths = kv
     check_pools(k_pool, v_pool)
     widths = k_pool.shape[3], v_pool.shape[3]
     if (widths != (dim, dim) and sum(widths) != dim) or heads % k_pool.shape[1]:
@@ -239,19 +238,6 @@ def _check_arrays(q, k_pool, v_pool, page_table, lengths):
     if page_table.shape[0] != batch or lengths.shape != (batch,):
         got = f"{page_table.shape} and {lengths.shape}"
         raise ValueError(f"page_table must be [{batch}, P] and lengths [{batch}], got {got}")
-
-
-def check_scores(heads, sinks, window, chunk, scale, softcap):
-    """Raises ValueError unless the options with which scores are computed are valid."""
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be None or [{heads}], one per query head, got {sinks.shape}")
-    for name, size in (("window", window), ("chunk", chunk)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be None or at least 1, got {size}")
-    if scale is not None and not LEAST_SCALE < scale < math.inf:
-        raise ValueError(f"scale must be None or above {LEAST_SCALE} and finite, got {scale}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be None or above 0 and finite, got {softcap}")
 
 
 def _check_new_rows(q, bits, new_rows):
@@ -339,10 +325,11 @@ def paged_attention(
         NotImplementedError: implementation is "pallas", and the kernel does not support the shape or dtype.
     """
     new_rows = q.shape[1] if new_rows is None else new_rows
-    _check_arrays(q, k_pool, v_pool, page_table, lengths)
+    kv = PagedKV(k_pool, v_pool, page_table, lengths)
+    _check_arrays(q, kv)
     _check_new_rows(q, bits, new_rows)
-    check_scores(q.shape[2], sinks, window, chunk, scale, softcap)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = Scores(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, window, chunk, start)
+    scores.check(q.shape[2], sinks)
     if paths is not None and not deterministic:
         raise ValueError("paths: expected deterministic=True, or bits instead")
     if deterministic:
@@ -351,20 +338,9 @@ def paged_attention(
                 "deterministic: got bits or quantize_output; pass paths instead of bits, and leave out quantize_output"
             )
         runs = _fixed_pallas, attention_reference.fixed_reference
-        options = {"start": start, "window": window, "chunk": chunk, "scale": scale, "softcap": softcap}
-        kernel, reference = (functools.partial(run, **options) for run in runs)
-        arguments = (q, k_pool, v_pool, page_table, lengths, paths, sinks)
+        kernel, reference = (functools.partial(run, scores=scores) for run in runs)
         reason = unsupported(q, k_pool, None, deterministic=True)
-        return dispatch(implementation, reason, kernel, reference, *arguments)
-    arguments = (q, k_pool, v_pool, page_table, lengths, bits, sinks)
-    options = {
-        "new_rows": new_rows,
-        "start": start,
-        "window": window,
-        "chunk": chunk,
-        "scale": scale,
-        "softcap": softcap,
-        "quantize_output": quantize_output,
-    }
+        return dispatch(implementation, reason, kernel, reference, q, kv, paths, sinks)
+    options = {"scores": scores, "new_rows": new_rows, "quantize_output": quantize_output}
     reference, kernel = (functools.partial(run, **options) for run in (_reference, _pallas))
-    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, *arguments)
+    return dispatch(implementation, unsupported(q, k_pool, bits), kernel, reference, q, kv, bits, sinks)

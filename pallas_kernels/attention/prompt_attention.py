@@ -1,5 +1,6 @@
 """Attention of many new rows of prompts over a paged KV cache, on Hopper GPUs by a kernel of its own."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.attention.paged_attention import check_scores, paged_attention, quantize_heads
+from pallas_kernels.attention.paged_attention import paged_attention, quantize_heads
 from pallas_kernels.attention.prompt_kernel import ROWS, TILE, attend_prompts
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.hopper_kernel import multiprocessors
 from pallas_kernels.layers.quantized import QuantizedActivation
@@ -77,16 +79,16 @@ def prompt_attention(
     Raises:
         ValueError: shapes do not fit each other, or an option is out of its range.
     """
-    check_scores(q.shape[2], sinks, window, chunk, scale, softcap)
-    options: dict[str, Any] = {"window": window, "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale}
+    scores = Scores(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, window, chunk)
+    scores.check(q.shape[2], sinks)
 
     def others(q, k_pool, v_pool, page_table, first_row, sequence, ends):
-        more = {"chunk": chunk, "softcap": softcap, "quantize_output": quantize_output}
+        options: dict[str, Any] = {"quantize_output": quantize_output, "implementation": implementation}
         arrays = q, k_pool, v_pool, page_table, first_row, None, sinks
-        return paged_attention(*arrays, **options, **more, implementation=implementation)
+        return paged_attention(*arrays, **options, **dataclasses.asdict(scores))
 
     def kernel(*arrays):
-        out = attend_prompts(*arrays, **options)
+        out = attend_prompts(*arrays, window=window, scale=scores.scale)
         return quantize_heads(out, implementation) if quantize_output else out
 
     arrays = (q, k_pool, v_pool, page_table, first_row, sequence, ends)

@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.ancestor_bits import WORD, bits_of_chunk, low_ones
 from pallas_kernels.attention.kv_range import first_seen
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.layers.quantized import FP8
 from pallas_kernels.layers.row_by_row import row_by_row
 
@@ -17,15 +18,13 @@ def _first_rows(
     lengths: Array,
     bits: Array | None,
     queries: int,
+    scores: Scores,
     *,
     new_rows: int,
-    start: int,
-    window: int | None,
-    chunk: int | None,
 ) -> Array:
     """Returns the first row that each query sees [B, T]; the bits are those of `bits_of_chunk`."""
-    if window is None and chunk is None:
-        return jnp.full((len(lengths), queries), start)
+    if not scores.most_rows:
+        return jnp.full((len(lengths), queries), scores.start)
     if bits is None:
         count = jnp.arange(1, queries + 1, dtype=jnp.int32)
     else:
@@ -34,10 +33,10 @@ def _first_rows(
             own_row = jnp.arange(new_rows, dtype=jnp.int32)[:, None]
             own = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
         count = jax.lax.population_count(own).sum(-1).astype(jnp.int32)  # new rows that the query sees
-    first = first_seen(lengths[:, None] + count - 1, window or 0, chunk or 0)
-    if bits is not None and chunk is not None:  # without the first new row, the query's chunk begins after it
+    first = first_seen(lengths[:, None] + count - 1, scores.window or 0, scores.chunk or 0)
+    if bits is not None and scores.chunk is not None:  # without the first new row, the query's chunk begins after it
         first = jnp.where(bits[..., 0] & 1 == 1, first, lengths[:, None])
-    return jnp.maximum(first, start)
+    return jnp.maximum(first, scores.start)
 
 
 def _visible(lengths: Array, bits: Array | None, first: Array, rows: int) -> Array:
@@ -85,9 +84,11 @@ def _with_values(keys: Array, values: Array, dim: int) -> Array:
     return keys if keys.shape[-1] == dim else jnp.concatenate([values, keys], axis=-1)
 
 
-def _capped(scores: Array, scale: float, softcap: float | None) -> Array:
-    """Returns the scaled scores, limited by the softcap."""
-    return scores * scale if softcap is None else softcap * jnp.tanh(scores * (scale / softcap))
+def _capped(products: Array, scores: Scores) -> Array:
+    """Returns the products of queries and keys, scaled and limited by the softcap."""
+    if scores.softcap is None:
+        return products * scores.scale
+    return scores.softcap * jnp.tanh(products * (scores.scale / scores.softcap))
 
 
 def _with_sinks(top: Array, total: Array, values: Array, sinks: Array | None) -> Array:
@@ -106,13 +107,15 @@ def _with_sinks(top: Array, total: Array, values: Array, sinks: Array | None) ->
     return values / jnp.where(total == 0, 1.0, total)[..., None]
 
 
-def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, start, window, chunk, scale, softcap):
+def reference(q, kv, bits, sinks, *, new_rows, scores):
+    """Returns `paged_attention`, of all rows of the cache at once; with limits, of the pages that they allow."""
+    k_pool, v_pool, page_table, lengths = kv
     batch, queries, heads, dim = q.shape
     kv_heads, value_dim = k_pool.shape[1], v_pool.shape[3]
-    bits = None if bits is None else bits_of_chunk(bits, lengths, chunk)
-    first = _first_rows(lengths, bits, queries, new_rows=new_rows, start=start, window=window, chunk=chunk)
-    if limits := [limit for limit in (window, chunk) if limit is not None]:
-        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, min(limits))
+    bits = None if bits is None else bits_of_chunk(bits, lengths, scores.chunk)
+    first = _first_rows(lengths, bits, queries, scores, new_rows=new_rows)
+    if scores.most_rows:
+        page_table, skipped = _recent(page_table, lengths, k_pool.shape[2], new_rows, min(scores.most_rows))
         lengths, first = lengths - skipped, first - skipped[:, None]
     group = heads // kv_heads
     keys, values = _gather(k_pool, page_table), _gather(v_pool, page_table)
@@ -129,10 +132,10 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, 
     packed = packed.reshape(batch, kv_heads, queries * group, dim)
     seen = jnp.repeat(visible, group, axis=1)[:, None]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    scores = _capped(jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact), scale, softcap)
-    scores = jnp.where(seen, scores, -jnp.inf)
-    top = jnp.max(scores, -1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    scored = _capped(jnp.einsum("bkrd,bksd->bkrs", packed, keys, **exact), scores)
+    scored = jnp.where(seen, scored, -jnp.inf)
+    top = jnp.max(scored, -1, keepdims=True)
+    weights = jnp.exp(scored - jnp.where(top == -jnp.inf, 0.0, top))
     out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
     own = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), queries).astype(jnp.float32)
     out = _with_sinks(top[..., 0], weights.sum(-1), out, own)
@@ -140,11 +143,12 @@ def reference(q, k_pool, v_pool, page_table, lengths, bits, sinks, *, new_rows, 
     return out.reshape(batch, queries, heads, value_dim).astype(q.dtype)
 
 
-def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, start, window, chunk, scale, softcap):
+def fixed_reference(q, kv, paths, sinks, *, scores):
     """Returns deterministic attention, computed for each query separately, over fixed tiles of the rows that it sees.
 
     The arguments are those of `paged_attention`.
     """
+    k_pool, v_pool, page_table, lengths = kv
     batch, queries, heads, dim = q.shape
     (_, kv_heads, page, _), value_dim = k_pool.shape, v_pool.shape[3]
     most = page_table.shape[1] * page
@@ -154,9 +158,9 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
     def attend_query(q, table, length, path):
         q, table, length, path = (array[0] for array in (q, table, length, path))
         last = length + 1 + (path[0] if paths is None else jnp.sum(path >= 0) - 1)
-        lowest = jnp.asarray(start)
-        if window is not None or chunk is not None:
-            lowest = jnp.maximum(first_seen(last - 1, window or 0, chunk or 0), start)
+        lowest = jnp.asarray(scores.start)
+        if scores.most_rows:
+            lowest = jnp.maximum(first_seen(last - 1, scores.window or 0, scores.chunk or 0), scores.start)
         last = jnp.minimum(last, most)
         packed = q.reshape(kv_heads, heads // kv_heads, dim)
 
@@ -172,11 +176,11 @@ def fixed_reference(q, k_pool, v_pool, page_table, lengths, paths, sinks, *, sta
             visible = (row >= lowest) & (row < last)
             k, v = _with_values(k, v, dim), v.astype(jnp.float32)
             v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
-            scores = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact)
-            scores = jnp.where(visible, _capped(scores, scale, softcap), -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            products = jnp.einsum("kgd,skd->kgs", packed, k.astype(compute_dtype(q, k)), **exact)
+            scored = jnp.where(visible, _capped(products, scores), -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scored, axis=-1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            weights, fade = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
+            weights, fade = jnp.exp(scored - base[..., None]), jnp.exp(top - base)
             acc = acc * fade[..., None] + jnp.einsum("kgs,skd->kgd", weights, v, **exact)
             return acc, new_top, total * fade + weights.sum(-1)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.layers.quantized import FP8
 
 FIXED_SPLITS = 8  # splits of a context in deterministic attention, at any batch size
@@ -72,12 +73,10 @@ def choose_tiles(
     k_pool: Array,
     page_table: Array,
     bits: Array | None,
+    scores: Scores,
     *,
     new_rows: int,
-    start: int,
-    window: int | None,
     wide: bool,
-    chunk: int | None = None,
     quantized: bool = False,
 ) -> AttentionTiles:
     """Chooses tile sizes so that each multiprocessor runs about two large programs or four small programs.
@@ -87,8 +86,8 @@ def choose_tiles(
     has at least two splits.
 
     Args:
-        q, k_pool, page_table, bits, new_rows, start, window, chunk: as in `paged_attention`; only shapes and dtypes of
-            arrays are used.
+        q, k_pool, page_table, bits, new_rows: as in `paged_attention`; only shapes and dtypes of arrays are used.
+        scores: which rows a query sees.
         wide: whether the matrix products are computed in float32.
         quantized: whether the result is quantised. Contexts that one kernel can merge and quantise are not split
             further than that.
@@ -97,7 +96,7 @@ def choose_tiles(
     kv_heads, page, dim = *k_pool.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
     group, capacity = heads // kv_heads, page_table.shape[1] * page
     # At most, per sequence.
-    rows_read = min([capacity, *(limit + new_rows for limit in (window, chunk) if limit is not None)])
+    rows_read = min([capacity, *(limit + new_rows for limit in scores.most_rows)])
     width, is_narrow = k_pool.dtype.itemsize, dim <= 128 and not wide
     pools = 2 if latent_dim(q, k_pool) else 1  # pools whose bytes are those of V
 
@@ -131,9 +130,9 @@ def choose_tiles(
         words=0 if bits is None else bits.shape[-1],
         page=page,
         capacity=capacity,
-        start=start,
-        window=window or 0,
-        chunk=chunk or 0,
+        start=scores.start,
+        window=scores.window or 0,
+        chunk=scores.chunk or 0,
         packed=packed,
         tile=tile,
         splits=splits,
@@ -233,19 +232,18 @@ def fixed_tiles(
     k_pool: Array,
     page_table: Array,
     paths: Array | None,
+    scores: Scores,
     *,
-    start: int,
-    window: int | None,
     wide: bool,
-    chunk: int | None = None,
 ) -> AttentionTiles:
     """Returns the sizes for deterministic attention.
 
     All sizes that determine the order of a query's sums depend only on heads, head_dim and dtypes.
 
     Args:
-        q, k_pool, page_table, start, window, chunk: as in `paged_attention`.
+        q, k_pool, page_table: as in `paged_attention`.
         paths: [B, T, depths], as in `paged_attention`; None: causal.
+        scores: which rows a query sees.
         wide: whether the matrix products are computed in float32.
     """
     queries, heads, dim = *q.shape[1:3], pl.next_power_of_2(latent_dim(q, k_pool) or q.shape[3])
@@ -259,9 +257,9 @@ def fixed_tiles(
         words=0,
         page=page,
         capacity=page_table.shape[1] * page,
-        start=start,
-        window=window or 0,
-        chunk=chunk or 0,
+        start=scores.start,
+        window=scores.window or 0,
+        chunk=scores.chunk or 0,
         packed=max(pl.next_power_of_2(group), MMA_ROWS),
         tile=min(max(8 * 1024 // (dim * width), MMA_ROWS), 64),
         splits=FIXED_SPLITS,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import HeadTransform, ancestor_bits, append_attention
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
 from tests.kernels.problems import make_tree
 from tests.kernels.test_quantize_rows import half_step_error
@@ -324,7 +325,6 @@ def test_append_attention_on_gpu_of_many_sequences_matches_float64(
     """With so many sequences a Pallas program has two warps."""
     p, parents = problem(**FEW | {"tokens": tokens}, lengths=[7 * b % 140 for b in range(sequences)])
     q = jax.ShapeDtypeStruct((sequences, tokens, p["heads"], 16), jnp.bfloat16)
-    options = {"new_rows": tokens, "start": 0, "window": None, "wide": False}
-    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], **options)
+    tiles = choose_tiles(q, p["k_pool"], p["page_table"], p["bits"], Scores(), new_rows=tokens, wide=False)
     assert (tiles.splits, tiles.packed, tiles.warps) == (splits, packed, 2)
     assert max(errors(append_attention(**arguments(p), implementation="pallas"), p, parents)) < 1

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import HeadTransform, append_attention, paged_attention
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
 
 
 def tiles_for(batch, queries, dim, rows, dtype):
     q = jax.ShapeDtypeStruct((batch, queries, 32, dim), jnp.bfloat16)
     pool, table = jax.ShapeDtypeStruct((9, 8, 16, dim), dtype), jax.ShapeDtypeStruct((batch, rows // 16), jnp.int32)
-    return choose_tiles(q, pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+    return choose_tiles(q, pool, table, None, Scores(), new_rows=queries, wide=False)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_attention_tiling_gives_each_multiprocessor_a_program_if_there_are_few(b
     q = jax.ShapeDtypeStruct((batch, queries, heads, dim), jnp.bfloat16)
     k_pool, _ = (jax.ShapeDtypeStruct((9, count, 16, width), jnp.bfloat16) for count, width in shapes)
     table = jax.ShapeDtypeStruct((batch, 67), jnp.int32)
-    tiles = choose_tiles(q, k_pool, table, None, new_rows=queries, start=0, window=None, wide=False)
+    tiles = choose_tiles(q, k_pool, table, None, Scores(), new_rows=queries, wide=False)
     assert (tiles.splits, tiles.tile, tiles.warps) == sizes
 
 
@@ -96,8 +97,10 @@ def test_attention_tiling_splits_contexts_for_one_kernel_that_merges_and_quantis
     """The kernel merges at most 16 splits."""
     q = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16)
     pool, table = jax.ShapeDtypeStruct((9, kv_heads, 16, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, rows // 16), int)
-    options = {"new_rows": queries, "start": 0, "window": None, "wide": False}
-    found = [choose_tiles(q, pool, table, None, quantized=quantized, **options) for quantized in (True, False)]
+    options = {"new_rows": queries, "wide": False}
+    found = [
+        choose_tiles(q, pool, table, None, Scores(), quantized=quantized, **options) for quantized in (True, False)
+    ]
     assert [(tiles.splits, tiles.tile, tiles.warps) for tiles in found] == [(splits, 64, 4), (plain, 64, 4)]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import paged_attention
 from pallas_kernels.attention.merge import MergeShape
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
 from tests.reference.attention import attention
 
@@ -22,7 +23,7 @@ def test_paged_attention_of_132_splits_matches_float64(length: int, start: int) 
     q, sinks = rng.normal(size=(1, 1, HEADS, DIM)).astype(np.float32), np.ones(HEADS, np.float32)
     table, lengths = np.arange(1, PAGES + 1, dtype=np.int32)[None], np.array([length], np.int32)
     arrays = [jnp.asarray(array) for array in (q, k, v, table, lengths)]
-    tiles = choose_tiles(arrays[0], arrays[1], arrays[3], None, new_rows=1, start=start, window=None, wide=True)
+    tiles = choose_tiles(arrays[0], arrays[1], arrays[3], None, Scores(start=start), new_rows=1, wide=True)
     assert (tiles.splits, tiles.tile, MergeShape.of(tiles.splits, DIM).splits) == (PAGES, PAGE, 128)
 
     out = paged_attention(*arrays, None, jnp.asarray(sinks), start=start, implementation="pallas")
