@@ -125,6 +125,11 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def mlps(self) -> list[Dense | Experts]:
+        """The feed-forward of each layer."""
+        return [layer.mlp for layer in self.layers]
+
+    @property
     def attention(self) -> Attention:
         """The mixer of the first layer that has attention."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))

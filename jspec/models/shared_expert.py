@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.models.layer_config import LayerConfig
-from jspec.models.mlp_config import Experts
+from jspec.models.mlp_config import Dense, Experts
 from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.quantized import Quantized
 
@@ -24,17 +23,17 @@ MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 
 PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one
 
 
-def join_layers(configs: Sequence[LayerConfig], layers: Sequence[dict[str, Any]]) -> None:
+def join_layers(mlps: Sequence[Dense | Experts], layers: Sequence[dict[str, Any]]) -> None:
     """Join shared experts to experts, in place, one layer after another; the others' weights stay as they are.
 
     Peak memory is that of the weights and of one layer, if nothing else refers to the arrays.
 
     Args:
-        configs: config of each layer.
+        mlps: feed-forward of each layer.
         layers: weights of each layer by field of `LayerWeights`, arrays or `jax.ShapeDtypeStruct`.
     """
-    for config, layer in zip(configs, layers, strict=True):
-        if isinstance(config.mlp, Experts) and _can_join(config.mlp, layer):
+    for mlp, layer in zip(mlps, layers, strict=True):
+        if isinstance(mlp, Experts) and _can_join(mlp, layer):
             for experts, shared in PAIRS.items():
                 layer[experts] = _joined(layer[experts], layer.pop(shared))
 

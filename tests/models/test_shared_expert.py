@@ -42,7 +42,7 @@ def mixture(*shared: int, **options: Any) -> Model:
     """Return the model of `drawn` with its shared expert joined to its experts, where it can be."""
     model = drawn(*shared, **options)
     layers = fields(model)
-    join_layers(model.config.layers, layers)
+    join_layers(model.config.mlps, layers)
     return model.replace(layers=[Layer(**layer) for layer in layers])
 
 
@@ -140,7 +140,7 @@ def test_joined_model_that_is_to_be_quantised_or_divided_is_named(change: Any) -
 def test_quantised_shared_expert_stays_apart(kind: str) -> None:
     model = quantize_weights(drawn(), kind)
     layers = fields(model)
-    join_layers(model.config.layers, layers)
+    join_layers(model.config.mlps, layers)
     assert layers == fields(model) and "down" in layers[0]
 
 
@@ -167,12 +167,12 @@ def test_shared_expert_of_other_dtypes_or_of_many_values_stays_apart(monkeypatch
     model = drawn()
     (layer,) = fields(model)
     other = {**layer, "down": layer["down"].astype(jnp.bfloat16)}
-    join_layers(model.config.layers, [other])
+    join_layers(model.config.mlps, [other])
     monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN - 1)
-    join_layers(model.config.layers, [layer])
+    join_layers(model.config.mlps, [layer])
     assert "down" in other and "down" in layer
     monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN)
-    join_layers(model.config.layers, [layer])
+    join_layers(model.config.mlps, [layer])
     assert "down" not in layer
 
 
@@ -186,7 +186,7 @@ def test_joined_experts_of_deepseek_compiled_for_h200_copy_at_most_the_down_proj
     config = replace(config, layers=config.layers[1:2])
     layer = abstract_weights(model_params(config), "bfloat16")["layers"][0]
     whole, mlp = dict(layer), config.layers[0].mlp
-    join_layers(config.layers, [whole])
+    join_layers(config.mlps, [whole])
     assert isinstance(mlp, Experts) and "down" not in whole
     x = jax.ShapeDtypeStruct((1, count, config.hidden_size), "bfloat16")
 

@@ -139,7 +139,7 @@ class Engine(EngineLoop, TextGenerator):
             check=lambda found, folder: made.update(model_options(found, folder, tokenizer, eos_ids, options)),
         )
         if mesh is None:
-            join_layers(checkpoint.config.layers, checkpoint.weights["layers"])
+            join_layers(checkpoint.config.mlps, checkpoint.weights["layers"])
         model = Model.from_weights(checkpoint.config, checkpoint.weights, mesh)
         return cls(model, drafter=proposes, logits_processor=logits_processor, **made, **options)
 

@@ -116,7 +116,7 @@ def random_target(
     put = {} if mesh is None else {"put": partial(put_named, params=params, mesh=mesh)}
     weights = random_weights(params, dtype, seed, quantize, **put)
     if mesh is None:
-        join_layers(TARGETS[name].layers, weights["layers"])
+        join_layers(TARGETS[name].mlps, weights["layers"])
     return Model.from_weights(TARGETS[name], weights, mesh)
 
 
