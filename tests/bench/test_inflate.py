@@ -172,9 +172,9 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
             bits=None,
             numerics=AUTO,
         )
-        inputs = project_inputs(bound, pairs.tokens, own, pairs.implementation)
+        inputs = project_inputs(bound, pairs.tokens, own, pairs.numerics)
         *attended, draft_cache = run_on_cache(bound, draft_cache, pairs, *inputs, attends=True)
-        out, product = output_logits(bound, *attended, pairs.implementation)
+        out, product = output_logits(bound, *attended, pairs.numerics)
         own = out.hidden
         logits.append(np.asarray(reduce_partials(product, jnp.float32)))
     return logits[0], logits[1]

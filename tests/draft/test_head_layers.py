@@ -87,7 +87,7 @@ def projected(
         numerics=AUTO,
     )
     if ids is None:
-        residual, qkv = project_inputs(head, pairs.tokens, features, pairs.implementation)
+        residual, qkv = project_inputs(head, pairs.tokens, features, pairs.numerics)
     else:
         assert head.precomputed is not None
         normed = features * jax.lax.rsqrt(jnp.mean(features**2, -1, keepdims=True) + head.config.norm_eps)

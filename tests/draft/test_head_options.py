@@ -111,9 +111,9 @@ def computed(head: EagleHead, embed: np.ndarray, tokens: np.ndarray, features: n
         numerics=REFERENCE,
     )
     cache = create(config.layers, PoolShape(1, 8, 4, 28, "float32", "float32"), "float32")
-    inputs = project_inputs(head, pairs.tokens, fuse(head, jnp.asarray(features)[None]), pairs.implementation)
+    inputs = project_inputs(head, pairs.tokens, fuse(head, jnp.asarray(features)[None]), pairs.numerics)
     attended, residual, _ = run_on_cache(head, cache, pairs, *inputs, attends=True)
-    _, product = output_logits(head, attended, residual, "reference")
+    _, product = output_logits(head, attended, residual, REFERENCE)
     return np.asarray(reduce_partials(product, jnp.float32)[0])
 
 

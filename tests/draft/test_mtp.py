@@ -57,9 +57,9 @@ def run_padded(head: EagleHead, tokens: Any, features: Any) -> tuple[Any, Any]:
     )
     shape = PoolShape(1, 2, LONGEST, LONGEST, "float32", "float32")
     caches = create(head.config.layers, shape, "float32")
-    inputs = project_inputs(head, pairs.tokens, features[None], pairs.implementation)
+    inputs = project_inputs(head, pairs.tokens, features[None], pairs.numerics)
     attended, residual, _ = run_on_cache(head, caches, pairs, *inputs, attends=True)
-    out, product = output_logits(head, attended, residual, "reference")
+    out, product = output_logits(head, attended, residual, REFERENCE)
     return reduce_partials(product, jnp.float32)[0], out.hidden[0]
 
 

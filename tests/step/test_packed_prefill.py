@@ -324,7 +324,6 @@ def test_packed_pieces_unpack_to_the_same_values(size: int) -> None:
     pieces = [tiny.prompt_piece(1, page_row=[3, 4], slot=n, temperature=np.float32(0.1 + n)) for n in range(blocks)]
     packed = PrefillInput.pack(pieces, [[7 + n] for n in range(blocks)], size, slots=blocks + 1)
     assert [shape.shape for shape in PrefillInput.shapes(size, slots=blocks + 1, pages=2)] == [x.shape for x in packed]
-    found = packed.unpack()
-    for name, own in found.pieces._asdict().items():
-        np.testing.assert_array_equal(own, np.stack([getattr(piece, name) for piece in pieces]), err_msg=name)
-    np.testing.assert_array_equal(found.tokens[:, 0], 7 + np.arange(blocks))
+    unpacked = packed.unpack()
+    jax.tree.map(np.testing.assert_array_equal, unpacked.pieces, jax.tree.map(lambda *row: np.stack(row), *pieces))
+    np.testing.assert_array_equal(unpacked.tokens[:, 0], 7 + np.arange(blocks))
