@@ -30,7 +30,7 @@ import numpy as np
 from convert.detect import KINDS
 from convert.fields import CheckpointError, cut, listed, read_json, require
 from convert.sources import is_finite
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 VERSION = 3  # the third has other orders of the bytes of packed weights than the second
 OLDEST = 2  # read too, if the folder has no packed weights

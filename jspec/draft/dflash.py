@@ -32,7 +32,7 @@ from jspec.models.decoder import Model, forward
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.load import Format
 from pallas_kernels.attention.ancestor_bits import own_bits
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 
 
 @struct.dataclass

@@ -36,7 +36,7 @@ from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import PoolShape, commit, create
 from jspec.models.load import Format, target_format
 from jspec.models.tensor_parallel import local_config, place
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ

@@ -55,7 +55,7 @@ from jspec.models.decoder import Model
 from jspec.models.kv_cache import PoolShape, create, places
 from jspec.models.load import Format
 from jspec.models.tensor_parallel import place
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 

@@ -37,7 +37,7 @@ from jspec.models.layer_config import positive
 from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
 from jspec.models.params import ParamSpec, rows
-from pallas_kernels.layers.quantized import matmul
+from pallas_kernels.layers.products import matmul
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
-from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
+from pallas_kernels.layers.partial_sums import PartialSums
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 
 
 def project(

@@ -30,10 +30,11 @@ from jspec.models.rope import tables
 from pallas_kernels.attention.rope_append import HeadTransform
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
-from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
 from pallas_kernels.layers.split_matmul import split_matmul
+from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]

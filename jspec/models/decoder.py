@@ -24,9 +24,10 @@ from jspec.models.layers import head_product, limited, product
 from jspec.models.mlp_config import Dense
 from jspec.models.params import Params, model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
-from pallas_kernels.layers.quantized import PartialSums, Weight, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.shard import look_up
+from pallas_kernels.layers.weights import Weight
 
 
 @struct.dataclass

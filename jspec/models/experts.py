@@ -15,12 +15,13 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.expert_matmul import Gate
 from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
+from pallas_kernels.layers.partial_sums import sum_f32, with_scales
 from pallas_kernels.layers.plain_product import plain_product
 from pallas_kernels.layers.quantize_rows import gated
-from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
 from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 
 if TYPE_CHECKING:
     from jspec.models.block import LayerWeights

@@ -1,6 +1,6 @@
 """Quantises linear weights to int8, float8 or four bits; those of experts also to mxfp4.
 
-`pallas_kernels.layers.quantized` defines the products with quantised weights. Only the weights named in `NAMES` are
+`pallas_kernels.layers.products` has the products with quantised weights. Only the weights named in `NAMES` are
 quantised. Embeddings, tied output heads, norms and biases keep their dtype.
 """
 
@@ -18,9 +18,10 @@ import numpy as np
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from jspec.models.shared_expert import check_apart
 from pallas_kernels.layers.expert_matmul import unsupported_experts
+from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
 from pallas_kernels.layers.mxfp4 import GROUP
-from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, has_group_scales, quantize
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Quantized, has_group_scales
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
 EXPERTS = ("experts_gate_up", "experts_down")

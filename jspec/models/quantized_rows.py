@@ -1,7 +1,7 @@
 """Reads quantised weights as they are stored: rows of a weight map for their values, and for their scales.
 
 A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, or three with `X.zeros`, which
-together are a `Quantized` (`pallas_kernels.layers.quantized`). `jspec.models.int4_rows` reads weights of four bits.
+together are a `Quantized` (`pallas_kernels.layers.weights`). `jspec.models.int4_rows` reads weights of four bits.
 Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
 
 The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which

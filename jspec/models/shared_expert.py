@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Experts
 from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 million was timed
 PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one

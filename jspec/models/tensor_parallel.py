@@ -32,8 +32,8 @@ from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
 from jspec.models.shared_expert import check_apart
 from pallas_kernels.layers.int4 import reblocked
-from pallas_kernels.layers.quantized import Quantized
 from pallas_kernels.layers.shard import AXIS, Shard
+from pallas_kernels.layers.weights import Quantized
 
 INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.

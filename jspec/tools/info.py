@@ -16,7 +16,7 @@ from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 METHODS = {  # names of methods
     "eagle3": "EAGLE-3",

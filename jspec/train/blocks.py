@@ -22,7 +22,7 @@ from jspec.train.attention import Keys, split_heads
 from jspec.train.products import REFERENCE, einsum32
 from jspec.train.rows import Rows, ahead
 from pallas_kernels.attention.interval_reference import largest_divisor
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.split_matmul import split_matmul
 

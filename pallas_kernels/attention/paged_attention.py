@@ -44,7 +44,8 @@ from pallas_kernels.attention.reference import compute_dtype
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, AttentionTiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
+from pallas_kernels.layers.quantize_rows import FP8, quantize_activation
+from pallas_kernels.layers.weights import QuantizedActivation
 
 LEAST_SCALE = 1e-30  # smallest scale; its product with log2(e) is still a normal float32
 MOST_OF_QUERY = 64 * 512  # most values of all heads of a query that one program of deterministic attention adds up

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layers.expert_bytes import SLICE
 from pallas_kernels.layers.int4_tiling import COPIED, Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 MOST_ELEMENTS = 256  # of each dimension of a copy
 ALIGNED = 128  # bytes; a copy begins at a multiple of them in shared memory

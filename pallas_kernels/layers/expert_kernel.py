@@ -33,7 +33,7 @@ from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Int4Tiles
 from pallas_kernels.layers.packed_cta import PIECE, memory_of
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 
 def multiply_chosen(

@@ -14,7 +14,7 @@ from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper_kernel import choose_compiled
 from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
 

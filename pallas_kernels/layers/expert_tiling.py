@@ -12,7 +12,7 @@ from pallas_kernels.layers.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper_kernel import multiprocessors
 from pallas_kernels.layers.hopper_tiling import HEIGHT
 from pallas_kernels.layers.int4_tiling import Int4Tiles, most_stages
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
 HEIGHTS = ((8, 4), (16, 11), (32, 24), (64, math.inf))

@@ -22,8 +22,9 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel, int4_kernel
 from pallas_kernels.layers.grouped_matmul import packed_tiles
 from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.products import factors, matmul
 from pallas_kernels.layers.quantize_rows import Activation, activate, gated
-from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
+from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
 KERNEL_ROWS = range(8, 65)  # numbers of rows that the kernel of a few rows multiplies
 TILE, COLUMNS, STAGES = 64, 128, 4  # its tile, values of k per loop iteration, and iterations whose loads are in flight

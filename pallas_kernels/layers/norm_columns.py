@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import WIDEST, rms_norm, warps_for
 from pallas_kernels.layers.row_by_row import row_by_row
 

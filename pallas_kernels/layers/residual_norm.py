@@ -21,9 +21,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
-from pallas_kernels.layers.quantized import PartialSums, QuantizedActivation, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_by_row import row_by_row
+from pallas_kernels.layers.weights import QuantizedActivation
 
 WIDEST = 16384  # columns that a Pallas program can hold in registers
 

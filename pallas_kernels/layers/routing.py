@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import sum_f32
+from pallas_kernels.layers.partial_sums import sum_f32
 from pallas_kernels.layers.row_by_row import row_by_row
 
 LEAST_SUM = 1e-20  # added to the sum of the chosen sigmoids, which may all be 0

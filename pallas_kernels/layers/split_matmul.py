@@ -21,22 +21,11 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper_kernel
 from pallas_kernels.layers.grouped_matmul import packed_tiles
 from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
+from pallas_kernels.layers.products import Factors, factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation
-from pallas_kernels.layers.quantized import (
-    Factors,
-    Inputs,
-    PartialSums,
-    Quantized,
-    Scaled,
-    Weight,
-    factors,
-    has_dynamic_activations,
-    has_group_scales,
-    join,
-    matmul_grouped,
-    matmul_unscaled,
-)
 from pallas_kernels.layers.shard import Shard
+from pallas_kernels.layers.weights import Inputs, Quantized, Weight, has_dynamic_activations, has_group_scales
 
 MOST_ROWS = 64  # most rows that the kernel supports; with more rows, XLA computes each partial sum
 OUT_TILE = 128  # rows and columns of an output tile of XLA's product

@@ -21,7 +21,8 @@ from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_
 from jspec.models.kv_cache import PoolShape, create
 from jspec.models.quantize import quantized_as
 from jspec.tools.convert import main
-from pallas_kernels.layers.quantized import Quantized, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.weights import Quantized
 from tests.support import block_rounds, folders, tiny
 from tests.support.recordings import recording
 

@@ -23,7 +23,7 @@ from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
 from pallas_kernels.layers.expert_rows import MOST_LISTED, gather_blocks
 from pallas_kernels.layers.expert_tiling import choose_tiles
 from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted

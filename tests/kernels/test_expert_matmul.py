@@ -17,7 +17,8 @@ from pallas_kernels.layers.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICE
 from pallas_kernels.layers.expert_bytes import pack
 from pallas_kernels.layers.expert_matmul import REFERENCE_ROWS, Gate, expert_matmul, unsupported_experts
 from pallas_kernels.layers.expert_rows import MOST_LISTED
-from pallas_kernels.layers.quantized import Quantized, quantize
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.weights import Quantized
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
 from tests.support.h200 import compile_for_h200

@@ -14,11 +14,12 @@ import pytest
 
 from pallas_kernels import gated_matmul, quantize_rows
 from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.gated_matmul import _multiply_few, kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
 from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quantize
+from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200

@@ -15,8 +15,12 @@ from jspec.models.layers import head_product
 from jspec.models.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers import int4
+from pallas_kernels.layers.formats import columns_of
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.quantized import Quantized, matmul, quantize_activation, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.quantize_rows import quantize_activation
+from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import cover
 from tests.support.gpus import A100, H100, compile_for
@@ -126,7 +130,7 @@ def test_packed_values_keep_their_columns_in_any_blocks() -> None:
         assert int4.reblocked(packed, parts).shape[1] % parts == 0
         np.testing.assert_array_equal(int4.unpack(int4.reblocked(packed, parts)), values)
     weight = Quantized(jnp.asarray(packed), jnp.ones((3, 3)), zeros=jnp.zeros((3, 3), jnp.uint8))
-    np.testing.assert_array_equal(matmul(jnp.eye(40), weight.columns(16, 56)), values[:, 16:56].T)
+    np.testing.assert_array_equal(matmul(jnp.eye(40), columns_of(weight, 16, 56)), values[:, 16:56].T)
     with pytest.raises(ValueError, match="int4: expected an even number of input channels, got 3"):
         int4.reblocked(packed, 32)
 
@@ -144,7 +148,7 @@ def test_scales_of_a_weight_belong_to_consecutive_columns_of_a_row() -> None:
 def test_columns_of_a_weight_with_group_scales_keep_their_values(start: int, stop: int) -> None:
     """Ranges that cut a group in two get smaller groups."""
     _, weight = problem(1, 3, 12, 4)
-    part = weight.columns(start, stop)
+    part = columns_of(weight, start, stop)
     assert part.shape == (3, stop - start)
     np.testing.assert_array_equal(wide(part), wide(weight)[:, start:stop])
 

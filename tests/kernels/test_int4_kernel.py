@@ -16,7 +16,7 @@ from pallas_kernels.layers.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.int4_kernel import multiply
 from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.reference.activations import ACTIVATIONS
 from tests.support.mosaic import interpreted as run_interpreted

@@ -13,9 +13,12 @@ import pytest
 
 from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, matmul, quantize, reduce_partials
 from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
+from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
 from tests.support.h200 import compile_for_h200

@@ -17,7 +17,7 @@ from convert.huggingface import _Selection
 from jspec import Model
 from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, tiny
 from tests.support.recordings import most_likely, recording
 

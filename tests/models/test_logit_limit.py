@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.models.decoder import Model
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import tiny
 from tests.support.h200 import compile_for_h200
 

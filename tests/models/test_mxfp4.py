@@ -22,7 +22,7 @@ from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers import mxfp4
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, recordings
 
 pytestmark = pytest.mark.once

@@ -32,7 +32,10 @@ from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
 from pallas_kernels.layers.expert_matmul import widened_expert
-from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, matmul, quantize, reduce_partials
+from pallas_kernels.layers.formats import quantize, widened
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Quantized
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
 from tests.support.h200 import compile_for_h200
@@ -209,7 +212,7 @@ def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: st
         if leaf.group is None:
             return leaf.values.astype(jnp.float32) * leaf.scale[..., None]
         if len(leaf.shape) == 2:
-            return leaf.widened()
+            return widened(leaf)
         return jnp.stack([widened_expert(leaf, expert) for expert in range(leaf.shape[0])])
 
     rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))

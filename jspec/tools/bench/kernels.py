@@ -27,7 +27,9 @@ from jspec.models.layer_config import GQA
 from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
-from pallas_kernels.layers.quantized import KINDS, matmul, quantize
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.weights import KINDS
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
 MOST_CALLS = 64

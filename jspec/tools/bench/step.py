@@ -40,7 +40,7 @@ from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layers import mxfp4
-from pallas_kernels.layers.quantized import KINDS
+from pallas_kernels.layers.weights import KINDS
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
