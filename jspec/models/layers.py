@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
 from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
-from pallas_kernels.layers.gated_matmul import gated_matmul, has_few_rows, tiles_for
+from pallas_kernels.layers.gated_kernel import has_few_rows
+from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import Activation

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.attention.paged_attention import check_scores, paged_attention, quantize_heads
 from pallas_kernels.attention.prompt_kernel import ROWS, TILE, attend_prompts
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.hopper_kernel import multiprocessors
+from pallas_kernels.layers.hopper import multiprocessors
 from pallas_kernels.layers.weights import QuantizedActivation
 
 LEAST_QUERIES = 512  # of a call; with fewer, too few CTAs run: 128 queries after 8k rows took 152 us instead of 90

@@ -10,10 +10,10 @@ from jaxtyping import Array
 
 from pallas_kernels.layers import expert_registers as registers
 from pallas_kernels.layers.expert_boxes import item_slots
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, column
+from pallas_kernels.layers.expert_stores import store_block, store_choices
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4_registers import SLICE, column, gate_and_up
 from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors
-from pallas_kernels.layers.packed_stores import store_block, store_choices
 
 
 class Place(NamedTuple):
@@ -175,7 +175,7 @@ class ExpertCta(PackedCta):
     def store(self, place, total):
         """Joins gate and up, and stores the results of the block's choices."""
         if self.gate:
-            total = self.gate.join(*registers.halves(total, interpret=self.interpret))
+            total = self.gate.join(*gate_and_up(total, interpret=self.interpret))
         self.write(place, total)
 
     def write(self, place, total):

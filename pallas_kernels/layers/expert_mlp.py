@@ -12,7 +12,7 @@ from pallas_kernels.layers.expert_kernel import multiply, named
 from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
 from pallas_kernels.layers.expert_rows import gather_blocks
 from pallas_kernels.layers.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper_kernel import choose_compiled
+from pallas_kernels.layers.hopper import choose_compiled
 from pallas_kernels.layers.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 

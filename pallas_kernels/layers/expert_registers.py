@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from pallas_kernels.layers import mxfp4
 from pallas_kernels.layers.expert_bytes import registered, unpack
-from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
 
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
@@ -190,26 +190,3 @@ def _unpack(m, word, *operands):
     found = m.llvm.inline_asm(struct, [word, *operands], "{" + UNPACK + "}", constraints)
     pair = m.ir.VectorType.get((2,), m.ir.BF16Type.get())
     return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), pair) for index in range(4)]
-
-
-def halves(total: Array, *, interpret: bool) -> tuple[Array, Array]:
-    """Returns gate and up of sums [64, height] whose rows are 8 of gate, 8 of up, and so on; each is there twice.
-
-    A thread has a row of gate and the same row of up, so that no value moves between threads.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        both = total.reshape(4, 2, 8, -1)
-        gate, up = (jnp.repeat(both[:, half : half + 1], 2, axis=1).reshape(total.shape) for half in range(2))
-        return gate, up
-    own = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(own, own))
-    def divide(_, total):
-        m, registers = Mlir(), list(total.registers.flat)
-        doubled = [list(itertools.chain(*((one, one) for one in registers[half::2]))) for half in range(2)]
-        gate, up = (m.array(one, m.wgmma, total.shape) for one in doubled)
-        return gate, up
-
-    return divide(total)

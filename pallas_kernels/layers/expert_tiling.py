@@ -9,8 +9,7 @@ from jaxtyping import Array
 from pallas_kernels.layers.expert_boxes import box_bytes, places
 from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
 from pallas_kernels.layers.expert_rows import MOST_LISTED
-from pallas_kernels.layers.hopper_kernel import multiprocessors
-from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
 from pallas_kernels.layers.int4_tiling import Int4Tiles, most_stages
 from pallas_kernels.layers.weights import Quantized
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import hopper_kernel, int4, int4_kernel
+from pallas_kernels.layers import hopper, int4, int4_kernel
 from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
@@ -173,7 +173,7 @@ def packed_tiles(
         parts: number of partial sums; None: as many as the kernel needs.
         gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
-    count = hopper_kernel.multiprocessors()
+    count = hopper.multiprocessors()
     return None if count is None else choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated)
 
 
@@ -229,7 +229,7 @@ def grouped_matmul(
     tiles = packed_tiles(len(arguments[0]), values.shape, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
     if tiles:
         kernel = functools.partial(int4_kernel.multiply, tiles=tiles, dtype=dtype)
-        sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
+        sums = hopper.choose_compiled(implementation, kernel, reference, *arguments)
         return sums.reshape(parts, *rows, out)
     block = 2 * values.shape[2] if values.dtype == jnp.uint8 else STEP
     limit = unsupported(x.shape[-1], groups, x.dtype, parts, block)

@@ -28,12 +28,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import expert_registers
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4_registers import SLICE, gate_and_up
+from pallas_kernels.layers.int4_stores import store
 from pallas_kernels.layers.int4_tiling import Int4Tiles, copied_groups
 from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
-from pallas_kernels.layers.packed_stores import store
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
@@ -133,7 +132,7 @@ class _Int4Cta(PackedCta):
     def store(self, place, total):
         """Joins gate and up, and stores a result [64 channels, height] in the rows that exist."""
         if self.activation:
-            gate, up = expert_registers.halves(total, interpret=self.interpret)
+            gate, up = gate_and_up(total, interpret=self.interpret)
             total = gate / (1 + jnp.exp(-gate_logit(gate, self.activation))) * up
         result, at = total.astype(self.refs["out"].dtype), (place.part, place.row, self.own_channel(place))
         width, is_joined = self.own_channels, self.activation is not None

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.layers import int4
-from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT
 
 SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows
@@ -141,6 +141,29 @@ def interleaved(halves):
     """Returns [2, 32, ...] as [64, ...]: 8 of the first half, 8 of the second, and so on."""
     _, _, *others = halves.shape
     return halves.reshape(2, 4, 8, *others).swapaxes(0, 1).reshape(HEIGHT, *others)
+
+
+def gate_and_up(total: Array, *, interpret: bool) -> tuple[Array, Array]:
+    """Returns gate and up of sums [64, height] whose rows are 8 of gate, 8 of up, and so on; each is there twice.
+
+    A thread has a row of gate and the same row of up, so that no value moves between threads.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        both = total.reshape(4, 2, 8, -1)
+        gate, up = (jnp.repeat(both[:, half : half + 1], 2, axis=1).reshape(total.shape) for half in range(2))
+        return gate, up
+    own = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(own, own))
+    def divide(_, total):
+        m, registers = Mlir(), list(total.registers.flat)
+        doubled = [list(itertools.chain(*((one, one) for one in registers[half::2]))) for half in range(2)]
+        gate, up = (m.array(one, m.wgmma, total.shape) for one in doubled)
+        return gate, up
+
+    return divide(total)
 
 
 class Mlir:

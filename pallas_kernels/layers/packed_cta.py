@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers import int4_registers as registers
-from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.int4_registers import SLICE
 from pallas_kernels.layers.int4_tiling import Int4Tiles
 

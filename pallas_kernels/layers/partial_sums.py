@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,22 @@ class Scaled:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+
+class Factors(NamedTuple):
+    """The operands of a matrix product, and the scales of its float32 result; None: no scale."""
+
+    x: Array  # [*rows, inner]
+    weight: Array  # [out, inner]; int8 and float8 values are exact in x's dtype
+    row_scale: Array | None  # [*rows]
+    scale: Array | None  # [out]
+
+    def scaled(self, sums: Float[Array, "*parts rows out"]) -> Array:
+        """Multiplies sums of the product x @ weight.T by the scales, if there are any."""
+        if self.scale is None:
+            return sums
+        sums = sums if self.row_scale is None else sums * self.row_scale[..., None]
+        return sums * self.scale
 
 
 # The kernel that reads partial sums adds them up. It cannot read `OwnColumns`; `reduce_partials` gathers these.

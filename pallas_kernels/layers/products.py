@@ -1,35 +1,18 @@
 """Matrix products with weights of any kind: which kernel multiplies, and what is done with the scales."""
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join, reduce_partials
+from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, join, reduce_partials
 from pallas_kernels.layers.plain_product import plain_product
 from pallas_kernels.layers.quantize_rows import Activation, gated, quantize_activation
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_group_scales
 
 FEW_ROWS = 64  # with more rows, rounding a float8 product twice takes less time than writing it in float32
-
-
-class Factors(NamedTuple):
-    """The operands of a matrix product, and the scales of its float32 result; None: no scale."""
-
-    x: Array  # [*rows, inner]
-    weight: Array  # [out, inner]; int8 and float8 values are exact in x's dtype
-    row_scale: Array | None  # [*rows]
-    scale: Array | None  # [out]
-
-    def scaled(self, sums: Float[Array, "*parts rows out"]) -> Array:
-        """Multiplies sums of the product x @ weight.T by the scales, if there are any."""
-        if self.scale is None:
-            return sums
-        sums = sums if self.row_scale is None else sums * self.row_scale[..., None]
-        return sums * self.scale
 
 
 def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implementation: str = "auto") -> Factors:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_matmul, quantize_rows
-from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers import hopper
 from pallas_kernels.layers.formats import quantize
-from pallas_kernels.layers.gated_matmul import _multiply_few, kernel_padding, tiles_for
+from pallas_kernels.layers.gated_kernel import multiply as multiply_few
+from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
 from pallas_kernels.layers.hopper_kernel import multiply
 from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation
@@ -282,7 +283,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 
 @mosaic
 def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
     scale = jnp.ones(2 * out, F32)
@@ -322,7 +323,7 @@ def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
         (33, 1): 0,
     }
     assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA needs no padding"
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
     assert kernel_padding(1, 60, weight, F32) == 0
     assert kernel_padding(1, 60, weight, BF16, "gelu_tanh") == 4
@@ -354,7 +355,7 @@ def test_gated_matmul_on_h200_runs_the_kernel_unless_reference_is_chosen(
 
 @mosaic
 def test_gated_matmul_on_cpu_beside_a_hopper_gpu_matches_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
     for implementation in ("auto", "pallas", "reference"):
@@ -379,7 +380,7 @@ def test_gated_matmul_on_other_gpus_does_not_run_the_hopper_kernel(gpu: str, run
 )
 def test_kernel_of_a_few_rows_interpreted_matches_float64(rows: int, dtype: Any) -> None:
     x, weight = problem(rows, 192, 384, dtype)
-    got = _multiply_few(x, weight, interpret=True)
+    got = multiply_few(x, weight, interpret=True)
     assert error(got, x, weight) < 4e-3
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1
 
