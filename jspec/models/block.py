@@ -28,7 +28,7 @@ from jspec.models.layers import mlp
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.rope import tables
 from pallas_kernels.attention.rope_append import HeadTransform
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm

@@ -7,8 +7,8 @@ Files pack eight values into an int32 word. GPTQ and AWQ store a weight's transp
     awq                  8 rows [in, out / 8]       8 rows [groups, out / 8]      [groups, out]
     compressed-tensors   8 columns [out, in / 8]    8 rows [out / 8, groups]      [out, groups]
 
-AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4` says,
-and experts as `pallas_kernels.layers.expert_bytes` says.
+AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4.int4`
+says, and experts as `pallas_kernels.layers.experts.expert_bytes` says.
 Nothing is rounded: values and zero points are whole numbers, and scales become float32.
 """
 
@@ -26,8 +26,8 @@ from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
 from jspec.models.layer_config import unsupported
 from jspec.models.quantized_config import Scheme
-from pallas_kernels.layers import expert_bytes
-from pallas_kernels.layers.int4 import block_of, pack
+from pallas_kernels.layers.experts import expert_bytes
+from pallas_kernels.layers.int4.int4 import block_of, pack
 
 WORD = 8  # values in an int32 word
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight rows, in fours of bits from the lowest

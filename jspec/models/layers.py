@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.records import TokenBatch
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
-from pallas_kernels.layers.gated_kernel import has_few_rows
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.gated_kernel import has_few_rows
 from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled

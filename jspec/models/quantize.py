@@ -17,10 +17,10 @@ import numpy as np
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from jspec.models.shared_expert import check_apart
-from pallas_kernels.layers.expert_matmul import unsupported_experts
+from pallas_kernels.layers.dense.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
+from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
+from pallas_kernels.layers.experts.mxfp4 import GROUP
 from pallas_kernels.layers.formats import quantize
-from pallas_kernels.layers.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
-from pallas_kernels.layers.mxfp4 import GROUP
 from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Quantized, has_group_scales
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products

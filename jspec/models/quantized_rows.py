@@ -26,8 +26,8 @@ from jspec.models.layer_config import unsupported
 from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme
-from pallas_kernels.layers import expert_bytes
-from pallas_kernels.layers.int4 import ZERO, unpack
+from pallas_kernels.layers.experts import expert_bytes
+from pallas_kernels.layers.int4.int4 import ZERO, unpack
 
 WEIGHT = ".weight"
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Experts
-from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
+from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.weights import Quantized
 
 MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 million was timed

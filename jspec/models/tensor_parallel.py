@@ -31,7 +31,7 @@ from jspec.models.layer_config import LayerConfig, check_divided
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.params import Params, ParamSpec
 from jspec.models.shared_expert import check_apart
-from pallas_kernels.layers.int4 import reblocked
+from pallas_kernels.layers.int4.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layers import expert_bytes, grouped_matmul, int4, mxfp4
+from pallas_kernels.layers.dense import grouped_matmul
+from pallas_kernels.layers.experts import expert_bytes, mxfp4
+from pallas_kernels.layers.int4 import int4
 from pallas_kernels.layers.quantize_rows import FP8, INT8, scaled_rows
 from pallas_kernels.layers.weights import Kind, Quantized
 

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import gated_kernel, hopper, hopper_kernel, int4_kernel
-from pallas_kernels.layers.gated_kernel import has_few_rows
-from pallas_kernels.layers.grouped_matmul import packed_tiles
-from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
+from pallas_kernels.layers.dense.gated_kernel import has_few_rows
+from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
+from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.int4 import int4_kernel
 from pallas_kernels.layers.products import factors, matmul
 from pallas_kernels.layers.quantize_rows import Activation, gated
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight

@@ -5,9 +5,9 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
+from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, join, reduce_partials
-from pallas_kernels.layers.plain_product import plain_product
 from pallas_kernels.layers.quantize_rows import Activation, gated, quantize_activation
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, QuantizedActivation, Weight, has_group_scales

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import hopper, hopper_kernel, split_kernel
-from pallas_kernels.layers.grouped_matmul import packed_tiles
-from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense import hopper_kernel, split_kernel
+from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
+from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, parts_of
 from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
 from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation
 from pallas_kernels.layers.shard import Shard
-from pallas_kernels.layers.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, parts_of
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight, has_dynamic_activations, has_group_scales
 
 

@@ -13,16 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.expert_blocks import blocks_of
-from pallas_kernels.layers.expert_boxes import box_of, places
-from pallas_kernels.layers.expert_bytes import pack, place_of, registered
-from pallas_kernels.layers.expert_kernel import multiply_chosen
-from pallas_kernels.layers.expert_matmul import Gate
-from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
-from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
-from pallas_kernels.layers.expert_rows import MOST_LISTED, gather_blocks
-from pallas_kernels.layers.expert_tiling import choose_tiles
-from pallas_kernels.layers.int4_tiling import Int4Tiles
+from pallas_kernels.layers.experts.expert_blocks import blocks_of
+from pallas_kernels.layers.experts.expert_boxes import box_of, places
+from pallas_kernels.layers.experts.expert_bytes import pack, place_of, registered
+from pallas_kernels.layers.experts.expert_kernel import multiply_chosen
+from pallas_kernels.layers.experts.expert_matmul import Gate
+from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
+from pallas_kernels.layers.experts.expert_registers import NEGATIVE, POSITIVE, UNPACK
+from pallas_kernels.layers.experts.expert_rows import MOST_LISTED, gather_blocks
+from pallas_kernels.layers.experts.expert_tiling import choose_tiles
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.h200 import compile_for_h200

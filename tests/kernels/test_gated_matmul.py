@@ -14,11 +14,11 @@ import pytest
 
 from pallas_kernels import gated_matmul, quantize_rows
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense.gated_kernel import multiply as multiply_few
+from pallas_kernels.layers.dense.hopper_kernel import multiply
+from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.formats import quantize
-from pallas_kernels.layers.gated_kernel import multiply as multiply_few
 from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
-from pallas_kernels.layers.hopper_kernel import multiply
-from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS

@@ -35,10 +35,10 @@ from pallas_kernels import (
     split_matmul,
     top_log_probs,
 )
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.experts.routing import Choice, route
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.routing import Choice, route
 from pallas_kernels.layers.weights import Quantized
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support.gpus import GPUS, compile_for

@@ -14,9 +14,9 @@ import pytest
 from jspec.models.layers import head_product
 from jspec.models.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
-from pallas_kernels.layers import int4
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.formats import columns_of
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
+from pallas_kernels.layers.int4 import int4
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import quantize_activation

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers import int4
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.int4_kernel import multiply
-from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.int4.int4_kernel import multiply
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference

@@ -13,11 +13,11 @@ import pytest
 
 from pallas_kernels import quantize_rows, split_matmul
 from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense.split_kernel import MOST_ROWS, parts_of
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.split_kernel import MOST_ROWS, parts_of
 from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover

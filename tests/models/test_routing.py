@@ -13,7 +13,7 @@ from jspec.core.records import KVCache, PromptBatch, TokenBatch
 from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
 from jspec.models.mlp_config import Experts, Router
-from pallas_kernels.layers.routing import route
+from pallas_kernels.layers.experts.routing import route
 from tests.support import tiny
 
 ROUTERS = {

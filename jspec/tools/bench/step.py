@@ -39,7 +39,7 @@ from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers import mxfp4
+from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.weights import KINDS
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}

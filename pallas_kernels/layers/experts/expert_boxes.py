@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.layers.expert_bytes import SLICE
-from pallas_kernels.layers.int4_tiling import COPIED, Int4Tiles
+from pallas_kernels.layers.experts.expert_bytes import SLICE
+from pallas_kernels.layers.int4.int4_tiling import COPIED, Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 
 MOST_ELEMENTS = 256  # of each dimension of a copy

@@ -21,8 +21,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num, UInt8
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import hopper, int4, int4_kernel
-from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.int4 import int4, int4_kernel
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores

@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layers.expert_blocks import ExpertBlocks, blocks_count
-from pallas_kernels.layers.expert_bytes import SLICE, slices_in_order
+from pallas_kernels.layers.experts.expert_blocks import ExpertBlocks, blocks_count
+from pallas_kernels.layers.experts.expert_bytes import SLICE, slices_in_order
 
 MOST_LISTED = 2048  # most choices that each program counts in less time than their products take
 LEAST_COUNTED = 16  # choices that are counted at a time

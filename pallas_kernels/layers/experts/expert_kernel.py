@@ -25,14 +25,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_blocks import ExpertBlocks
-from pallas_kernels.layers.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
-from pallas_kernels.layers.expert_cta import ExpertCta
-from pallas_kernels.layers.expert_rows import gather_blocks
+from pallas_kernels.layers.experts.expert_blocks import ExpertBlocks
+from pallas_kernels.layers.experts.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
+from pallas_kernels.layers.experts.expert_cta import ExpertCta
+from pallas_kernels.layers.experts.expert_rows import gather_blocks
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.packed_cta import PIECE, memory_of
+from pallas_kernels.layers.int4.int4_registers import SLICE
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.int4.packed_cta import PIECE, memory_of
 from pallas_kernels.layers.weights import Quantized
 
 

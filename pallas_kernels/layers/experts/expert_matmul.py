@@ -25,15 +25,16 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import expert_kernel, int4, mxfp4
-from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
-from pallas_kernels.layers.expert_bytes import ordered, unpack
-from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
-from pallas_kernels.layers.expert_tiling import packed_tiles
+from pallas_kernels.layers.dense.split_kernel import INNER_BYTES
+from pallas_kernels.layers.experts import expert_kernel, mxfp4
+from pallas_kernels.layers.experts.expert_blocks import blocks_of, own_choices, plan
+from pallas_kernels.layers.experts.expert_bytes import ordered, unpack
+from pallas_kernels.layers.experts.expert_sums import packed_sums, unpacked_sums
+from pallas_kernels.layers.experts.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
+from pallas_kernels.layers.int4 import int4
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from pallas_kernels.layers.row_by_row import row_by_row
-from pallas_kernels.layers.split_kernel import INNER_BYTES
 from pallas_kernels.layers.weights import Quantized
 
 REFERENCE_ROWS = 8  # rows of a block in the reference

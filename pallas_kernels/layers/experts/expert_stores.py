@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_bytes import SLICE, place_of
-from pallas_kernels.layers.int4_registers import Mlir
-from pallas_kernels.layers.int4_stores import channels_by_jax
+from pallas_kernels.layers.experts.expert_bytes import SLICE, place_of
+from pallas_kernels.layers.int4.int4_registers import Mlir
+from pallas_kernels.layers.int4.int4_stores import channels_by_jax
 
 
 def store_choices(

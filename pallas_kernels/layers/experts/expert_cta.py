@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_boxes import item_slots
-from pallas_kernels.layers.expert_stores import store_block, store_choices
+from pallas_kernels.layers.experts import expert_registers as registers
+from pallas_kernels.layers.experts.expert_boxes import item_slots
+from pallas_kernels.layers.experts.expert_stores import store_block, store_choices
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, column, gate_and_up
-from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors
+from pallas_kernels.layers.int4.int4_registers import SLICE, column, gate_and_up
+from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors
 
 
 class Place(NamedTuple):

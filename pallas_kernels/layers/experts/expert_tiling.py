@@ -6,11 +6,11 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_boxes import box_bytes, places
-from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
-from pallas_kernels.layers.expert_rows import MOST_LISTED
+from pallas_kernels.layers.experts.expert_boxes import box_bytes, places
+from pallas_kernels.layers.experts.expert_bytes import BLOCK, SLICE
+from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
 from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
-from pallas_kernels.layers.int4_tiling import Int4Tiles, most_stages
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, most_stages
 from pallas_kernels.layers.weights import Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.

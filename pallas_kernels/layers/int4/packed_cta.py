@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import int4_registers as registers
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Int4Tiles
+from pallas_kernels.layers.int4 import int4_registers as registers
+from pallas_kernels.layers.int4.int4_registers import SLICE
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.hopper_tiling import INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 

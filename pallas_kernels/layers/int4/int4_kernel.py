@@ -29,10 +29,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, gate_and_up
-from pallas_kernels.layers.int4_stores import store
-from pallas_kernels.layers.int4_tiling import Int4Tiles, copied_groups
-from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
+from pallas_kernels.layers.int4.int4_registers import SLICE, gate_and_up
+from pallas_kernels.layers.int4.int4_stores import store
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
+from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
