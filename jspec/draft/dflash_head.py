@@ -32,7 +32,7 @@ from jspec.models.params import Params, ParamSpec, layer_params, norm, prefixed
 from jspec.models.rope import tables
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from pallas_kernels.attention.rope_append import KEYS, HeadTransform
-from pallas_kernels.layers.formats import widened
+from pallas_kernels.layers.dense.grouped_matmul import widened
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -195,7 +195,7 @@ def split_int4(
     if scheme.has_zeros:
         zeros = _sources(parts, layout.zeros, groups, layout.axes[1])
         rows.append(MapRow(f"{row.parameter}.zeros", zeros, shape, partial(_fill_zeros, parts, by_column), "uint8"))
-    return rows
+    return [replace(part, quantized="int4") for part in rows]
 
 
 def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mapping[str, Tensor]) -> FusedPart:

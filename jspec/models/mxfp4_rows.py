@@ -20,6 +20,7 @@ from convert.huggingface import MapRow
 from convert.sources import Source, Tensor
 from jspec.models.layer_config import unsupported
 from pallas_kernels.layers.experts.expert_bytes import pack
+from pallas_kernels.layers.weights import Kind
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
 BLOCK = 32  # values that share a scale
@@ -116,7 +117,8 @@ def _rows_of(row: MapRow, tensors: Mapping[str, Tensor], dequantize: bool) -> li
 
         shapes = {f"{name}{end}": sources[f"{name}{end}"] for end in ends}
         filled = row.shape if dtype is None else (*row.shape[:-1], *next(iter(shapes.values()))[2:])
-        return MapRow(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"))
+        kind: Kind | None = None if dtype is None else "mxfp4"
+        return MapRow(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"), kind)
 
     if dequantize:
         return [made(row.parameter, inner, None, (BLOCKS, SCALES), widened)]

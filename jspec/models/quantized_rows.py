@@ -91,15 +91,16 @@ def _dequantized(row: MapRow, parts: list[MapRow]) -> MapRow:
     """Return a row that reads values, scales and zero points, and fills the parameter with what they stand for."""
     kinds = {name: part.dtype for part in parts for name in part.sources}
     sources = {name: shape for part in parts for name, shape in part.sources.items()}
+    is_int4 = parts[0].quantized == "int4"
 
     def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
         values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
-        if values.dtype == np.uint8:
+        if is_int4:
             values = expert_bytes.unpack(values) if len(row.shape) == 3 else unpack(values)
         wide = values.astype(np.float32)
         groups = (array if array.ndim == wide.ndim else array[..., None] for array in per_group)
         scale, *zeros = (np.repeat(array, wide.shape[-1] // array.shape[-1], axis=-1) for array in groups)
-        if values.dtype == np.uint8:
+        if is_int4:
             wide -= zeros[0] if zeros else np.float32(ZERO)
         return cast(wide * scale, dtype, row.parameter)
 
@@ -149,8 +150,8 @@ def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: M
         sources[scale] = _scale_shape(scheme, shape, tensors.get(scale))
     fill = partial(_fill_scales, parts, scheme.block)
     return [
-        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8),
-        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32"),
+        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8, quantized="fp8"),
+        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32", quantized="fp8"),
     ]
 
 

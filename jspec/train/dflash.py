@@ -23,7 +23,7 @@ from jspec.train.measured import Measured
 from jspec.train.observe import Observed
 from jspec.train.products import einsum32
 from jspec.train.rows import Rows, cast
-from pallas_kernels.layers.formats import widened
+from pallas_kernels.layers.dense.grouped_matmul import widened
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized
 

@@ -22,7 +22,7 @@ from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
 from jspec.train.rows import Rows
-from pallas_kernels.layers.formats import widened
+from pallas_kernels.layers.dense.grouped_matmul import widened
 from pallas_kernels.layers.weights import Quantized
 
 INIT = 0.02  # standard deviation of random weights

@@ -40,7 +40,7 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Acti
     if multiprocessors is None or dtype.itemsize != 2 or activation == "gelu":
         return None
     if isinstance(weight, Quantized):
-        if not weight.dynamic:
+        if not weight.is_dynamic:
             return None
         dtype = weight.values.dtype
     elif weight.dtype != dtype or rows < LEAST_ROWS:
@@ -71,16 +71,14 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
 
 def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
     """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
-    if not isinstance(weight, Quantized) or weight.kind != "int4" or activation == "gelu":
+    rows = math.prod(x.shape[:-1])
+    if not isinstance(weight, Quantized) or activation == "gelu":
         return None
-    rows, groups = math.prod(x.shape[:-1]), weight.scale.shape[1]
-    tiles = packed_tiles(rows, weight.values.shape, groups, x.dtype, gated=True)
-    if tiles is None:
+    if (tiles := packed_tiles(rows, weight, x.dtype, gated=True)) is None:
         return None
 
     def kernel(x, weight, interpret):
-        zeros = [] if weight.zeros is None else [weight.zeros]
-        arrays = x.reshape(rows, -1), weight.values, weight.scale, *zeros
+        arrays = x.reshape(rows, -1), *weight.arrays.values()
         (out,) = int4_kernel.multiply(*arrays, tiles=tiles, dtype=x.dtype, activation=activation, interpret=interpret)
         return out.reshape(*x.shape[:-1], -1)
 

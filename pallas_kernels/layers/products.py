@@ -32,7 +32,7 @@ def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implem
     """
     assert not has_group_scales(weight), "sums over several groups have no common scale"
     assert not isinstance(weight, Shard), "products of several devices have no common scale"
-    if isinstance(weight, Quantized) and weight.dynamic:
+    if isinstance(weight, Quantized) and weight.is_dynamic:
         if not isinstance(x, QuantizedActivation):
             x = quantize_activation(x, gate=gate, implementation=implementation)
         return Factors(x.values, weight.values, x.scale, weight.scale)
@@ -91,13 +91,11 @@ def matmul_grouped(
         weight: [out, inner], with group scales.
         parts: number of partial sums.
     """
-    if isinstance(x, QuantizedActivation) or weight.dynamic:
+    if isinstance(x, QuantizedActivation) or weight.is_dynamic:
         raise TypeError("weight: group scales need activations that are not quantised; use kind fp8")
     x = gated(x, gate) if gate else x
     dtype = dtype or (jnp.dtype("float32") if parts > 1 else x.dtype)
-    return grouped_matmul(
-        x, weight.values, weight.scale, dtype, weight.zeros, parts=parts, implementation=implementation
-    )
+    return grouped_matmul(x, weight, dtype, parts=parts, implementation=implementation)
 
 
 def matmul(

@@ -88,8 +88,8 @@ def split_matmul(
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
     if has_group_scales(weight):
-        if weight.kind == "int4" and LEAST_OUT <= out <= WIDEST_OUT:
-            packed = packed_tiles(rows, weight.values.shape, weight.scale.shape[1], x.dtype)
+        if LEAST_OUT <= out <= WIDEST_OUT:
+            packed = packed_tiles(rows, weight, x.dtype)
             parts = packed.parts if packed else parts
         return matmul_grouped(x, weight, many, parts=parts, gate=gate, implementation=implementation)
     if first and (parts == 1 or rows > MOST_ROWS) and not isinstance(weight, Quantized):

@@ -15,8 +15,8 @@ weight of int4 always has such scales, and may have zero points (`int4`). Only e
 powers of two, stored in a byte (`mxfp4`). Experts of both kinds are packed in another order (`expert_bytes`).
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeGuard, get_args
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,28 @@ from jaxtyping import Array, Float, Int, Num, UInt8
 from pallas_kernels.layers.shard import Shard
 
 Kind = Literal["int8", "fp8", "fp8_dynamic", "int4", "mxfp4"]
-EXPERT_KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4", "mxfp4")  # kinds of the weights of experts
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "mxfp4")  # kinds of other weights
+
+
+class WeightFormat(NamedTuple):
+    """What a kind of quantised weight is made of; packed values are two in a byte."""
+
+    dtype: str  # of the values, or of the bytes of packed ones
+    scale_dtype: str = "float32"
+    is_packed: bool = False
+    group: int | None = None  # columns that share a scale in each such weight; None: they may be of any number
+    is_dense: bool = True  # whether other weights than those of experts may be of the kind
+    is_of_experts: bool = True  # whether the weights of experts may be
+
+
+FORMATS: dict[Kind, WeightFormat] = {
+    "int8": WeightFormat("int8"),
+    "fp8": WeightFormat("float8_e4m3fn"),
+    "fp8_dynamic": WeightFormat("float8_e4m3fn", is_of_experts=False),
+    "int4": WeightFormat("uint8", is_packed=True),
+    "mxfp4": WeightFormat("uint8", "uint8", is_packed=True, group=32, is_dense=False),
+}
+KINDS = tuple(kind for kind, form in FORMATS.items() if form.is_dense)
+EXPERT_KINDS = tuple(kind for kind, form in FORMATS.items() if form.is_of_experts)
 STATIC = {"static": True}  # metadata of a field that belongs to the pytree's structure, not to its leaves
 
 
@@ -41,33 +61,45 @@ class Quantized:
 
     values: Num[Array, "*experts out inner"] | UInt8[Array, "*experts out blocks bytes"]  # int8, float8 or packed
     scale: Num[Array, "*experts out"] | Num[Array, "*experts out groups"]  # float32; of mxfp4 uint8
-    dynamic: bool = field(default=False, metadata=STATIC)  # kind "fp8_dynamic": activations are quantised too
+    kind: Kind = field(metadata=STATIC)
     zeros: UInt8[Array, "*experts out groups"] | None = None  # zero points of int4; None: 8
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.values.dtype != jnp.uint8:
+        if not self.is_packed:
             return self.values.shape
         *rows, blocks, half = self.values.shape
         return (*rows, blocks * 2 * half)
 
     @property
-    def kind(self) -> Kind:
-        if self.values.dtype == jnp.uint8:
-            return "mxfp4" if self.scale.dtype == jnp.uint8 else "int4"
-        if self.values.dtype == jnp.int8:
-            return "int8"
-        return "fp8_dynamic" if self.dynamic else "fp8"
+    def is_packed(self) -> bool:
+        """Whether the values are packed, two in a byte."""
+        return FORMATS[self.kind].is_packed
 
     @property
-    def group(self) -> int | None:
-        """Number of columns that share a scale; None: all columns of a row."""
-        return None if self.scale.ndim < len(self.shape) else self.shape[-1] // self.scale.shape[-1]
+    def is_dynamic(self) -> bool:
+        """Whether activations are quantised too."""
+        return self.kind == "fp8_dynamic"
 
-    def rows(self, index: Int[Array, " rows"]) -> "Quantized":
-        """Returns some rows of the weight, as a weight with the same values."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, values=self.values[index], scale=self.scale[index], zeros=zeros)
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays of the weight by name, without those that it lacks."""
+        arrays = {"values": self.values, "scale": self.scale, "zeros": self.zeros}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a row has scales for groups of columns."""
+        return self.scale.ndim == len(self.shape)
+
+    @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[-1] // self.scale.shape[-1] if self.has_groups else self.shape[-1]
+
+    def rows(self, index: Int[Array, " rows"] | slice) -> "Quantized":
+        """Returns some rows of the weight, or some experts, as a weight with the same values."""
+        return Quantized(kind=self.kind, **{name: array[index] for name, array in self.arrays.items()})
 
 
 @jax.tree_util.register_dataclass
@@ -91,9 +123,9 @@ Inputs = Float[Array, "*rows inner"] | QuantizedActivation
 def has_dynamic_activations(weight: Weight | None) -> bool:
     """Returns whether activations are quantised before they are multiplied by this weight; None: there is none."""
     weight = weight.weight if isinstance(weight, Shard) else weight
-    return isinstance(weight, Quantized) and weight.dynamic
+    return isinstance(weight, Quantized) and weight.is_dynamic
 
 
 def has_group_scales(weight: Weight) -> TypeGuard[Quantized]:
     """Returns whether a weight is quantised with scales for groups of columns."""
-    return isinstance(weight, Quantized) and weight.group is not None
+    return isinstance(weight, Quantized) and weight.has_groups

@@ -176,7 +176,9 @@ def test_quantised_output_head_with_a_reduced_vocabulary_has_the_rows_of_the_kep
 
 def test_rows_of_a_weight_with_scales_for_groups_of_columns_keep_their_values() -> None:
     rng = np.random.default_rng(0)
-    weight = Quantized(jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32))
+    weight = Quantized(
+        jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32), "int8"
+    )
     values = np.asarray(weight.values) * np.repeat(np.asarray(weight.scale), 4, axis=1)
     part = weight.rows(jnp.asarray([5, 1]))
     np.testing.assert_array_equal(

@@ -306,7 +306,7 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
     @jax.jit
     def product(x: Any, values: Any, scale: Any, bias: Any, indices: Any) -> jax.Array:
         fixed: dict[str, Any] = {"gate": LIMITED if gated else None, "tiles": tiles, "dtype": BF16}
-        return multiply_chosen(x, Quantized(values, scale), bias, None, indices, **fixed)
+        return multiply_chosen(x, Quantized(values, scale, kind), bias, None, indices, **fixed)
 
     arrays = [new((experts, out, inner // 32, 16), jnp.uint8), groups, new((experts, out), BF16)]
     program, printed = compile_with_ptxas_output(
@@ -327,7 +327,7 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launche
         groups = (
             new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
         )
-        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups)  # type: ignore[arg-type]
+        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups, kind)  # type: ignore[arg-type]
 
     bias: Any = new((experts, hidden), BF16)
     weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, bias)

@@ -275,7 +275,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
     x, weight = shape((2, rows // 2, inner), dtype), shape((2 * out, inner), dtype)
     if dtype == FP8:
         x = QuantizedActivation(x, shape((2, rows // 2), F32), BF16)
-        weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
+        weight = Quantized(weight, shape((2 * out,), F32), "fp8_dynamic")
     program, printed = compile_with_ptxas_output(gated_matmul, x, weight, activation=activation)
     assert [launch.name for launch in program.launches] == ["kCustomCall"]
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
@@ -289,9 +289,9 @@ def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monke
     scale = jnp.ones(2 * out, F32)
     weights = {
         "bf16": bf16,
-        "int8": Quantized(int8, scale),
-        "fp8": Quantized(fp8, scale),
-        "fp8_dynamic": Quantized(fp8, scale, dynamic=True),
+        "int8": Quantized(int8, scale, "int8"),
+        "fp8": Quantized(fp8, scale, "fp8"),
+        "fp8_dynamic": Quantized(fp8, scale, "fp8_dynamic"),
     }
     rows = {dtype: jnp.zeros((320, inner), dtype) for dtype in (BF16, F16, F32)}
     supported = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
@@ -348,7 +348,7 @@ def test_gated_matmul_on_h200_runs_the_kernel_unless_reference_is_chosen(
 ) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
     if dtype == FP8:
-        weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), dynamic=True)
+        weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), "fp8_dynamic")
     program = compile_for_h200(partial(gated_matmul, implementation=implementation), x, weight)
     assert program.count("kCustomCall") == runs_kernel
 

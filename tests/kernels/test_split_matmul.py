@@ -236,7 +236,7 @@ def test_split_product_of_fp8_runs_the_hopper_kernel_only_for_some_row_counts(
     """The row counts are the multiples of 8 from 24 to 64."""
     shape = jax.ShapeDtypeStruct
     x = QuantizedActivation(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
-    weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
+    weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), "fp8_dynamic")
     program, printed = compile_with_ptxas_output(split_matmul, x, weight)
     assert program.count("kCustomCall") == hopper
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")] * hopper

@@ -14,6 +14,7 @@ from pallas_kernels.layers.experts.expert_stores import store_block, store_choic
 from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.int4.int4_registers import SLICE, column, gate_and_up
 from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors
+from pallas_kernels.layers.weights import Kind
 
 
 class Place(NamedTuple):
@@ -24,6 +25,16 @@ class Place(NamedTuple):
     channel: Array  # first output channel of the CTA
     part: Array  # part of k
     item: Array  # number of the work item among those of the CTA
+
+
+class PackedProduct(NamedTuple):
+    """The static parameters of a product, beside the sizes of the kernel."""
+
+    kind: Kind  # kind of the weight
+    experts: int  # number of experts
+    group: int  # columns of a scale
+    gate: Any  # as in `expert_kernel.multiply`, like `order`
+    order: Kind | None
 
 
 class ExpertCta(PackedCta):
@@ -39,27 +50,25 @@ class ExpertCta(PackedCta):
         boxes: places of scales and zero points of a tile by name; those without are loaded into registers.
         copied: their shared memory of `memory_of_boxes`.
         tiles: static sizes of the call.
-        experts: number of experts.
-        group: columns of a scale.
-        gate, order: as in `expert_kernel.multiply`.
+        product: the other static parameters.
         interpret: whether the kernel is interpreted.
     """
 
-    def __init__(self, refs, memory, boxes, copied, tiles, experts, group, gate, order, interpret):
+    def __init__(self, refs, memory, boxes, copied, tiles, product, interpret):
         super().__init__(memory, tiles, interpret)
-        self.refs, self.boxes, self.gate, self.order = refs, boxes, gate, order
+        (self.kind, experts, self.group, self.gate, self.order), self.refs, self.boxes = product, refs, boxes
         self.copied, *self.scaled = copied
         self.rows = refs["weight"].shape[0] // experts  # rows of an expert's weight
-        self.width = self.rows // 2 if gate else self.rows
-        self.apart = self.width if gate else None  # rows from gate to up
-        self.halves = 2 if gate else 1
+        self.width = self.rows // 2 if self.gate else self.rows
+        self.apart = self.width if self.gate else None  # rows from gate to up
+        self.halves = 2 if self.gate else 1
         self.own_channels = tiles.width // self.halves  # output channels of a warpgroup
         self.own_rows = HEIGHT // self.halves  # rows of its tile in shared memory of each half
         inner = 2 * refs["weight"].shape[1]
-        self.group, self.last = group, inner - group  # first column of the last group
+        self.last = inner - self.group  # first column of the last group
         self.item_slots = item_slots(inner, tiles)
         self.channel_tiles = self.width // self.tile_channels
-        self.tables = registers.tables(interpret=interpret) if self.is_mxfp4 else None
+        self.tables = registers.tables(interpret=interpret) if self.kind == "mxfp4" else None
         self.used, self.unused = refs["counts"][0], refs["counts"][1]
         self.items = self.own_items(self.used * (self.channel_tiles * tiles.parts))
 
@@ -127,10 +136,6 @@ class ExpertCta(PackedCta):
         """Returns the first row of this warpgroup in the weights of all experts."""
         return place.expert * self.rows + self.own_channel(place)
 
-    @property
-    def is_mxfp4(self):
-        return self.refs["scale"].dtype == jnp.uint8
-
     def values(self, name, place, first):
         """Returns the scales or zero points of the groups of this warpgroup's slice from column `first` on."""
         rows: dict[str, Any] = {"apart": self.apart, "width": self.tiles.width, "interpret": self.interpret}
@@ -139,7 +144,7 @@ class ExpertCta(PackedCta):
             ref, box = self.copied[name], self.boxes[name]
             rows |= {"apart": box.rows if self.gate else None, "columns": box.groups}
             ref, first_row = ref.at[jax.lax.rem(place.item, ref.shape[0])], self.channel * self.own_channels
-        if self.is_mxfp4:
+        if self.kind == "mxfp4":
             return [registers.scales(ref, first_row, first // self.group, **rows)]
         found = group_factors([ref], first_row, jnp.minimum(first, self.last), self.group, **rows)
         return [own for (own,) in found]
@@ -160,7 +165,7 @@ class ExpertCta(PackedCta):
             halves = slice(None) if self.gate else 0
             packed = self.w_tiles.at[at, jax.lax.div(number, beside), halves, own, columns]
             slices.append((packed, found["scale"], found.get("zeros", [None] * len(found["scale"]))))
-        if not self.is_mxfp4:
+        if self.kind != "mxfp4":
             return self.group_product(at, [(packed, [*zip(*groups, strict=True)]) for packed, *groups in slices], total)
 
         def pairs():

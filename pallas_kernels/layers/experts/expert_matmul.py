@@ -28,7 +28,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers.dense.split_kernel import INNER_BYTES
 from pallas_kernels.layers.experts import expert_kernel, mxfp4
 from pallas_kernels.layers.experts.expert_blocks import blocks_of, own_choices, plan
-from pallas_kernels.layers.experts.expert_bytes import ordered, unpack
+from pallas_kernels.layers.experts.expert_bytes import PACKED, ordered, unpack
 from pallas_kernels.layers.experts.expert_sums import packed_sums, unpacked_sums
 from pallas_kernels.layers.experts.expert_tiling import packed_tiles
 from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
@@ -41,7 +41,6 @@ REFERENCE_ROWS = 8  # rows of a block in the reference
 TILE = 64  # output columns of a program; twice as many of an undivided product
 STAGES, FEW_STAGES = 4, 6  # steps of k in flight, and in a product of gate and up with one program a multiprocessor
 PACKED_STEP = 128  # most values of k per loop iteration in int4 and mxfp4; a row of them is 64 bytes
-PACKED_DTYPES = {"int4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}  # dtypes of x; mxfp4 has bfloat16's exponents
 MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers
 
 
@@ -123,9 +122,9 @@ def _values_of(weight, expert, dtype):
     """Returns the weight of an expert, and the scales of the rows of its product; None: there are none."""
     if not isinstance(weight, Quantized):
         return weight[expert].astype(dtype), None
-    if weight.group is None:
-        return weight.values[expert].astype(dtype), weight.scale[expert]
-    return widened_expert(weight, expert), None
+    if weight.is_packed:
+        return widened_expert(weight, expert), None
+    return weight.values[expert].astype(dtype), weight.scale[expert]
 
 
 def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Array, "out inner"]:
@@ -255,15 +254,15 @@ def _stored(weight):
     """
     if not isinstance(weight, Quantized):
         return weight.reshape(-1, weight.shape[2]), {}
-    if weight.group is None:
-        return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
-    return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
+    if weight.is_packed:
+        return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
+    return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
 
 
 def _sums(weight, dtype, interpret, shared):
     """Returns the function (refs, expert, halves, rows of x) -> sums for a weight and activations of a dtype."""
     if step := _packed_step(weight):
-        return functools.partial(packed_sums, inner=step, group=weight.group, interpret=interpret)
+        return functools.partial(packed_sums, kind=weight.kind, inner=step, group=weight.group, interpret=interpret)
     stored = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = dtype == jnp.float32 and not interpret
@@ -279,7 +278,7 @@ def _sums(weight, dtype, interpret, shared):
 
 def _packed_step(weight: Array | Quantized) -> int | None:
     """Returns the number of values of k per loop iteration of a weight in int4 or mxfp4; None: it is neither."""
-    if not isinstance(weight, Quantized) or weight.group is None:
+    if not isinstance(weight, Quantized) or not weight.is_packed:
         return None
     return PACKED_STEP if weight.kind == "mxfp4" else math.gcd(weight.group, PACKED_STEP)
 
@@ -302,15 +301,14 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
         gated: whether gate and up are joined.
     """
     _, out, inner = weight.shape
-    kind = weight.kind if isinstance(weight, Quantized) else None
     values = weight.values if isinstance(weight, Quantized) else weight
     columns, step = TILE * (1 + gated), INNER_BYTES // max(values.dtype.itemsize, 2)
-    if isinstance(weight, Quantized) and weight.group is not None:
+    if isinstance(weight, Quantized) and weight.is_packed:
         step = mxfp4.GROUP
         if weight.group % step:
             return f"groups must be multiples of {step} columns, got {weight.group}"
-    if kind in ("int4", "mxfp4") and dtype not in PACKED_DTYPES[kind]:
-        return f"x must be {' or '.join(PACKED_DTYPES[kind])} for experts in {kind}, got {dtype}"
+    if isinstance(weight, Quantized) and weight.is_packed and dtype not in (dtypes := PACKED[weight.kind].dtypes):
+        return f"x must be {' or '.join(dtypes)} for experts in {weight.kind}, got {dtype}"
     if out % columns or inner % step or values.size >= MOST_ELEMENTS:
         return (
             f"the experts' weights must be [experts, multiple of {columns}, multiple of {step}] with less than "

@@ -29,7 +29,7 @@ def unpacked_sums(refs, halves, row, *, inner, precision):
     return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, _zeros(halves, row))
 
 
-def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
+def packed_sums(refs, expert, halves, row, *, kind, inner, group, interpret):
     """Returns the sums for a weight in int4 or mxfp4, as `unpacked_sums` does.
 
     The scales of int4 multiply the sums of a step, which has columns of one group only. Those of mxfp4 multiply the
@@ -41,11 +41,12 @@ def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
         expert: index of the expert.
         halves: indices of rows of its weight, as in `unpacked_sums`.
         row, inner: as in `unpacked_sums`.
+        kind: kind of the weight.
         group: number of columns of a group.
         interpret: whether the kernel is interpreted.
     """
     (_, _, size), (_, _, groups) = refs["weight"].shape, refs["group_scale"].shape
-    per_step, is_mxfp4 = max(inner // group, 1), refs["group_scale"].dtype == jnp.uint8
+    per_step, add = max(inner // group, 1), ADD[kind]
 
     def scales_at(index):
         at = jnp.minimum(index * inner // group + jnp.arange(per_step), groups - 1)[None, :]
@@ -58,7 +59,6 @@ def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
         byte = index * (inner // 2) + place
         only = {} if 2 * size % inner == 0 else {"mask": byte < size, "other": 0}
         weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
-        add = _add_mxfp4 if is_mxfp4 else _add_int4
         totals = tuple(
             add(total, scales, packed, xs, interpret) for total, scales, packed in zip(*carry, weights, strict=True)
         )
@@ -86,3 +86,6 @@ def _add_int4(total, scales, packed, xs, interpret):
 
 def _zeros(halves, row):
     return tuple(jnp.zeros((len(half), len(row)), jnp.float32) for half in halves)
+
+
+ADD = {"int4": _add_int4, "mxfp4": _add_mxfp4}
