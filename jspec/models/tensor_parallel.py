@@ -164,7 +164,7 @@ def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(own.shape, sharding, lambda part: own[part])
 
 
-def put_named(name: str, array: Any, params: Params, mesh: Mesh, kinds: Mapping[str, str]) -> jax.Array:
+def put_named(name: str, array: Any, params: Params, mesh: Mesh, kinds: Mapping[str, str] | None = None) -> jax.Array:
     """Divide a stored array over the devices of a mesh.
 
     Args:
@@ -173,10 +173,10 @@ def put_named(name: str, array: Any, params: Params, mesh: Mesh, kinds: Mapping[
         array: the whole array, in the order of the checkpoint.
         params: declarations of the parameters.
         mesh: the devices.
-        kinds: kind of each quantised parameter, by name.
+        kinds: kind of each quantised parameter, by name; None: there are none.
     """
     base, _, part = name.rpartition(".")
-    if part not in QUANTIZED:
+    if kinds is None or base not in kinds:
         return put(array, params[name], mesh)
     array = _divisible(array, params[base], mesh.size, kinds[base], is_values=part == "values")
     return put(array, of_part(params[base], array), mesh)

@@ -21,9 +21,9 @@ from jspec.draft.head_config import Overrides
 from jspec.models.load import parameters_of
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters
 from jspec.tools.parser import Parser
-from pallas_kernels.layers.weights import Kind
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Kind
 
-STORED = ("int8", "fp8", "int4")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
+STORED = tuple(kind for kind in KINDS if kind in EXPERT_KINDS)  # kinds for all weights; those of "fp8_dynamic" are fp8
 
 
 def main(argv: Sequence[str] | None = None) -> int:

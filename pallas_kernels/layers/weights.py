@@ -37,6 +37,11 @@ class WeightFormat(NamedTuple):
     is_dense: bool = True  # whether other weights than those of experts may be of the kind
     is_of_experts: bool = True  # whether the weights of experts may be
 
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of a value."""
+        return 0.5 if self.is_packed else 1
+
 
 FORMATS: dict[Kind, WeightFormat] = {
     "int8": WeightFormat("int8"),
