@@ -9,6 +9,7 @@ that reads the result (`residual_norm`, `rope_append`) adds up the partial sums,
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight, has_dynamic_activations, has_group_scales
 
 
-def _hopper(x, weight, row_scale, scale, after, *, tiles, interpret):
-    return hopper_kernel.multiply(x, weight, row_scale, scale, tiles=tiles, dtype=jnp.float32, interpret=interpret)
+def _hopper(f, after, *, tiles, interpret):
+    return hopper_kernel.multiply(*f, tiles=tiles, dtype=jnp.float32, interpret=interpret)
 
 
 def hopper_tiles(rows: int, weight: Weight) -> HopperTiles | None:
@@ -97,23 +98,23 @@ def split_matmul(
     if parts == 1:
         return matmul_unscaled(x, weight, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
-    flat = f.x.reshape(-1, inner)
+    f = f._replace(x=f.x.reshape(-1, inner))
     if rows > MOST_ROWS:
-        sums = split_kernel.reference(flat, f.weight, None, None, None, parts=parts, dtype=many or jnp.float32)
+        unscaled = f._replace(row_scale=None, scale=None)
+        sums = split_kernel.reference(unscaled, None, parts=parts, dtype=many or jnp.float32)
         sums = sums.reshape(parts, *shape, out)
         if f.row_scale is None or f.scale is None:
             return sums
         return Scaled(sums, f.row_scale, f.scale)
-    row_scale = None if f.row_scale is None else f.row_scale.reshape(-1)
+    f = f if f.row_scale is None else f._replace(row_scale=f.row_scale.reshape(-1))
     awaited = None if after is None else jax.tree.leaves(after)[0]
-    arguments = flat, f.weight, row_scale, f.scale, awaited
     tiles = hopper_tiles(rows, weight)
     parts = tiles.parts if tiles else parts
-    own = {"parts": parts, "dtype": dtype or jnp.float32, "first": first}
-    reference = functools.partial(split_kernel.reference, **own)
+    options: dict[str, Any] = {"parts": parts, "dtype": dtype or jnp.float32, "first": first}
+    reference = functools.partial(split_kernel.reference, **options)
     if tiles:
-        kernel = functools.partial(_hopper, tiles=tiles)
-        sums = hopper.choose_compiled(implementation, kernel, reference, *arguments)
+        sums = hopper.choose_compiled(implementation, functools.partial(_hopper, tiles=tiles), reference, f, awaited)
     else:
-        sums = dispatch(implementation, None, functools.partial(split_kernel.multiply, **own), reference, *arguments)
+        kernel = functools.partial(split_kernel.multiply, **options)
+        sums = dispatch(implementation, None, kernel, reference, f, awaited)
     return sums.reshape(parts, *shape, out)

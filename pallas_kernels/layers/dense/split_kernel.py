@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array
 
 from pallas_kernels.layers.partial_sums import Factors
 
@@ -104,14 +105,14 @@ def _out_tile(rows: int, out: int) -> int:
     return 128 if rows <= FEW_ROWS and out % 128 == 0 else 64
 
 
-def reference(x, weight, row_scale, scale, after, *, parts, dtype, first=0):
+def reference(factors, after, *, parts, dtype, first=0):
     """Computes what `multiply` does, by XLA."""
-    weight = weight[first:].astype(x.dtype)
-    pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight))
+    x, weight, _, scale = factors
+    pieces, weights = (array.reshape(array.shape[0], parts, -1) for array in (x, weight[first:].astype(x.dtype)))
     dims = (((2,), (2,)), ((1,), (1,)))
-    unscaled = dtype if row_scale is None and scale is None else jnp.float32
+    unscaled = dtype if scale is None else jnp.float32
     sums = jax.lax.dot_general(pieces, weights, dims, preferred_element_type=unscaled)
-    return Factors(x, weight, row_scale, scale).scaled(sums).astype(dtype)
+    return factors.scaled(sums).astype(dtype)
 
 
 def _kernel(
@@ -154,23 +155,24 @@ def _kernel(
     pltriton.store(parts_ref.at[part, row[None, :], out[:, None]], total, mask=(row < rows)[None, :])
 
 
-def multiply(x, weight, row_scale, scale, after, *, parts, dtype, first, interpret):
+def multiply(
+    factors: Factors, after: Array | None, *, parts: int, dtype: jnp.dtype, first: int, interpret: bool
+) -> Array:
     """Runs the kernel, and returns partial sums [parts, rows, out].
 
     Args:
-        x: activations [rows, inner].
-        weight: [first + out, inner].
-        row_scale, scale: float32 scales of the rows and of the columns; None: there are none.
+        factors: activations [rows, inner], weight [first + out, inner], and their scales.
         after: an array that the kernel waits for but does not read, or None.
         parts: number of parts of k, that of `choose_sizes`.
         dtype: dtype of the partial sums.
         first: first of the weight's rows that are multiplied.
         interpret: whether the kernel is interpreted.
     """
+    x, weight, *both = factors
     (rows, inner), out = x.shape, weight.shape[0] - first
     chosen = choose_sizes(rows, out, inner, weight.dtype.itemsize)
     assert chosen is not None and chosen.parts == parts
-    scales = [array for array in (row_scale, scale) if array is not None]
+    scales = [array for array in both if array is not None]
     sizes = {"rows": rows, "steps": inner // chosen.columns // parts, "tile": chosen.tile, "inner": chosen.columns}
     return pl.pallas_call(
         functools.partial(_kernel, scales=len(scales), first=first, **sizes),
