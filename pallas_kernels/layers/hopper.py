@@ -31,5 +31,5 @@ def multiprocessors() -> int | None:
         return None  # jax before 0.11 cannot compile a Mosaic GPU kernel on a machine without a GPU
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         return device.num_cores if re.search(r"\bG?H\d+\b", device.device_kind) else None
-    own = jax.local_devices()[0]
-    return own.core_count if getattr(own, "compute_capability", None) == "9.0" else None
+    local = jax.local_devices()[0]
+    return local.core_count if getattr(local, "compute_capability", None) == "9.0" else None

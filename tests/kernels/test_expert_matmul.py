@@ -15,7 +15,8 @@ import pytest
 
 from pallas_kernels.layers.experts.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICES, blocks_of
 from pallas_kernels.layers.experts.expert_bytes import pack
-from pallas_kernels.layers.experts.expert_matmul import REFERENCE_ROWS, Gate, expert_matmul, unsupported_experts
+from pallas_kernels.layers.experts.expert_matmul import Gate, expert_matmul, unsupported_experts
+from pallas_kernels.layers.experts.expert_reference import REFERENCE_ROWS
 from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.weights import Quantized

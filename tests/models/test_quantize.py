@@ -32,7 +32,7 @@ from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
 from pallas_kernels.layers.dense.grouped_matmul import widened
-from pallas_kernels.layers.experts.expert_matmul import widened_expert
+from pallas_kernels.layers.experts.expert_reference import widened_expert
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul

@@ -33,7 +33,7 @@ def _kernel(
         column = index * COLUMNS + jnp.arange(COLUMNS)[None, :]
         x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # others are arbitrary and not stored
         weights = [pltriton.load(weight_ref.at[first + out[:, None], column]) for first in (0, width)]
-        return [total + pltriton.dot(own, x, trans_b=True) for total, own in zip(totals, weights, strict=True)]
+        return [total + pltriton.dot(weight, x, trans_b=True) for total, weight in zip(totals, weights, strict=True)]
 
     zeros = jnp.zeros((TILE, row.shape[0]), jnp.float32)
     gate, up = jax.lax.fori_loop(0, inner // COLUMNS, step, [zeros, zeros])

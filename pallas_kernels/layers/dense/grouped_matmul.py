@@ -63,12 +63,12 @@ def _by_widening(x, weight, *, parts, dtype):
     """
     out, inner = weight.shape
     rows = widened_rows(out, inner)
-    found: list[Array] = []
+    products: list[Array] = []
     for first in range(0, out, rows):
-        x, weight, found = jax.lax.optimization_barrier((x, weight, found))
+        x, weight, products = jax.lax.optimization_barrier((x, weight, products))
         piece = widened(weight.rows(slice(first, first + rows))).astype(x.dtype)
-        found.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
-    return jnp.concatenate(found, axis=2)
+        products.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
+    return jnp.concatenate(products, axis=2)
 
 
 def widened_rows(out: int, inner: int) -> int:
@@ -116,9 +116,9 @@ def _kernel(
             return total + product(values, column) * scale[:, None]
         byte = jnp.arange(inner // 2)[None, :]
         run = inner // 8  # consecutive bytes of a step in a block
-        place = byte if inner == block else first % block // 8 + byte // run * (block // 8) + byte % run
-        place += first // block * (block // 2)
-        values = pltriton.load(values_ref.at[out[:, None], place], mask=is_out[:, None])
+        offset = byte if inner == block else first % block // 8 + byte // run * (block // 8) + byte % run
+        offset += first // block * (block // 2)
+        values = pltriton.load(values_ref.at[out[:, None], offset], mask=is_out[:, None])
         zero = pltriton.load(zeros_ref[0].at[out, first // group], mask=is_out) if zeros_ref else jnp.full(out_tile, 8)
         low, high = int4.differences(values, jnp.broadcast_to(zero[:, None], values.shape), x_ref.dtype, interpret)
         sums = product(low, first + byte) + product(high, first + inner // 2 + byte)

@@ -190,8 +190,8 @@ class _HopperCta:
         Returns:
             Two pairs: (first row, number of rows), and (first column in the tile, number of columns).
         """
-        own, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
-        return (across, own) if self.tiles.transposed else (own, across)
+        along, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
+        return (across, along) if self.tiles.transposed else (along, across)
 
     def scaled(self, sums, item, half, first):
         """Returns the block of sums that `piece_of(first)` describes, multiplied by its scales if there are any.

@@ -86,8 +86,8 @@ def slices_in_order(x: Values, kind: str) -> Values:
 
 def place_of(column: Any, kind: str) -> Any:
     """Returns the place of a column among 128 in the order of `registered`; higher bits of the column are ignored."""
-    place = None
+    total = None
     for below, bits in PACKED[kind].order:
-        own = column >> below & (1 << bits) - 1
-        place = own if place is None else place << bits | own
-    return place
+        field = column >> below & (1 << bits) - 1
+        total = field if total is None else total << bits | field
+    return total

@@ -59,8 +59,8 @@ def multiply_chosen(
     fixed: dict[str, Any] = {"size": tiles.height, "kind": weight.kind, "interpret": bool(interpret)}
     rows, own_blocks, counts = gather_blocks(flat, chosen.ravel(), experts, **fixed)
     optional = named(bias=bias, factors=factors)
-    own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
-    return multiply(rows, weight, (own_blocks, counts), optional, chosen.size, **own).reshape(
+    options = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
+    return multiply(rows, weight, (own_blocks, counts), optional, chosen.size, **options).reshape(
         tiles.parts, *chosen.shape, -1
     )
 

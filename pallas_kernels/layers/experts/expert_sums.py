@@ -50,13 +50,13 @@ def packed_sums(refs, expert, halves, row, *, kind, inner, group, interpret):
 
     def scales_at(index):
         at = jnp.minimum(index * inner // group + jnp.arange(per_step), groups - 1)[None, :]
-        own = [refs[name] for name in ("group_scale", "zeros") if name in refs]
-        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], at]) for ref in own) for half in halves)
+        scale_refs = [refs[name] for name in ("group_scale", "zeros") if name in refs]
+        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], at]) for ref in scale_refs) for half in halves)
 
     def step(index, carry):
-        place = jnp.arange(inner // 2)[None, :]
-        xs = [pltriton.load(refs["x"].at[row[:, None], index * inner + first + place]) for first in (0, inner // 2)]
-        byte = index * (inner // 2) + place
+        column = jnp.arange(inner // 2)[None, :]
+        xs = [pltriton.load(refs["x"].at[row[:, None], index * inner + first + column]) for first in (0, inner // 2)]
+        byte = index * (inner // 2) + column
         only = {} if 2 * size % inner == 0 else {"mask": byte < size, "other": 0}
         weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
         totals = tuple(

@@ -60,8 +60,8 @@ def choose_tiles(
     height = next(height for height, most in HEIGHTS if each * rows / used <= most)
     blocks = max(used, each * rows / height)
     slices, best, least = math.ceil(inner / SLICE), None, math.inf
-    for count, (channels, splits, own) in itertools.product(parts, SHAPES[height]):
-        tile = channels * own // (1 + gated)  # output channels
+    for count, (channels, splits, weight_rows) in itertools.product(parts, SHAPES[height]):
+        tile = channels * weight_rows // (1 + gated)  # output channels
         if width % tile or splits * count > slices:
             continue
         items = blocks * (width // tile) * count
@@ -69,11 +69,13 @@ def choose_tiles(
         waves = math.ceil(items / multiprocessors)
         time = waves * multiprocessors / items * slots * splits * count / slices  # 1: nothing is ever idle
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
-        worth = NARROW_WORTH if best and best.width > own else worth
+        worth = NARROW_WORTH if best and best.width > weight_rows else worth
         if time < least * worth:
             depth = 2 if height <= FEW_ROWS and slots % 2 == 0 else 1
             stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
-            best = Int4Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
+            best = Int4Tiles(
+                height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, weight_rows
+            )
             least = time
             # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
             if height <= PACKED[kind].copy_rows and (kind != "mxfp4" or depth == 1):
