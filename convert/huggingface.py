@@ -12,12 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import finfo
 
 from convert.fields import CheckpointError, listed, named
 from convert.sources import FLOAT8, Shape, Source, Tensor, is_finite
+
+if TYPE_CHECKING:  # a file of jax
+    from pallas_kernels.layers.weights import Kind
 
 BATCH_BYTES = 32 * 2**20  # lower bound of a batch's size limit: smaller batches would only make more files
 FLOATS = ("float32", "bfloat16", "float16")
@@ -45,6 +49,7 @@ class MapRow:
         fill: function (source, row, dtype) that reads and returns the values of the parameter.
         dtype: dtype of the parameter; None: the dtype that the caller of `batches` asks for.
         kinds: key of `DTYPES` for each tensor whose dtype is not one for the dtype of the parameter, by tensor name.
+        quantized: kind of the quantised weight of which the parameter is one of the arrays; None: it is a whole weight.
     """
 
     parameter: str
@@ -53,6 +58,7 @@ class MapRow:
     fill: Callable[[Source, MapRow, str], np.ndarray]
     dtype: str | None = None
     kinds: Mapping[str, str | None] = field(default_factory=dict)
+    quantized: Kind | None = None
 
     def nbytes(self, dtype: str) -> int:
         return int(np.prod(self.shape)) * np.dtype(self.dtype or dtype).itemsize

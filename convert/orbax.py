@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.detect import KINDS
-from convert.fields import CheckpointError, cut, listed, read_json, require
+from convert.fields import CheckpointError, Fields, cut, listed, read_json, require
 from convert.sources import is_finite
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 
 VERSION = 3  # the third has other orders of the bytes of packed weights than the second
 OLDEST = 2  # read too, if the folder has no packed weights
@@ -93,6 +93,7 @@ class Header:
             config record.
         parameters: shape and dtype of each parameter, by name.
         folder: folder of the checkpoint.
+        quantized: kind of each quantised weight, by name; its arrays have names such as "layers.3.qkv.values".
         samples: digest of `sample` of all parameters; "" if the files have none.
     """
 
@@ -100,6 +101,7 @@ class Header:
     config: Any
     parameters: dict[str, jax.ShapeDtypeStruct]
     folder: Path
+    quantized: Mapping[str, Kind] = field(default_factory=dict)
     samples: str = ""
 
 
@@ -112,20 +114,31 @@ def flatten(tree: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, 
     """
     flat: dict[str, Any] = {}
     for key, node in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if isinstance(node, Quantized):
-            zeros = {} if node.zeros is None else {"zeros": node.zeros}
-            node = {"values": node.values, "scale": node.scale, **zeros}
+        node = node.arrays if isinstance(node, Quantized) else node
         nested = isinstance(node, (Mapping, list))
         flat.update(flatten(node, f"{prefix}{key}.") if nested else {f"{prefix}{key}": node})
     return flat
 
 
-def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def kinds_of(tree: Any) -> dict[str, Kind]:
+    """Return the kind of each `Quantized` weight of a tree, by the names of `flatten`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Quantized))
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {name: leaf.kind for name, leaf in named.items() if isinstance(leaf, Quantized)}
+
+
+def unflatten(leaves: Mapping[str, Any], quantized: Mapping[str, Kind] | None = None, prefix: str = "") -> Any:
     """Return the tree of weights for arrays by name; the inverse of `flatten`.
 
-    Children with the names 0, 1, ... become a list. Children `values` and `scale`, and `zeros` if there are any, become
-    a `Quantized`.
+    Children with the names 0, 1, ... become a list.
+
+    Args:
+        leaves: arrays by name.
+        quantized: kind of each weight whose arrays become a `Quantized`, by name; None: there are none.
+        prefix: text before each name in `quantized`.
     """
+    if quantized and prefix[:-1] in quantized:
+        return Quantized(**leaves, kind=quantized[prefix[:-1]])
     children: dict[str, dict[str, Any]] = {}
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -134,11 +147,10 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
             children.setdefault(head, {})[rest] = leaf
         else:
             tree[head] = leaf
-    tree |= {head: unflatten(nested) for head, nested in children.items()}
+    tree |= {head: unflatten(nested, quantized, f"{prefix}{head}.") for head, nested in children.items()}
     if tree and all(key.isdigit() for key in tree):
-        return [tree[str(index)] for index in range(len(tree))]  # type: ignore[return-value]
-    is_quantized = set(tree) in (QUANTIZED, QUANTIZED - {"zeros"})
-    return Quantized(**tree) if is_quantized else tree  # type: ignore[return-value]
+        return [tree[str(index)] for index in range(len(tree))]
+    return tree
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -158,6 +170,7 @@ def save(
     config: WritesJson,
     batches: Iterable[dict[str, np.ndarray]],
     *,
+    quantized: Mapping[str, str] | None = None,
     files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
     compress: bool = False,
@@ -169,6 +182,7 @@ def save(
         kind: kind of checkpoint, one of `convert.detect.KINDS`.
         config: config record, which is stored in the manifest.
         batches: batches of parameters by name; one batch is held in memory.
+        quantized: kind of each quantised weight, by name; None: no weight is quantised.
         files: files to copy into the folder (tokenizer files), by their paths in it.
         overwrite: whether an existing converted checkpoint may be replaced.
         compress: whether to compress the weights, for weights that are mostly zeros. Compression takes time, and memory
@@ -186,7 +200,7 @@ def save(
         for name, file in (files or {}).items():
             (work / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, work / name)
-        about = {"version": VERSION, "kind": kind, "config": config.to_json()}
+        about = {"version": VERSION, "kind": kind, "config": config.to_json(), "quantized": dict(quantized or {})}
         manifest = about | {"samples": samples, "file_sizes": _file_sizes(work / WEIGHTS)}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         work.chmod(0o755)  # mkdtemp has made the folder readable for its owner only
@@ -324,10 +338,28 @@ def read_header(folder: Path) -> Header:
             raise ValueError(f"absent or incomplete files in {WEIGHTS}: {listed(broken)}")
         stored = ocp.metadata((folder / WEIGHTS).absolute()).metadata
         parameters = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in stored.items()}
-        header = Header(kind, config, parameters, folder, manifest.text("samples", ""))
+        samples = manifest.text("samples", "")
     if version < VERSION and any(leaf.dtype == np.uint8 for leaf in parameters.values()):
         raise other
-    return header
+    with _named_damage(folder):
+        return Header(kind, config, parameters, folder, _kinds_in(manifest, parameters), samples)
+
+
+def _kinds_in(manifest: Fields, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Kind]:
+    """Return the kind of each quantised weight of a folder, by name; folders without kinds tell them by their dtypes.
+
+    Raises:
+        ValueError: a kind is unknown, or an array does not have its dtype.
+    """
+    found = dict(manifest.object("quantized"))
+    dtypes = {name: leaf.dtype.name for name, leaf in parameters.items()}
+    for name in {name.removesuffix(".values") for name in dtypes if name.endswith(".values")} | found.keys():
+        stored = dtypes.get(f"{name}.values"), dtypes.get(f"{name}.scale")
+        fitting = [kind for kind, form in FORMATS.items() if stored == (form.dtype, form.scale_dtype)]
+        if not fitting or found.setdefault(name, fitting[0]) not in fitting:
+            kinds = ", ".join(fitting) or "a kind of quantisation"
+            raise ValueError(f"{name}: expected {kinds} for arrays of {stored}, got {found.get(name)}")
+    return found
 
 
 def read_arrays(

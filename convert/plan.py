@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from convert.detect import check_kind, kind_of
 from convert.fields import Fields, named, read_json
 from convert.huggingface import FLOATS, MapRow, batches, check
 from convert.sources import Source, not_found, open_source
+
+if TYPE_CHECKING:  # a file of jax
+    from pallas_kernels.layers.weights import Kind
 
 # Function (kind, parsed config.json, tensors) -> (config record of the kind, rows of the weight map).
 ReadFormat = Callable[[str, Fields, Source], tuple[Any, list[MapRow]]]
@@ -47,6 +50,11 @@ class Plan:
                 f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
             )
         return found.pop()
+
+    @property
+    def quantized(self) -> dict[str, Kind]:
+        """The kind of each quantised weight, by name."""
+        return {row.parameter.rpartition(".")[0]: row.quantized for row in self.rows if row.quantized}
 
     def row_dtype(self, row: MapRow) -> str:
         """Return the dtype that a row's parameter has if it is not converted."""

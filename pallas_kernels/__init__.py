@@ -9,7 +9,7 @@ from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.norm_columns import norm_columns
 from pallas_kernels.layers.quantize_rows import quantize_rows

@@ -22,7 +22,7 @@ FLOORS = (  # from the lowest floor up; rooms on one floor do not import each ot
     ("jspec.server", "jspec.train"),
     ("jspec.tools",),
 )
-SUB_FLOORS = {  # of rooms that are divided
+SUB_FLOORS = {  # of packages that are divided, from the lowest floor up
     "jspec.server": (
         ("http", "reading", "prefix_router"),
         ("tool_calls",),
@@ -32,6 +32,17 @@ SUB_FLOORS = {  # of rooms that are divided
         ("run", "ray_app"),
     ),
     "jspec.engine": (("text", "grammar"), ("request",), ("schedule",), ("input",), ("run",), ("callers",)),
+    "pallas_kernels": (("dispatch",), ("layers",), ("attention", "sampling", "state")),
+    "pallas_kernels.layers": (
+        ("shard", "row_by_row", "hopper"),
+        ("weights",),
+        ("quantize_rows", "partial_sums"),
+        ("int4", "residual_norm"),
+        ("dense", "norm_columns"),
+        ("experts",),
+        ("products", "formats"),
+        ("split_matmul", "gated_matmul"),
+    ),
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FRONT = "jspec.tools"  # the room of the public names and of the command lines: jspec/*.py and convert/__main__.py
@@ -53,23 +64,16 @@ def room_of(module: str) -> str:
     return top if top in PACKAGES else ""
 
 
-def sub_room(module: str) -> str:
-    """Return the part of a divided room to which a module belongs, or "" for other modules."""
-    room = room_of(module)
-    part = module.removeprefix(room).split(".")[1:2]
-    return part[0] if room in SUB_FLOORS and part else ""
+def part_of(module: str, package: str) -> str:
+    """Return the part of a divided package to which a module belongs, or "" for other modules."""
+    return module.removeprefix(f"{package}.").partition(".")[0] if module.startswith(f"{package}.") else ""
 
 
-def sub_floor(module: str) -> int:
-    """Return the floor of a module's part within its room; 0 in a room that is not divided."""
-    floors = SUB_FLOORS.get(room_of(module), ())
-    return next((floor for floor, parts in enumerate(floors) if sub_room(module) in parts), 0)
-
-
-def is_beside(module: str, name: str) -> bool:
-    """Return whether two modules are in different parts on one floor of a divided room."""
-    parts = sub_room(module), sub_room(name)
-    return all(parts) and parts[0] != parts[1] and sub_floor(module) == sub_floor(name)
+def is_upward(module: str, name: str, package: str) -> bool:
+    """Return whether two modules are in different parts of a divided package, of which the second is not below."""
+    parts = part_of(module, package), part_of(name, package)
+    floors = [floor for part in parts for floor, names in enumerate(SUB_FLOORS[package]) if part in names]
+    return parts[0] != parts[1] and len(floors) == 2 and floors[0] <= floors[1]
 
 
 def imported(source: str) -> set[str]:
@@ -92,7 +96,7 @@ def is_wrong(module: str, name: str) -> bool:
     if other and other != room:
         return FLOOR_OF[other] >= FLOOR_OF[room]
     if other:
-        return sub_floor(module) < sub_floor(name) or is_beside(module, name)
+        return any(is_upward(module, name, package) for package in SUB_FLOORS)
     if room == "pallas_kernels":
         return top not in KERNEL_LIBRARIES and top not in sys.stdlib_module_names
     return room == HOST and top in JAX and module != HOST_JAX
@@ -116,6 +120,12 @@ def test_imports_of_every_file_are_from_its_own_room_or_lower_floors() -> None:
     assert [line for module, source in files.items() for line in violations(module, source)] == []
 
 
+@pytest.mark.parametrize("package", SUB_FLOORS)
+def test_each_part_of_a_divided_package_has_one_floor(package: str) -> None:
+    listed = [part for parts in SUB_FLOORS[package] for part in parts]
+    assert sorted(listed) == sorted({part for module in sources() if (part := part_of(module, package))})
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -133,6 +143,14 @@ def test_imports_of_every_file_are_from_its_own_room_or_lower_floors() -> None:
         ("jspec.engine.grammar.regex_dfa", "from jspec.engine.grammar import json_schema"),
         ("jspec.engine.schedule.scheduler", "from jspec.engine.run import core"),
         ("jspec.engine.text.tokenizer", "from jspec.engine.grammar.json_schema import parse"),
+        ("pallas_kernels.layers.weights", "from pallas_kernels.layers.int4 import int4"),
+        ("pallas_kernels.layers.int4.int4_kernel", "from pallas_kernels.layers import products"),
+        (
+            "pallas_kernels.layers.dense.split_kernel",
+            "def late():\n    from pallas_kernels.layers.experts import mxfp4",
+        ),
+        ("pallas_kernels.layers.products", "from pallas_kernels.layers.formats import quantize"),
+        ("pallas_kernels.layers.shard", "from pallas_kernels.attention import ptx"),
     ],
 )
 def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, source: str) -> None:
@@ -148,6 +166,7 @@ def test_import_violations_of_a_forbidden_import_are_not_empty(module: str, sour
         ("jspec.step.decode", "from jspec.verify import rules"),
         ("jspec.testing", "from jspec.tools import testing"),
         ("convert.__main__", "from jspec.tools import convert"),
+        ("pallas_kernels.layers.experts.expert_cta", "from pallas_kernels.layers.int4 import packed_cta"),
     ],
 )
 def test_import_violations_of_an_allowed_import_are_empty(module: str, source: str) -> None:

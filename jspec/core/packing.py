@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from pallas_kernels.layers.shard import OwnColumns
 
 NO_ROW = 2**30  # packed row of a node that is left out; no such row exists

@@ -33,7 +33,7 @@ from jspec.models.kv_cache import create
 from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
 from pallas_kernels.attention.ancestor_bits import own_bits
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 
 
 @struct.dataclass

@@ -34,9 +34,11 @@ from jspec.models.params import layer_params
 from jspec.models.rope import tables
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from pallas_kernels.attention.rope_append import KEYS, HeadTransform
-from pallas_kernels.layers.quantized import Quantized, Weight, matmul
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard
+from pallas_kernels.layers.weights import Quantized, Weight
 
 
 @struct.dataclass
@@ -171,7 +173,7 @@ def _context_weight(head: DFlashHead) -> Float[Array, "kv hidden"]:
         if not isinstance(qkv, Quantized):
             parts.append(qkv[first:])
             continue
-        parts.append(qkv.widened()[first:].astype(head.hidden_norm.dtype))
+        parts.append(widened(qkv)[first:].astype(head.hidden_norm.dtype))
     return jnp.concatenate(parts)
 
 

@@ -37,7 +37,7 @@ from jspec.models.kv_cache import commit, create
 from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format, target_format
 from jspec.models.tensor_parallel import local_config, place
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
 MAX_PADDING = 512  # most rows by which the vocabularies of draft model and target may differ

@@ -22,8 +22,8 @@ from jaxtyping import Array, Int
 from jspec.core.shorten import short
 from jspec.core.tree import Tree
 from jspec.draft.head_config import HeadConfig
-from pallas_kernels.layers.quantized import Quantized, Weight
 from pallas_kernels.layers.shard import Shard
+from pallas_kernels.layers.weights import Quantized, Weight
 
 DraftVocab = int | str | os.PathLike[str] | ArrayLike | None
 EXPECTED = "an int, different token ids, or a .npy or .json file of them"

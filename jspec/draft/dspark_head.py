@@ -28,7 +28,7 @@ from jspec.draft.dflash_head import BoundDFlash, DFlashHead
 from jspec.draft.head_config import DSparkConfig
 from jspec.models.layers import logits_of
 from jspec.models.param_spec import ParamSpec, prefixed
-from pallas_kernels.layers.quantized import matmul
+from pallas_kernels.layers.products import matmul
 
 
 @struct.dataclass

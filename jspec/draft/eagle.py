@@ -55,7 +55,7 @@ from jspec.models.kv_cache import create, places
 from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
 from jspec.models.tensor_parallel import place
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
 
 Carry = tuple[HeadOut, list[KVPool]]  # what one level of a tree hands to the next

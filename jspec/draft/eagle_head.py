@@ -39,18 +39,13 @@ from jspec.models.layers import limited
 from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
 from jspec.models.params import layer_params
 from jspec.models.tensor_parallel import place, put
-from pallas_kernels.layers.quantized import (
-    Inputs,
-    PartialSums,
-    Quantized,
-    Weight,
-    matmul,
-    matmul_unscaled,
-    reduce_partials,
-)
+from pallas_kernels.layers.formats import columns_of
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
+from pallas_kernels.layers.products import matmul, matmul_unscaled
 from pallas_kernels.layers.residual_norm import rms_norm
 from pallas_kernels.layers.shard import Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
+from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
 # Function of a layer's index and the partial sums of its QKV projection that returns the layer's attended values.
 Attend = Callable[[int, PartialSums], Any]
@@ -258,7 +253,7 @@ def _precomputed(head: EagleHead) -> PrecomputedFirstLayer:
 
 def _columns(weight: Weight, start: int, stop: int) -> Weight:
     assert not isinstance(weight, Shard), "weights are parts of devices only inside of a step"
-    return weight.columns(start, stop) if isinstance(weight, Quantized) else weight[:, start:stop]
+    return columns_of(weight, start, stop) if isinstance(weight, Quantized) else weight[:, start:stop]
 
 
 def project_inputs(

@@ -21,7 +21,7 @@ from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
 from jspec.draft.expand_tree import Level, Logits, Vocabulary, expand_tree
 from jspec.sampling import sampler
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.best_tree import best_tree

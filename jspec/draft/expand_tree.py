@@ -22,7 +22,7 @@ from jspec.core.tree import Tree
 from jspec.draft.base import static_draft
 from jspec.sampling import sampler
 from pallas_kernels.attention.ancestor_bits import WORD, num_words, own_bits
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.sampling.best_tree import choose_nodes
 from pallas_kernels.sampling.top_log_probs import top
 

@@ -38,7 +38,7 @@ from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
 from jspec.models.param_spec import ParamSpec
 from jspec.models.params import rows
-from pallas_kernels.layers.quantized import matmul
+from pallas_kernels.layers.products import matmul
 
 
 @dataclass(frozen=True)

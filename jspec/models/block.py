@@ -21,8 +21,9 @@ from jspec.models.layer_config import LayerConfig
 from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp, product
 from jspec.models.mlp_config import Dense, Experts
-from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, has_dynamic_activations
+from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.layers.residual_norm import add_rms_norm
+from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations
 
 # The weight of a norm, and the linear weight that multiplies the norm's output; None: the output has other uses too.
 Norm = tuple[Float[Array, "hidden"], Weight | None]

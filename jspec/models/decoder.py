@@ -27,9 +27,10 @@ from jspec.models.mlp_config import Dense
 from jspec.models.param_spec import Params
 from jspec.models.params import model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
-from pallas_kernels.layers.quantized import Inputs, PartialSums, Weight, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
 from pallas_kernels.layers.shard import look_up
+from pallas_kernels.layers.weights import Inputs, Weight
 
 
 @struct.dataclass

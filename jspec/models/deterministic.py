@@ -11,8 +11,8 @@ from jspec.models.decoder import Model
 from jspec.models.mixers.attention import Attention
 from jspec.models.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
-from pallas_kernels.layers.deterministic_matmul import unsupported_weight
-from pallas_kernels.layers.expert_matmul import unsupported_experts
+from pallas_kernels.layers.dense.deterministic_matmul import unsupported_weight
+from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
 
 logger = logging.getLogger(__name__)
 

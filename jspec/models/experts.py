@@ -11,15 +11,16 @@ from jspec.models.layer_weights import LayerWeights
 from jspec.models.layers import mlp
 from jspec.models.mlp_config import Experts, Router
 from jspec.models.shared_expert import dense_weights, is_joined
-from pallas_kernels.layers.deterministic_matmul import ROWS, deterministic_matmul
-from pallas_kernels.layers.expert_matmul import Gate
-from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp
-from pallas_kernels.layers.plain_product import plain_product
+from pallas_kernels.layers.dense.deterministic_matmul import ROWS, deterministic_matmul
+from pallas_kernels.layers.dense.plain_product import plain_product
+from pallas_kernels.layers.experts.expert_matmul import Gate
+from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp
+from pallas_kernels.layers.experts.routing import route
+from pallas_kernels.layers.partial_sums import sum_f32, with_scales
 from pallas_kernels.layers.quantize_rows import gated
-from pallas_kernels.layers.quantized import Inputs, QuantizedActivation, sum_f32, with_scales
-from pallas_kernels.layers.routing import route
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.split_matmul import split_matmul
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 
 # Most choices of all rows, shared experts among them, with which these are multiplied as the others are. With more
 # rows dense products take less time, or nearly so (NOTES.md).

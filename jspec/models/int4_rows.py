@@ -7,8 +7,8 @@ Files pack eight values into an int32 word. GPTQ and AWQ store a weight's transp
     awq                  8 rows [in, out / 8]       8 rows [groups, out / 8]      [groups, out]
     compressed-tensors   8 columns [out, in / 8]    8 rows [out / 8, groups]      [out, groups]
 
-AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4` says,
-and experts as `pallas_kernels.layers.expert_bytes` says.
+AWQ orders the values of a word as `AWQ` says. On the device a weight is packed as `pallas_kernels.layers.int4.int4`
+says, and experts as `pallas_kernels.layers.experts.expert_bytes` says.
 Nothing is rounded: values and zero points are whole numbers, and scales become float32.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,8 +26,8 @@ from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
 from jspec.models.checks import unsupported
 from jspec.models.quantized_config import Scheme
-from pallas_kernels.layers import expert_bytes
-from pallas_kernels.layers.int4 import block_of, pack
+from pallas_kernels.layers.experts import expert_bytes
+from pallas_kernels.layers.int4.int4 import block_of, pack
 
 WORD = 8  # values in an int32 word
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight rows, in fours of bits from the lowest
@@ -195,7 +195,7 @@ def split_int4(
     if scheme.has_zeros:
         zeros = _sources(parts, layout.zeros, groups, layout.axes[1])
         rows.append(MapRow(f"{row.parameter}.zeros", zeros, shape, partial(_fill_zeros, parts, by_column), "uint8"))
-    return rows
+    return [replace(part, quantized="int4") for part in rows]
 
 
 def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mapping[str, Tensor]) -> FusedPart:

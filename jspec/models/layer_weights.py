@@ -7,7 +7,7 @@ from functools import partial
 from flax import struct
 from jaxtyping import Array, Float
 
-from pallas_kernels.layers.quantized import Weight
+from pallas_kernels.layers.weights import Weight
 
 optional = partial(struct.field, default=None, kw_only=True)  # declares a weight that not every layer has
 

@@ -10,20 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.numerics import AUTO, Numerics
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
-from pallas_kernels.layers.gated_matmul import gated_matmul, has_few_rows, tiles_for
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.gated_kernel import has_few_rows
+from pallas_kernels.layers.gated_matmul import gated_matmul, tiles_for
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
+from pallas_kernels.layers.products import matmul, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import (
-    Inputs,
-    PartialSums,
-    Weight,
-    has_dynamic_activations,
-    matmul,
-    matmul_unscaled,
-    reduce_partials,
-)
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.layers.split_matmul import split_matmul
+from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations
 
 
 def mlp(

@@ -284,7 +284,7 @@ def read_checkpoint(
     if orbax.is_checkpoint(folder):
         header = _read_manifest(folder, format_of, kind)
         check_scope(quantize, header.kind)
-        check_stored(orbax.unflatten(header.parameters), quantize)
+        check_stored(orbax.unflatten(header.parameters, header.quantized), quantize)
         if check is not None:
             check(header.config, folder)
         params = _params_on(mesh, format_of(header.kind), header.config, header.parameters)
@@ -295,21 +295,21 @@ def read_checkpoint(
         stored = orbax.read_arrays(header, dtype=dtype, placement=placement, kept=kept)
         warn_not_finite(folder, orbax.not_finite(stored))
         if mesh is not None:
-            stored = {name: put_named(name, stored.pop(name), params, mesh) for name in list(stored)}
-        weights = orbax.unflatten(stored)
+            stored = {name: put_named(name, stored.pop(name), params, mesh, header.quantized) for name in list(stored)}
+        weights = orbax.unflatten(stored, header.quantized)
         weights = weights if quantize is None else quantize_parameters(weights, quantize)
         return Checkpoint(header.kind, header.config, weights, folder)
     plan = read_plan(folder, format_of, kind=kind)
     check_scope(quantize, plan.kind)
     quantize = None if quantize == DEQUANTIZE else quantize  # the weight map has no quantised parameters then
-    check_stored(orbax.unflatten(parameters_of(plan)), quantize)
+    check_stored(orbax.unflatten(parameters_of(plan), plan.quantized), quantize)
     if check is not None:
         check(plan.config, folder)
     params = {} if mesh is None else _params_on(mesh, format_of(plan.kind), plan.config, parameters_of(plan))
 
     def put(name: str, array: np.ndarray) -> jax.Array:
         if mesh is not None:
-            return put_named(name, array, params, mesh)
+            return put_named(name, array, params, mesh, plan.quantized)
         return jax.device_put(array, orbax.sharding_of(name, array.shape, placement))
 
     arrays: dict[str, Any] = {}
@@ -320,7 +320,7 @@ def read_checkpoint(
             arrays |= jax.block_until_ready(placed)  # otherwise the host holds copies of several batches at once
             progress.update(len(batch))
             del batch, placed
-    weights = orbax.unflatten(arrays)
+    weights = orbax.unflatten(arrays, plan.quantized)
     weights = weights if quantize is None else quantize_parameters(weights, quantize)  # those that the files quantise
     return Checkpoint(plan.kind, plan.config, weights, folder)
 
@@ -346,7 +346,7 @@ def read_header(path: str | Path, format_of: FormatOf) -> Header:
     if orbax.is_checkpoint(folder):
         return _read_manifest(folder, format_of, None)
     plan = read_plan(folder, format_of)
-    return Header(plan.kind, plan.config, parameters_of(plan), folder)
+    return Header(plan.kind, plan.config, parameters_of(plan), folder, plan.quantized)
 
 
 def parameters_of(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -395,19 +395,22 @@ def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Heade
     form = format_of(found.kind)
     with named(folder / orbax.MANIFEST):
         config = form.from_json(found.config)
-        _check_parameters(form, config, found.parameters)
+        _check_parameters(form, config, found)
     return replace(found, config=form.override(config))
 
 
-def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_parameters(form: Format, config: Any, found: Header) -> None:
     """Raise CheckpointError unless the arrays of a converted folder are those of its config."""
-    names = {name.removesuffix(".values") for name in stored if not name.endswith((".scale", ".zeros"))}
+    stored = found.parameters
+    arrays = {name: {part: f"{name}.{part}" for part in orbax.QUANTIZED} for name in found.quantized}
+    names = stored.keys() - {array for named in arrays.values() for array in named.values()} | arrays.keys()
     params = form.params(config, names)
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
-        if f"{name}.values" in stored:
-            own = {part: stored[f"{name}.{part}"] for part in orbax.QUANTIZED if f"{name}.{part}" in stored}
-            wanted |= {f"{name}.{part}": shape for part, shape in quantized_shapes(spec.shape, own).items()}
+        if name in arrays:
+            parts = {part: stored[array] for part, array in arrays[name].items() if array in stored}
+            parts_shapes = quantized_shapes(spec.shape, parts, found.quantized[name])
+            wanted |= {arrays[name][part]: shape for part, shape in parts_shapes.items()}
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}
@@ -419,5 +422,5 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
         "not floating point": [name for name in floats if not jnp.issubdtype(stored[name].dtype, jnp.floating)],
     }
     if any(faults.values()):
-        found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
-        raise CheckpointError("", f"the weights are not those of the config ({found}); convert the model again")
+        text = "; ".join(f"{fault}: {listed(wrong)}" for fault, wrong in faults.items() if wrong)
+        raise CheckpointError("", f"the weights are not those of the config ({text}); convert the model again")

@@ -7,8 +7,8 @@ from typing import get_args
 
 from convert.fields import CheckpointError
 from jspec.models.checks import positive_values, unsupported
+from pallas_kernels.layers.experts.routing import Choice
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.routing import Choice
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 SCORES = ("softmax", "sigmoid")

@@ -3,7 +3,7 @@
 A tensor `X` [experts, in, out] of an unquantised checkpoint is stored as `X_blocks` [experts, out, in / 32, 16] and
 `X_scales` [experts, out, in / 32], both uint8. A byte holds two neighbours of `in`, the first in its low bits. A value
 is an E2M1 number (a sign, two bits of exponent, one of mantissa) times 2^(scale - 127) (OCP Microscaling Formats 1.0).
-On the device a weight is packed as `pallas_kernels.layers.mxfp4` says.
+On the device a weight is packed as `pallas_kernels.layers.experts.mxfp4` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Source, Tensor
 from jspec.models.checks import unsupported
-from pallas_kernels.layers.expert_bytes import pack
+from pallas_kernels.layers.experts.expert_bytes import pack
+from pallas_kernels.layers.weights import Kind
 
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
 BLOCK = 32  # values that share a scale
@@ -116,7 +117,8 @@ def _rows_of(row: MapRow, tensors: Mapping[str, Tensor], dequantize: bool) -> li
 
         shapes = {f"{name}{end}": sources[f"{name}{end}"] for end in ends}
         filled = row.shape if dtype is None else (*row.shape[:-1], *next(iter(shapes.values()))[2:])
-        return MapRow(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"))
+        kind: Kind | None = None if dtype is None else "mxfp4"
+        return MapRow(parameter, shapes, filled, fill, dtype or row.dtype, dict.fromkeys(shapes, "bytes"), kind)
 
     if dequantize:
         return [made(row.parameter, inner, None, (BLOCKS, SCALES), widened)]

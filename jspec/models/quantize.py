@@ -1,6 +1,6 @@
 """Quantises linear weights to int8, float8 or four bits; those of experts also to mxfp4.
 
-`pallas_kernels.layers.quantized` defines the products with quantised weights. Only the weights named in `NAMES` are
+`pallas_kernels.layers.products` has the products with quantised weights. Only the weights named in `NAMES` are
 quantised. Embeddings, tied output heads, norms and biases keep their dtype.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from jspec.models.shared_expert import check_apart
-from pallas_kernels.layers.expert_matmul import unsupported_experts
-from pallas_kernels.layers.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
-from pallas_kernels.layers.mxfp4 import GROUP
-from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, has_group_scales, quantize
+from pallas_kernels.layers.dense.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
+from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.weights import EXPERT_KINDS, FORMATS, KINDS, Kind, Quantized, has_group_scales
 
 FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 products
+FLOAT8 = {kind for kind, form in FORMATS.items() if form.dtype == "float8_e4m3fn"}  # kinds of the same arrays
 EXPERTS = ("experts_gate_up", "experts_down")
 NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
 WIDENED = ("k_up", "v_up")  # those of small weights that a checkpoint may quantise, and that are widened when loaded
@@ -111,7 +111,7 @@ def check_device(tree: Any, *cache_dtypes: str, device: jax.Device | None = None
     _check_packed(tree)
     if tuple(map(int, str(capability).split("."))) >= FLOAT8_CAPABILITY:
         return
-    if (quantized_as(tree) or "").startswith("fp8") or any(dtype.startswith("float8") for dtype in cache_dtypes):
+    if quantized_as(tree) in FLOAT8 or any(dtype.startswith("float8") for dtype in cache_dtypes):
         raise ValueError(
             f"float8: expected a GPU of compute capability 8.9 or later, got {capability}; use int8 weights and a "
             "bfloat16 cache"
@@ -125,7 +125,7 @@ def _check_packed(tree: Any) -> None:
     """
     for record in filter(_is_record, jax.tree.leaves(tree, is_leaf=_is_record)):
         for path, weight in jax.tree_util.tree_leaves_with_path(record, is_leaf=_is_quantized):
-            if not _is_quantized(weight) or weight.kind not in ("int4", "mxfp4"):
+            if not _is_quantized(weight) or not weight.is_packed:
                 continue
             if (name := _name(path)) in EXPERTS:
                 reason = unsupported_experts(weight, record.dtype, gated=name == EXPERTS[0])
@@ -147,7 +147,7 @@ def widened_bytes(tree: Any, rows: int) -> int:
         return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
     dense = [one for one in weights if one.kind == "int4" and len(one.shape) == 2]
-    copied = [one for one in dense if packed_tiles(rows, one.values.shape, one.scale.shape[1], jnp.bfloat16) is None]
+    copied = [one for one in dense if packed_tiles(rows, one, jnp.dtype("bfloat16")) is None]
     return max((2 * widened_rows(*one.shape) * one.shape[1] for one in copied), default=0)
 
 
@@ -156,7 +156,9 @@ def _is_record(node: Any) -> bool:
     return hasattr(node, "declared")
 
 
-def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
+def quantized_shapes(
+    weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct], kind: Kind
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the stored arrays of a quantised weight must have, by the arrays' names.
 
     There may be a scale per row or per group of columns, and packed values may have blocks of any size. Of experts,
@@ -165,14 +167,15 @@ def quantized_shapes(weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtype
     Args:
         weight: shape of the weight.
         found: stored arrays of the weight, by name.
+        kind: kind of the weight.
     """
-    *rows, inner = weight
+    form, (*rows, inner) = FORMATS[kind], weight
     shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": tuple(rows)}
     values, scale = found.get("values"), found.get("scale")
     if values is None or scale is None or len(scale.shape) != len(weight):
         return shapes
-    is_packed = values.dtype == np.uint8 and len(values.shape) == len(weight) + 1
-    groups = inner // GROUP if scale.dtype == np.uint8 else scale.shape[-1]
+    is_packed = form.is_packed and len(values.shape) == len(weight) + 1
+    groups = scale.shape[-1] if form.group is None else inner // form.group
     if groups and inner % groups == 0 and (len(weight) == 2 or is_packed):
         shapes["scale"] = (*rows, groups)
     if not is_packed:
@@ -219,11 +222,11 @@ def _check_experts(path: tuple[Any, ...], kind: str) -> str:
 
 
 def _of_kind(weight: Quantized, kind: str) -> Quantized:
-    if kind != weight.kind and not (kind.startswith("fp8") and weight.kind.startswith("fp8")):
+    if kind != weight.kind and not {kind, weight.kind} <= FLOAT8:
         raise ValueError(f"quantize: expected unquantised weights, got {weight.kind}; start from the original")
     if kind == "fp8_dynamic" and has_group_scales(weight):
         raise ValueError(
             f"quantize: expected one scale per output channel for fp8_dynamic, got a scale for each {weight.group} "
             "columns; leave it out, or pass fp8"
         )
-    return replace(weight, dynamic=kind == "fp8_dynamic")
+    return replace(weight, kind=cast(Kind, kind))

@@ -1,7 +1,7 @@
 """Reads quantised weights as they are stored: rows of a weight map for their values, and for their scales.
 
 A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, or three with `X.zeros`, which
-together are a `Quantized` (`pallas_kernels.layers.quantized`). `jspec.models.int4_rows` reads weights of four bits.
+together are a `Quantized` (`pallas_kernels.layers.weights`). `jspec.models.int4_rows` reads weights of four bits.
 Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
 
 The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
@@ -26,8 +26,8 @@ from jspec.models.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.mxfp4_rows import mxfp4_rows
 from jspec.models.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.quantized_config import CONFIG, Scheme
-from pallas_kernels.layers import expert_bytes
-from pallas_kernels.layers.int4 import ZERO, unpack
+from pallas_kernels.layers.experts import expert_bytes
+from pallas_kernels.layers.int4.int4 import ZERO, unpack
 
 WEIGHT = ".weight"
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
@@ -91,15 +91,16 @@ def _dequantized(row: MapRow, parts: list[MapRow]) -> MapRow:
     """Return a row that reads values, scales and zero points, and fills the parameter with what they stand for."""
     kinds = {name: part.dtype for part in parts for name in part.sources}
     sources = {name: shape for part in parts for name, shape in part.sources.items()}
+    is_int4 = parts[0].quantized == "int4"
 
     def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
         values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
-        if values.dtype == np.uint8:
+        if is_int4:
             values = expert_bytes.unpack(values) if len(row.shape) == 3 else unpack(values)
         wide = values.astype(np.float32)
         groups = (array if array.ndim == wide.ndim else array[..., None] for array in per_group)
         scale, *zeros = (np.repeat(array, wide.shape[-1] // array.shape[-1], axis=-1) for array in groups)
-        if values.dtype == np.uint8:
+        if is_int4:
             wide -= zeros[0] if zeros else np.float32(ZERO)
         return cast(wide * scale, dtype, row.parameter)
 
@@ -149,8 +150,8 @@ def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: M
         sources[scale] = _scale_shape(scheme, shape, tensors.get(scale))
     fill = partial(_fill_scales, parts, scheme.block)
     return [
-        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8),
-        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32"),
+        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8, quantized="fp8"),
+        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32", quantized="fp8"),
     ]
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.models.mlp_config import Dense, Experts
-from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
+from pallas_kernels.layers.weights import Quantized
 
 MOST_SHARED = 2**25  # most values of a shared expert that is joined; one of 17 million was timed
 PAIRS = {"experts_gate_up": "gate_up", "experts_down": "down"}  # fields of experts and of the shared one

@@ -32,9 +32,9 @@ from jspec.models.layer_config import LayerConfig
 from jspec.models.mlp_config import Dense, Experts
 from jspec.models.param_spec import Params, ParamSpec
 from jspec.models.shared_expert import check_apart
-from pallas_kernels.layers.int4 import reblocked
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.int4.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
+from pallas_kernels.layers.weights import Quantized
 
 INNER = ("heads", "mlp")  # axes between two products: the second product adds up the parts of all devices
 # Axes that are divided over the devices; outputs along axes that are not in INNER are put side by side.
@@ -165,7 +165,7 @@ def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(own.shape, sharding, lambda part: own[part])
 
 
-def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
+def put_named(name: str, array: Any, params: Params, mesh: Mesh, kinds: Mapping[str, str] | None = None) -> jax.Array:
     """Divide a stored array over the devices of a mesh.
 
     Args:
@@ -174,11 +174,12 @@ def put_named(name: str, array: Any, params: Params, mesh: Mesh) -> jax.Array:
         array: the whole array, in the order of the checkpoint.
         params: declarations of the parameters.
         mesh: the devices.
+        kinds: kind of each quantised parameter, by name; None: there are none.
     """
-    base, _, kind = name.rpartition(".")
-    if kind not in QUANTIZED:
+    base, _, part = name.rpartition(".")
+    if kinds is None or base not in kinds:
         return put(array, params[name], mesh)
-    array = _divisible(array, params[base], mesh.size, is_values=kind == "values")
+    array = _divisible(array, params[base], mesh.size, kinds[base], is_values=part == "values")
     return put(array, of_part(params[base], array), mesh)
 
 
@@ -241,7 +242,7 @@ def _place(node: Any, mesh: Mesh) -> Any:
         if isinstance(leaf, Quantized):
 
             def put_part(array: Any, is_values: bool) -> Any:
-                array = _divisible(array, param, mesh.size, is_values=is_values)
+                array = _divisible(array, param, mesh.size, leaf.kind, is_values=is_values)
                 return put(array, of_part(param, array), mesh, is_ordered=is_ordered)
 
             zeros = None if leaf.zeros is None else put_part(leaf.zeros, False)
@@ -253,7 +254,7 @@ def _place(node: Any, mesh: Mesh) -> Any:
     return _map(put_leaf, node).replace(mesh=mesh)
 
 
-def _divisible(array: Any, param: ParamSpec, devices: int, *, is_values: bool) -> Any:
+def _divisible(array: Any, param: ParamSpec, devices: int, kind: str, *, is_values: bool) -> Any:
     """Return an array of a quantised parameter whose groups or blocks of columns are not cut between two devices.
 
     Raises:
@@ -262,7 +263,7 @@ def _divisible(array: Any, param: ParamSpec, devices: int, *, is_values: bool) -
     if array.ndim == 1 or spec_of(param)[1] is None or array.shape[1] % devices == 0:
         return array
     if is_values:
-        return reblocked(array, devices) if array.dtype == np.uint8 else array
+        return reblocked(array, devices) if kind == "int4" else array
     groups = array.shape[1]
     return array.repeat(math.lcm(groups, devices) // groups, axis=1)
 

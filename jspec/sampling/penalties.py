@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.prompt_blocks import NO_TOKEN
 from jspec.core.records import AncestorMask, Controls, Draft, SlotView
 from jspec.sampling import grammar_mask, logits_processor
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
 MAX_BAD_WORDS = 128  # largest number of bad words of several tokens per request

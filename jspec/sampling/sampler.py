@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jspec.core.accept_rule import DraftSampling
 from jspec.core.records import SlotView
 from jspec.core.sampling import Sampling
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 from pallas_kernels.layers.shard import OwnColumns
 from pallas_kernels.sampling import divided

@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -19,8 +21,9 @@ from jspec.draft.head_config import Overrides
 from jspec.models.load import parameters_of
 from jspec.models.quantize import check_scope, check_stored, quantize_parameters
 from jspec.tools.parser import Parser
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Kind
 
-STORED = ("int8", "fp8", "int4")  # kinds of quantisation to store; "fp8_dynamic" has the same weights as "fp8"
+STORED = tuple(kind for kind in KINDS if kind in EXPERT_KINDS)  # kinds for all weights; those of "fp8_dynamic" are fp8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +61,10 @@ def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
     if options.verbose:
         _list_tensors(planned)
     with tqdm(total=len(planned.rows), unit=" parameters", disable=None) as bar:
+        kinds = _kinds(planned, options.quantize)
         batches = _quantized(planned, dtype, options.quantize, bar)
-        files = orbax.companions(planned.folder)
-        orbax.save(folder, planned.kind, planned.config, batches, files=files, overwrite=options.overwrite)
+        given = {"files": orbax.companions(planned.folder), "overwrite": options.overwrite}
+        orbax.save(folder, planned.kind, planned.config, batches, quantized=kinds, **given)
     return planned, dtype
 
 
@@ -82,10 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _kinds(planned: Plan, kind: str | None) -> dict[str, Kind]:
+    """Return the kinds of the weights that a folder stores quantised or that the conversion quantises, by name."""
+    check_scope(kind, planned.kind)
+    tree = orbax.unflatten(parameters_of(planned), planned.quantized)
+    check_stored(tree, kind)
+    return orbax.kinds_of(tree if kind is None else jax.eval_shape(partial(quantize_parameters, kind=kind), tree))
+
+
 def _quantized(planned: Plan, dtype: str, kind: str | None, bar: tqdm) -> Iterator[dict[str, np.ndarray]]:
     """Yield the plan's batches of parameters, quantised, and count the parameters on the bar."""
-    check_scope(kind, planned.kind)
-    check_stored(orbax.unflatten(parameters_of(planned)), kind)
     for batch in planned.batches(dtype):
         bar.update(len(batch))
         leaves = batch if kind is None else orbax.flatten(quantize_parameters(batch, kind))

@@ -1,9 +1,11 @@
 """Runs `jspec info`, which describes a checkpoint folder from its headers."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from jspec.draft.medusa import MedusaConfig
 from jspec.models.config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 METHODS = {  # names of methods
     "eagle3": "EAGLE-3",
@@ -178,27 +180,31 @@ def _medusa(config: MedusaConfig) -> list[str]:
     ]
 
 
+def _leaves(found: Header) -> dict[str, Any]:
+    """Return the shapes of all weights, by name; those of quantised ones as `Quantized`."""
+    tree = orbax.unflatten(found.parameters, found.quantized)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Quantized))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 def _parameters(found: Header) -> str:
     counts: Counter[str] = Counter()
-    for name, leaf in found.parameters.items():
-        if name.endswith(".values") and leaf.dtype == np.uint8:
-            scale = found.parameters[f"{name.removesuffix('values')}scale"]
-            counts["mxfp4" if scale.dtype == np.uint8 else "int4"] += 2 * int(np.prod(leaf.shape))
-        elif not name.endswith((".scale", ".zeros", "draft_to_target")):
-            counts[str(np.dtype(leaf.dtype))] += int(np.prod(leaf.shape))
+    for name, leaf in _leaves(found).items():
+        if isinstance(leaf, Quantized):
+            counts[leaf.kind if leaf.is_packed else leaf.values.dtype.name] += math.prod(leaf.shape)
+        elif not name.endswith("draft_to_target"):
+            counts[leaf.dtype.name] += math.prod(leaf.shape)
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
 
 
 def _quantization(found: Header) -> list[str]:
     """Return a line with the kinds of the quantised weights, and how many input channels share a scale if not all."""
-    leaves = jax.tree.leaves(orbax.unflatten(found.parameters), is_leaf=lambda node: isinstance(node, Quantized))
-    weights = [leaf for leaf in leaves if isinstance(leaf, Quantized)]
-    kinds = sorted({_kind(weight) for weight in weights})
+    kinds = sorted({_kind(leaf) for leaf in _leaves(found).values() if isinstance(leaf, Quantized)})
     return [f"quantised: {' or '.join(kinds)}"] if kinds else []
 
 
 def _kind(weight: Quantized) -> str:
-    group = f" in groups of {weight.group}" if weight.group else ""
+    group = f" in groups of {weight.group}" if weight.has_groups else ""
     return f"{weight.kind}{group}{'' if weight.zeros is None else ' with zero points'}"
 
 

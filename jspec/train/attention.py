@@ -27,7 +27,7 @@ from jspec.models.rope import tables
 from jspec.train.rows import Rows
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 from pallas_kernels.attention.rope_append import HeadTransform, split_qkv
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 
 ATTENDED = "attended"  # name of what a step keeps for its gradient, so that it attends once
 

@@ -23,7 +23,9 @@ from jspec.train.measured import Measured
 from jspec.train.observe import Observed
 from jspec.train.products import einsum32
 from jspec.train.rows import Rows, cast
-from pallas_kernels.layers.quantized import Quantized, reduce_partials
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.weights import Quantized
 
 
 def predict(
@@ -63,7 +65,7 @@ def weighted(lost: Array, hits: Array, blocks: PackedBlocks, gamma: float) -> tu
 def block_logits(head: BoundDFlash, states: Float[Array, "*tokens hidden"]) -> Float[Array, "*tokens vocab"]:
     """Return the logits of normed states in float32; the output head has no gradient."""
     weight, config = head.model.output_head, head.model.config
-    wide = weight.widened() if isinstance(weight, Quantized) else weight
+    wide = widened(weight) if isinstance(weight, Quantized) else weight
     rows = states.reshape(-1, states.shape[-1])
     product = einsum32("th,vh->tv", rows, jax.lax.stop_gradient(wide))
     sums = limited(product[None], config.logit_divisor, config.logit_softcap)

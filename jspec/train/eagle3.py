@@ -32,7 +32,7 @@ from jspec.train.measured import Measured
 from jspec.train.observe import Observed
 from jspec.train.products import einsum32
 from jspec.train.rows import Rows, ahead, behind, cast
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 
 KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 

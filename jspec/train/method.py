@@ -22,7 +22,8 @@ from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed
 from jspec.train.rows import Rows
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.weights import Quantized
 
 INIT = 0.02  # standard deviation of random weights
 HEAD_DIM = 128  # channels of a head's attention heads, if the target's are not of grouped-query attention
@@ -155,7 +156,7 @@ def target_rows(target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> Float[Arr
 
 def in_float32(weight: Any) -> Array:
     """Return a weight in float32, multiplied by its scales if it is quantised."""
-    return weight.widened() if isinstance(weight, Quantized) else weight.astype(jnp.float32)
+    return widened(weight) if isinstance(weight, Quantized) else weight.astype(jnp.float32)
 
 
 def refuse_quantized(path: str | Path, weights: Any) -> None:

@@ -17,7 +17,7 @@ from jspec.models.kv_cache import create
 from jspec.models.kv_pool import PoolShape
 from jspec.models.layers import head_product, limited
 from jspec.train.rows import ALIGN, Rows
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 
 LOGITS = 2**27  # most logits that exist at a time, of a block of tokens or of the vocabulary
 

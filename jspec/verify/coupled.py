@@ -18,7 +18,7 @@ from jspec.core.records import AncestorMask, Draft, SlotView
 from jspec.core.tree import Tree
 from jspec.sampling import sampler
 from jspec.verify.tree_walk import at_node, longest_accepted_path
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 
 
 @final

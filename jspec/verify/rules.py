@@ -37,7 +37,7 @@ from jspec.verify.rejection import Rejection
 from jspec.verify.traversal import Traversal
 from jspec.verify.tree_walk import at_node
 from jspec.verify.typical import Typical
-from pallas_kernels.layers.quantized import PartialSums
+from pallas_kernels.layers.partial_sums import PartialSums
 
 RULES: dict[str, type[AcceptRule]] = {
     rule.name: rule for rule in (Coupled, Rejection, Block, Traversal, MultiCandidate, Typical)

@@ -16,7 +16,7 @@ from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.verify.coupled import match_target_tokens
 from jspec.verify.tree_walk import AcceptResult, at_node
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
 AcceptFunction = Callable[[Array, Draft, AncestorMask, Array], AcceptResult]

@@ -45,7 +45,8 @@ from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.softmax import Arithmetic
 from pallas_kernels.attention.tiling import MERGED, MMA_ROWS, AttentionTiles, choose_tiles, fixed_tiles, latent_dim
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import FP8, QuantizedActivation, quantize_activation
+from pallas_kernels.layers.quantize_rows import FP8, quantize_activation
+from pallas_kernels.layers.weights import QuantizedActivation
 
 MOST_OF_QUERY = 64 * 512  # most values of all heads of a query that one program of deterministic attention adds up
 MOST_QUERIES = 128  # most queries per kernel call of deterministic attention, to limit the memory for splits' outputs

@@ -13,8 +13,8 @@ from pallas_kernels.attention.paged_attention import paged_attention, quantize_h
 from pallas_kernels.attention.prompt_kernel import ROWS, TILE, attend_prompts
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.hopper_kernel import multiprocessors
-from pallas_kernels.layers.quantized import QuantizedActivation
+from pallas_kernels.layers.hopper import multiprocessors
+from pallas_kernels.layers.weights import QuantizedActivation
 
 LEAST_QUERIES = 512  # of a call; with fewer, too few CTAs run: 128 queries after 8k rows took 152 us instead of 90
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

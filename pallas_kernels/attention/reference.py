@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention.ancestor_bits import WORD, bits_of_chunk, low_ones
 from pallas_kernels.attention.kv_range import first_seen
 from pallas_kernels.attention.scores import Scores
-from pallas_kernels.layers.quantized import FP8
+from pallas_kernels.layers.quantize_rows import FP8
 from pallas_kernels.layers.row_by_row import row_by_row
 
 FIXED_TILE = 32  # rows of context that the deterministic reference adds up at once

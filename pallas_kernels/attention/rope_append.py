@@ -19,9 +19,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.attention.kv_pages import HEAD_DIMS, POOL_DTYPES, Pool, append, cast_to_pool, locate
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import STATIC, PartialSums, reduce_partials, split_scales, sum_f32
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import quotients, rms_norm, weighted
 from pallas_kernels.layers.row_by_row import row_by_row
+from pallas_kernels.layers.weights import STATIC
 
 KEYS, QUERIES, ALL = slice(0, 2), slice(-2, None), slice(None)  # the rotary tables of keys, of queries, and of both
 

@@ -12,7 +12,7 @@ from jax import Array, ShapeDtypeStruct
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.scores import Scores
-from pallas_kernels.layers.quantized import FP8
+from pallas_kernels.layers.quantize_rows import FP8
 
 FIXED_SPLITS = 8  # splits of a context in deterministic attention, at any batch size
 MMA_ROWS = 16  # smallest side of a matrix product on tensor cores

@@ -4,8 +4,7 @@
 
 `hopper_kernel` has the kernel of many rows, of narrow weights and of float8. It divides the 14336 columns of an 8B
 model into 128 tiles of 112 columns, 256 tiles of 56 columns, or 112 tiles of 128 columns, for 132 multiprocessors.
-`int4_kernel` has that of packed weights. The kernel of a few rows is like that of `split_matmul`, but a program has a
-tile of gate and one of up.
+`int4_kernel` has that of packed weights, and `gated_kernel` that of a few rows.
 """
 
 import functools
@@ -14,66 +13,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import hopper_kernel, int4_kernel
-from pallas_kernels.layers.grouped_matmul import packed_tiles
-from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
-from pallas_kernels.layers.quantize_rows import Activation, activate, gated
-from pallas_kernels.layers.quantized import Inputs, Quantized, Weight, factors, matmul
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense import gated_kernel, hopper_kernel
+from pallas_kernels.layers.dense.gated_kernel import has_few_rows
+from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
+from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.int4 import int4_kernel
+from pallas_kernels.layers.products import factors, matmul
+from pallas_kernels.layers.quantize_rows import Activation, gated
+from pallas_kernels.layers.weights import Inputs, Quantized, Weight
 
-KERNEL_ROWS = range(8, 65)  # numbers of rows that the kernel of a few rows multiplies
-TILE, COLUMNS, STAGES = 64, 128, 4  # its tile, values of k per loop iteration, and iterations whose loads are in flight
 LEAST_ROWS = 32  # with fewer rows of two bytes XLA is as fast as `hopper_kernel`; with float8 it has six more launches
-
-
-def _few_rows_kernel(
-    # inputs
-    x_ref,  # [T, K]
-    weight_ref,  # [2 I, K]
-    # outputs
-    out_ref,  # [T, I]
-):
-    """Computes one tile of columns of all rows with silu, in one Pallas program."""
-    (rows, inner), width = x_ref.shape, out_ref.shape[1]
-    row = jnp.arange(max(pl.next_power_of_2(rows), 16))
-    is_row, out = row < rows, pl.program_id(0) * TILE + jnp.arange(TILE)
-
-    def step(index, totals):
-        column = index * COLUMNS + jnp.arange(COLUMNS)[None, :]
-        x = pltriton.load(x_ref.at[row[:, None], column], mask=is_row[:, None])  # others are arbitrary and not stored
-        weights = [pltriton.load(weight_ref.at[first + out[:, None], column]) for first in (0, width)]
-        return [total + pltriton.dot(own, x, trans_b=True) for total, own in zip(totals, weights, strict=True)]
-
-    zeros = jnp.zeros((TILE, row.shape[0]), jnp.float32)
-    gate, up = jax.lax.fori_loop(0, inner // COLUMNS, step, [zeros, zeros])
-    result = (activate(gate, "silu") * up).astype(out_ref.dtype)
-    pltriton.store(out_ref.at[row[None, :], out[:, None]], result, mask=is_row[None, :])
-
-
-def _multiply_few(x, weight, *, interpret):
-    """Runs the kernel of a few rows, x [rows, inner]."""
-    width = weight.shape[0] // 2
-    return pl.pallas_call(
-        functools.partial(_few_rows_kernel),  # a new function object for every call (jax issue 40847)
-        grid=(width // TILE,),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], width), x.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=STAGES),
-        interpret=interpret,
-        name="gated_matmul",
-    )(x, weight)
-
-
-def has_few_rows(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> bool:
-    """Returns whether the kernel of a few rows multiplies, which was only timed on a Hopper GPU with silu."""
-    multiprocessors, (both, inner), rows = hopper_kernel.multiprocessors(), weight.shape, math.prod(x.shape[:-1])
-    is_supported = not isinstance(weight, Quantized) and weight.dtype == x.dtype and x.dtype.itemsize == 2
-    if multiprocessors is None or not is_supported or activation != "silu" or rows not in KERNEL_ROWS:
-        return False
-    return both % (2 * TILE) == 0 and inner % COLUMNS == 0 and both // (2 * TILE) > multiprocessors
 
 
 def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Activation = "silu") -> HopperTiles | None:
@@ -82,12 +35,12 @@ def tiles_for(x: Inputs | jax.ShapeDtypeStruct, weight: Weight, activation: Acti
     XLA rounds gate and up before it multiplies activation(gate) by up. "gelu" is computed by XLA, because Mosaic has no
     erf, and a series of it needs more registers than the kernel has.
     """
-    multiprocessors, dtype = hopper_kernel.multiprocessors(), jnp.dtype(x.dtype)
+    multiprocessors, dtype = hopper.multiprocessors(), jnp.dtype(x.dtype)
     (both, inner), rows = weight.shape, math.prod(x.shape[:-1])
     if multiprocessors is None or dtype.itemsize != 2 or activation == "gelu":
         return None
     if isinstance(weight, Quantized):
-        if not weight.dynamic:
+        if not weight.is_dynamic:
             return None
         dtype = weight.values.dtype
     elif weight.dtype != dtype or rows < LEAST_ROWS:
@@ -118,16 +71,14 @@ def kernel_padding(sequences: int, rows: int, weight: Weight, dtype: jnp.dtype, 
 
 def _kernel_of_packed(x: Inputs, weight: Weight, activation: Activation) -> Callable[..., Array] | None:
     """Returns a function of the arguments of `gated_matmul` that runs `int4_kernel`; None: it does not support them."""
-    if not isinstance(weight, Quantized) or weight.kind != "int4" or activation == "gelu":
+    rows = math.prod(x.shape[:-1])
+    if not isinstance(weight, Quantized) or activation == "gelu":
         return None
-    rows, groups = math.prod(x.shape[:-1]), weight.scale.shape[1]
-    tiles = packed_tiles(rows, weight.values.shape, groups, x.dtype, gated=True)
-    if tiles is None:
+    if (tiles := packed_tiles(rows, weight, x.dtype, gated=True)) is None:
         return None
 
     def kernel(x, weight, interpret):
-        zeros = [] if weight.zeros is None else [weight.zeros]
-        arrays = x.reshape(rows, -1), weight.values, weight.scale, *zeros
+        arrays = x.reshape(rows, -1), *weight.arrays.values()
         (out,) = int4_kernel.multiply(*arrays, tiles=tiles, dtype=x.dtype, activation=activation, interpret=interpret)
         return out.reshape(*x.shape[:-1], -1)
 
@@ -155,11 +106,11 @@ def gated_matmul(
         return gated(matmul(x, weight, implementation=implementation), activation)
 
     if packed := _kernel_of_packed(x, weight, activation):
-        return hopper_kernel.choose_compiled(implementation, packed, reference, x, weight)
+        return hopper.choose_compiled(implementation, packed, reference, x, weight)
     if has_few_rows(x, weight, activation):
 
         def of_few(x, weight, interpret):
-            out = _multiply_few(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
+            out = gated_kernel.multiply(x.reshape(-1, x.shape[-1]), weight, interpret=interpret)
             return out.reshape(*x.shape[:-1], -1)
 
         return dispatch(implementation, None, of_few, reference, x, weight)
@@ -175,4 +126,4 @@ def gated_matmul(
         (out,) = hopper_kernel.multiply(flat, f.weight, *scales, **options)
         return out.reshape(*x.shape[:-1], -1)
 
-    return hopper_kernel.choose_compiled(implementation, kernel, reference, x, weight)
+    return hopper.choose_compiled(implementation, kernel, reference, x, weight)

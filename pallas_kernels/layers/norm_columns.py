@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales, sum_f32
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.residual_norm import WIDEST, rms_norm, warps_for
 from pallas_kernels.layers.row_by_row import row_by_row
 
@@ -52,8 +52,8 @@ def _kernel(
     ends = [*itertools.accumulate(ref.shape[0] for ref in weight_refs), out_ref.shape[1]]
 
     def add_and_norm(start, size, weight_ref):
-        own = jnp.arange(pl.next_power_of_2(size))
-        inside, column = own < size, start + own
+        offset = jnp.arange(pl.next_power_of_2(size))
+        inside, column = offset < size, start + offset
         load = functools.partial(pltriton.load, mask=inside, other=0)
         total = sum_f32([load(parts_ref.at[part, row, column]) for part in range(count)])
         if scale_refs:
@@ -62,7 +62,7 @@ def _kernel(
             total = total + load(bias_ref.at[column]).astype(jnp.float32)
         total = total.astype(out_ref.dtype)
         if weight_ref is not None:
-            total = rms_norm(total, load(weight_ref.at[own]), eps, size)
+            total = rms_norm(total, load(weight_ref.at[offset]), eps, size)
         pltriton.store(out_ref.at[row, column], total, mask=inside)
 
     for index, (start, end) in enumerate(itertools.pairwise([0, *ends])):

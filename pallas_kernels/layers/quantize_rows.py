@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.weights import QuantizedActivation
 
 INT8, FP8 = jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")
 LARGEST = {INT8: 127.0, FP8: 448.0}
@@ -152,3 +153,11 @@ def quantize_rows(
     unsupported = None if x.shape[-1] <= WIDEST else f"rows of at most {WIDEST} columns, got {x.shape[-1]}"
     kernel, reference = (functools.partial(run, gate=gate) for run in (_pallas, _reference))
     return dispatch(implementation, unsupported, kernel, reference, x)
+
+
+def quantize_activation(
+    x: Array, *, gate: Activation | None = None, implementation: str = "auto"
+) -> QuantizedActivation:
+    """Returns activations quantised for a weight of "fp8_dynamic"; the arguments are those of `quantize_rows`."""
+    values, scale = quantize_rows(x, gate=gate, implementation=implementation)
+    return QuantizedActivation(values, scale, x.dtype)

@@ -21,9 +21,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
-from pallas_kernels.layers.quantized import PartialSums, QuantizedActivation, reduce_partials, split_scales, sum_f32
 from pallas_kernels.layers.row_by_row import row_by_row
+from pallas_kernels.layers.weights import QuantizedActivation
 
 WIDEST = 16384  # columns that a Pallas program can hold in registers
 
@@ -81,7 +82,7 @@ def _reference(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize
     total = _sum(x, step, post_norm, scale, eps=eps, factor=factor, size=x.shape[-1])
     (quotient,) = quotients([total], eps, x.shape[-1])
     normed = [weighted(quotient, weight, x.dtype) for weight in weights]
-    return total, *(array for one in normed for array in (scaled_rows(one, FP8) if quantize_output else (one,)))
+    return total, *(array for rows in normed for array in (scaled_rows(rows, FP8) if quantize_output else (rows,)))
 
 
 def _reference_by_row(x, delta, *weights, **options):
@@ -141,8 +142,8 @@ def _kernel(
 def warps_for(columns: int, parts: Array) -> int:
     """Returns the number of warps of a program that adds up partial sums [parts, ...] and norms a row of columns."""
     # Columns per warp. With several partial sums, a thread loads 16 bytes of each partial sum.
-    own = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
-    return min(max(pl.next_power_of_2(columns) // own, 1), 32)
+    warp_columns = 512 if parts.shape[0] == 1 else 512 // parts.dtype.itemsize
+    return min(max(pl.next_power_of_2(columns) // warp_columns, 1), 32)
 
 
 def _pallas(x, delta, bias, post_norm, scale, *weights, eps, factor, quantize_output, interpret):
@@ -204,8 +205,8 @@ def add_rms_norm(
         functools.partial(run, eps=eps, factor=factor, quantize_output=quantize_output)
         for run in (_pallas, _reference_by_row if deterministic else _reference)
     )
-    given = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale
-    total, *normed = dispatch(implementation, unsupported, kernel, reference, *given, *weights)
+    arrays = x, delta if isinstance(delta, tuple) else (delta,), bias, post_norm, scale
+    total, *normed = dispatch(implementation, unsupported, kernel, reference, *arrays, *weights)
     if quantize_output:
         normed = [
             QuantizedActivation(values, scale, x.dtype) for values, scale in zip(normed[::2], normed[1::2], strict=True)

@@ -29,8 +29,8 @@ def row_by_row(function: Callable[..., Any], *rows: Any) -> Any:
         return jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))[:, None]
 
     # Without the barrier, the compiler would compute a result differently if another result is not used.
-    found = jax.lax.map(lambda row: jax.lax.optimization_barrier(function(*row)), jax.tree.map(pad, rows))
-    return jax.tree.map(lambda array: array[:count, 0], found)
+    results = jax.lax.map(lambda row: jax.lax.optimization_barrier(function(*row)), jax.tree.map(pad, rows))
+    return jax.tree.map(lambda array: array[:count, 0], results)
 
 
 def row_by_row_off_gpu(function: Callable[..., Any], *rows: Any, implementation: str) -> Any:

@@ -102,6 +102,8 @@ def look_up(table: Array | Shard, ids: Int[Array, "*rows"]) -> Float[Array, "*ro
     if not isinstance(table, Shard):
         return table[ids]
     count = table.shape[0]
-    own = ids - jax.lax.axis_index(AXIS) * count
-    rows = jnp.where(((own >= 0) & (own < count))[..., None], table.weight[jnp.clip(own, 0, count - 1)], 0)
+    local_ids = ids - jax.lax.axis_index(AXIS) * count
+    rows = jnp.where(
+        ((local_ids >= 0) & (local_ids < count))[..., None], table.weight[jnp.clip(local_ids, 0, count - 1)], 0
+    )
     return jax.lax.psum(rows, AXIS)  # one device's row and zeros, so the sum is exact

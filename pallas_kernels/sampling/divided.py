@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales
 from pallas_kernels.layers.shard import AXIS, OwnColumns
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN, Inputs, SampledRow, scored_reference
 from pallas_kernels.sampling.threshold import SLICE

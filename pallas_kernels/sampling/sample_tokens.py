@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import PartialSums, reduce_partials, split_scales
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials, split_scales
 from pallas_kernels.sampling.threshold import (
     GROUP,
     MOST,

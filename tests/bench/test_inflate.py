@@ -24,7 +24,7 @@ from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import byte_pair, tiny
 from tests.support.inflating import (
     BYTE_SIZES,

@@ -30,7 +30,7 @@ from jspec.tools.bench.host import HostTime, measure_host, ready_engine
 from jspec.tools.bench.report import table_of
 from jspec.tools.bench.step import StepCase
 from jspec.tools.bench.step_costs import max_tokens
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 
 pytestmark = pytest.mark.once
 

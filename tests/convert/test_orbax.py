@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 import transformers
 
 from convert import hub, orbax
+from convert.fields import CheckpointError
 from jspec.draft import auto
 from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
@@ -20,6 +22,8 @@ from jspec.models.config import ModelConfig
 from jspec.models.families import read_config
 from jspec.tools.convert import main
 from jspec.tools.info import describe
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.weights import FORMATS
 from tests.support import byte_pair, folders, tokenizer_folders
 from tests.support.folders import BFLOAT16, DRAFT_IDS, EAGLE, HEAD, TARGET, assert_same
 
@@ -92,6 +96,31 @@ def test_unflatten_inverts_flatten():
     flat = orbax.flatten(tree)
     assert flat["layers.11.qkv"] == -11
     assert orbax.unflatten(dict(sorted(flat.items()))) == tree
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_kind_of_a_stored_weight_is_that_of_the_manifest(tmp_path: Path, kind: Any) -> None:
+    tree = {
+        "layers": [{"o": quantize(jnp.ones((3, 4, 32) if kind == "mxfp4" else (4, 32)), kind)}],
+        "norm": jnp.ones(2),
+    }
+    arrays = {name: np.asarray(leaf) for name, leaf in orbax.flatten(tree).items()}
+    orbax.save(tmp_path / "c", "target", CONFIG, [arrays], quantized=orbax.kinds_of(tree))
+    header = orbax.read_header(tmp_path / "c")
+    assert header.quantized == {"layers.0.o": kind}
+    again = orbax.unflatten(orbax.read_arrays(header), header.quantized)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+
+
+def test_kind_of_a_stored_weight_without_one_in_the_manifest_is_told_by_dtypes(tmp_path: Path) -> None:
+    arrays = {f"o.{name}": np.asarray(array) for name, array in quantize(jnp.ones((4, 32)), "fp8").arrays.items()}
+    orbax.save(tmp_path / "c", "target", CONFIG, [arrays])
+    assert orbax.read_header(tmp_path / "c").quantized == {"o": "fp8"}
+    for name, wrong in (("o", "int8"), ("o", "int3"), ("norm", "fp8")):
+        file = tmp_path / "c" / "jspec.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantized": {name: wrong}}))
+        with pytest.raises(CheckpointError, match=f"{name}: expected .*, got {wrong}"):
+            orbax.read_header(tmp_path / "c")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

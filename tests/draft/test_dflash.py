@@ -17,7 +17,7 @@ from jspec.draft.head_config import DFlashConfig
 from jspec.models.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.replay import observe
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.reference import dflash as reference
 from tests.support import byte_pair, folders, recordings, tiny
 from tests.support.recordings import TOLERANCE, recording

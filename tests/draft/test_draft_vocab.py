@@ -31,7 +31,8 @@ from jspec.draft.draft_vocab import read_draft_vocab
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.quantize import quantize_weights
-from pallas_kernels.layers.quantized import Quantized, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.weights import Quantized
 from tests.draft import test_borrowed_head as borrowed
 from tests.draft.test_head_options import TOKENS, computed
 from tests.support import engines, tiny
@@ -175,7 +176,9 @@ def test_quantised_output_head_with_a_reduced_vocabulary_has_the_rows_of_the_kep
 
 def test_rows_of_a_weight_with_scales_for_groups_of_columns_keep_their_values() -> None:
     rng = np.random.default_rng(0)
-    weight = Quantized(jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32))
+    weight = Quantized(
+        jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32), "int8"
+    )
     values = np.asarray(weight.values) * np.repeat(np.asarray(weight.scale), 4, axis=1)
     part = weight.rows(jnp.asarray([5, 1]))
     np.testing.assert_array_equal(

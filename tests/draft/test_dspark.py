@@ -15,7 +15,7 @@ from jspec import DSpark, Tree
 from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft
 from jspec.engine.request.round_record import Round
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.draft.test_dflash import CONFIG as DFLASH
 from tests.draft.test_dflash import ROOT, TOKENS, computed, states, target, tensors_of
 from tests.draft.test_expand_block import paths_of

@@ -22,7 +22,8 @@ from jspec.models.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state
-from pallas_kernels.layers.quantized import matmul, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from tests.support import tiny
 

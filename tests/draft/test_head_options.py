@@ -22,7 +22,7 @@ from jspec.models.kv_pool import PoolShape
 from jspec.models.quantize import quantize_weights
 from jspec.models.rope import Rope
 from jspec.tools.convert import main
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.draft.test_head_layers import drafts
 from tests.reference import head as reference
 from tests.support import folders, tiny

@@ -23,7 +23,8 @@ from jspec.models.kv_cache import create
 from jspec.models.kv_pool import PoolShape
 from jspec.models.quantize import quantized_as
 from jspec.tools.convert import main
-from pallas_kernels.layers.quantized import Quantized, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.weights import Quantized
 from tests.support import block_rounds, folders, tiny
 from tests.support.recordings import recording
 

@@ -17,7 +17,7 @@ from jspec.draft.eagle import write_pending_rows
 from jspec.draft.eagle_formats import read_head
 from jspec.tools import info
 from jspec.tools.convert import main
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.reference import head as reference
 from tests.support import block_rounds, folders, tiny
 from tests.support.folders import DRAFT_IDS, assert_same, block_shapes, loaded, without

@@ -16,7 +16,7 @@ from jspec.core.config import QUANTIZE
 from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
-from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS
+from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS
 from tests.support import engines, folders, tiny
 from tests.support.serving import wait_until
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul, fixed_parts
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul, fixed_parts
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import matmul, reduce_partials
 from pallas_kernels.layers.row_by_row import row_by_row
 from tests.reference.activations import ACTIVATIONS
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspec.models.tensor_parallel import mesh_of
 from pallas_kernels import sample_tokens, top_log_probs
-from pallas_kernels.layers.quantized import Scaled, reduce_partials
+from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
 from pallas_kernels.layers.shard import AXIS, OwnColumns
 from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN

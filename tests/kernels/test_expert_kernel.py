@@ -13,17 +13,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.expert_blocks import blocks_of
-from pallas_kernels.layers.expert_boxes import box_of, places
-from pallas_kernels.layers.expert_bytes import pack, place_of, registered
-from pallas_kernels.layers.expert_kernel import multiply_chosen
-from pallas_kernels.layers.expert_matmul import Gate
-from pallas_kernels.layers.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
-from pallas_kernels.layers.expert_registers import NEGATIVE, POSITIVE, UNPACK
-from pallas_kernels.layers.expert_rows import MOST_LISTED, gather_blocks
-from pallas_kernels.layers.expert_tiling import choose_tiles
-from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_blocks import blocks_of
+from pallas_kernels.layers.experts.expert_boxes import box_of, places
+from pallas_kernels.layers.experts.expert_bytes import pack, place_of, registered
+from pallas_kernels.layers.experts.expert_kernel import multiply_chosen
+from pallas_kernels.layers.experts.expert_matmul import Gate
+from pallas_kernels.layers.experts.expert_mlp import ExpertMlp, expert_mlp, multiply_packed
+from pallas_kernels.layers.experts.expert_registers import NEGATIVE, POSITIVE, UNPACK
+from pallas_kernels.layers.experts.expert_rows import MOST_LISTED, gather_blocks
+from pallas_kernels.layers.experts.expert_tiling import choose_tiles
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.weights import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted
@@ -306,7 +306,7 @@ def test_product_of_packed_experts_compiled_for_h200_spills_no_registers(
     @jax.jit
     def product(x: Any, values: Any, scale: Any, bias: Any, indices: Any) -> jax.Array:
         fixed: dict[str, Any] = {"gate": LIMITED if gated else None, "tiles": tiles, "dtype": BF16}
-        return multiply_chosen(x, Quantized(values, scale), bias, None, indices, **fixed)
+        return multiply_chosen(x, Quantized(values, scale, kind), bias, None, indices, **fixed)
 
     arrays = [new((experts, out, inner // 32, 16), jnp.uint8), groups, new((experts, out), BF16)]
     program, printed = compile_with_ptxas_output(
@@ -327,7 +327,7 @@ def test_feed_forward_of_packed_experts_compiled_for_an_h200_takes_three_launche
         groups = (
             new((experts, out, inner // 32), jnp.uint8) if kind == "mxfp4" else new((experts, out, inner // 128), F32)
         )
-        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups)  # type: ignore[arg-type]
+        return Quantized(new((experts, out, inner // 32, 16), jnp.uint8), groups, kind)  # type: ignore[arg-type]
 
     bias: Any = new((experts, hidden), BF16)
     weights = ExpertMlp(weight(2 * width, hidden), weight(hidden, width), None, bias)

@@ -13,11 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICES, blocks_of
-from pallas_kernels.layers.expert_bytes import pack
-from pallas_kernels.layers.expert_matmul import REFERENCE_ROWS, Gate, expert_matmul, unsupported_experts
-from pallas_kernels.layers.expert_rows import MOST_LISTED
-from pallas_kernels.layers.quantized import Quantized, quantize
+from pallas_kernels.layers.experts.expert_blocks import FEW_ROWS, MANY_ROWS, MOST_CHOICES, blocks_of
+from pallas_kernels.layers.experts.expert_bytes import pack
+from pallas_kernels.layers.experts.expert_matmul import Gate, expert_matmul, unsupported_experts
+from pallas_kernels.layers.experts.expert_reference import REFERENCE_ROWS
+from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.weights import Quantized
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
@@ -178,17 +180,17 @@ def test_blocks_hold_each_choice_once_with_those_of_its_expert_only(kind: str, s
 def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementation: Any) -> None:
     x, weight, bias, _ = problem(6, inner=128)
     stored = quantize(weight, kind)
-    assert stored.scale.shape == weight.shape[:2] and stored.group is None
+    assert stored.scale.shape == weight.shape[:2] and not stored.has_groups
     chosen = choices("any", 5, 2, 6)
     got = expert_matmul(x, stored, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
     wide = np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[..., None]
     np.testing.assert_allclose(got, loop(x, wide, chosen, Gate(), bias), atol=1e-5)
-    unscaled = Quantized(stored.values, jnp.ones_like(stored.scale))
+    unscaled = replace(stored, scale=jnp.ones_like(stored.scale))
     other = expert_matmul(x, unscaled, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
 
 
-def packed(kind: str, inner: int, group: int, out: int = 128) -> tuple[Quantized, np.ndarray]:
+def packed(kind: Any, inner: int, group: int, out: int = 128) -> tuple[Quantized, np.ndarray]:
     """Return random experts in a kind of four bits, and the weights that they stand for, computed value by value."""
     rng = np.random.default_rng(inner)
     values, groups = rng.integers(0, 16, (5, out, inner), np.uint8), (5, out, inner // group)
@@ -199,7 +201,7 @@ def packed(kind: str, inner: int, group: int, out: int = 128) -> tuple[Quantized
         scale, zeros = (rng.normal(size=groups) / 20).astype(np.float32), rng.integers(0, 16, groups, np.uint8)
         numbers, factor = values.astype(np.float64) - zeros.repeat(group, -1), scale.astype(np.float64)
     arrays = [None if array is None else jnp.asarray(array) for array in (pack(values), scale, zeros)]
-    return Quantized(arrays[0], arrays[1], zeros=arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
+    return Quantized(arrays[0], arrays[1], kind, arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
 
 
 PACKED = [("mxfp4", 96, 32, 20), ("int4", 384, 64, 1), ("mxfp4", 384, 32, 1)]

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_matmul, quantize_rows
-from pallas_kernels.layers import hopper_kernel
-from pallas_kernels.layers.gated_matmul import _multiply_few, kernel_padding, tiles_for
-from pallas_kernels.layers.hopper_kernel import multiply
-from pallas_kernels.layers.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense.gated_kernel import multiply as multiply_few
+from pallas_kernels.layers.dense.hopper_kernel import multiply
+from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, quantize
+from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
@@ -273,7 +275,7 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
     x, weight = shape((2, rows // 2, inner), dtype), shape((2 * out, inner), dtype)
     if dtype == FP8:
         x = QuantizedActivation(x, shape((2, rows // 2), F32), BF16)
-        weight = Quantized(weight, shape((2 * out,), F32), dynamic=True)
+        weight = Quantized(weight, shape((2 * out,), F32), "fp8_dynamic")
     program, printed = compile_with_ptxas_output(gated_matmul, x, weight, activation=activation)
     assert [launch.name for launch in program.launches] == ["kCustomCall"]
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")]
@@ -281,15 +283,15 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 
 @mosaic
 def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
     bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
     scale = jnp.ones(2 * out, F32)
     weights = {
         "bf16": bf16,
-        "int8": Quantized(int8, scale),
-        "fp8": Quantized(fp8, scale),
-        "fp8_dynamic": Quantized(fp8, scale, dynamic=True),
+        "int8": Quantized(int8, scale, "int8"),
+        "fp8": Quantized(fp8, scale, "fp8"),
+        "fp8_dynamic": Quantized(fp8, scale, "fp8_dynamic"),
     }
     rows = {dtype: jnp.zeros((320, inner), dtype) for dtype in (BF16, F16, F32)}
     supported = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
@@ -321,7 +323,7 @@ def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
         (33, 1): 0,
     }
     assert not any(kernel_padding(*shape, weight, BF16) for shape in wanted), "XLA needs no padding"
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     assert {shape: kernel_padding(*shape, weight, BF16) for shape in wanted} == wanted
     assert kernel_padding(1, 60, weight, F32) == 0
     assert kernel_padding(1, 60, weight, BF16, "gelu_tanh") == 4
@@ -346,14 +348,14 @@ def test_gated_matmul_on_h200_runs_the_kernel_unless_reference_is_chosen(
 ) -> None:
     x, weight = jax.ShapeDtypeStruct((64, 1024), BF16), jax.ShapeDtypeStruct((2 * 6144, 1024), dtype)
     if dtype == FP8:
-        weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), dynamic=True)
+        weight = Quantized(weight, jax.ShapeDtypeStruct((2 * 6144,), F32), "fp8_dynamic")
     program = compile_for_h200(partial(gated_matmul, implementation=implementation), x, weight)
     assert program.count("kCustomCall") == runs_kernel
 
 
 @mosaic
 def test_gated_matmul_on_cpu_beside_a_hopper_gpu_matches_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 4)
     x, weight = problem(80, 192, 256)
     assert tiles_for(x, weight)
     for implementation in ("auto", "pallas", "reference"):
@@ -378,7 +380,7 @@ def test_gated_matmul_on_other_gpus_does_not_run_the_hopper_kernel(gpu: str, run
 )
 def test_kernel_of_a_few_rows_interpreted_matches_float64(rows: int, dtype: Any) -> None:
     x, weight = problem(rows, 192, 384, dtype)
-    got = _multiply_few(x, weight, interpret=True)
+    got = multiply_few(x, weight, interpret=True)
     assert error(got, x, weight) < 4e-3
     assert error(got, x.at[rows - 1].set(0), weight) > 0.1
 

@@ -35,10 +35,11 @@ from pallas_kernels import (
     split_matmul,
     top_log_probs,
 )
-from pallas_kernels.layers.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.dense.deterministic_matmul import deterministic_matmul
+from pallas_kernels.layers.experts.routing import Choice, route
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized, matmul
-from pallas_kernels.layers.routing import Choice, route
+from pallas_kernels.layers.weights import Quantized
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support.gpus import GPUS, compile_for
 
@@ -178,21 +179,21 @@ def append_or_move(dtype: Any, *, move: bool) -> Case:
     return partial(move_rows, implementation="pallas"), ([k] * 2, [v] * 2, table, *where, valid)
 
 
-def product(rows: int, kind: str | None = None, out: int = 6144) -> Case:
+def product(rows: int, kind: Any = None, out: int = 6144) -> Case:
     weight: Any = shape(out, HIDDEN, dtype=BF16 if kind is None else jnp.int8 if kind == "int8" else FP8)
     if kind is not None:
-        weight = Quantized(weight, shape(out, dtype=F32), dynamic=kind == "fp8_dynamic")
+        weight = Quantized(weight, shape(out, dtype=F32), kind)
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
 def grouped_product(rows: int) -> Case:
-    weight = Quantized(shape(6144, HIDDEN, dtype=FP8), shape(6144, HIDDEN // 128, dtype=F32))
+    weight = Quantized(shape(6144, HIDDEN, dtype=FP8), shape(6144, HIDDEN // 128, dtype=F32), "fp8")
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN), weight)
 
 
 def packed_product(rows: int, dtype: Any = BF16) -> Case:
     values, groups = shape(6144, HIDDEN // 32, 16, dtype=jnp.uint8), (6144, HIDDEN // 128)
-    weight = Quantized(values, shape(*groups, dtype=F32), zeros=shape(*groups, dtype=jnp.uint8))
+    weight = Quantized(values, shape(*groups, dtype=F32), "int4", shape(*groups, dtype=jnp.uint8))
     return partial(split_matmul, implementation="pallas"), (shape(rows, HIDDEN, dtype=dtype), weight)
 
 
@@ -201,9 +202,9 @@ def deterministic_product(rows: int, dtype: Any = BF16) -> Case:
     return partial(deterministic_matmul, implementation="pallas"), arrays
 
 
-def xla_product(kind: str) -> Case:
+def xla_product(kind: Any) -> Case:
     """Return the case of a product whose output is so wide that XLA computes it."""
-    weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), dynamic=kind == "fp8_dynamic")
+    weight = Quantized(shape(VOCAB, HIDDEN, dtype=FP8), shape(VOCAB, dtype=F32), kind)
     return matmul, (shape(5, HIDDEN), weight)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,13 @@ from jspec.core.numerics import AUTO
 from jspec.models.layers import head_product
 from jspec.models.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
-from pallas_kernels.layers import int4
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.quantized import Quantized, matmul, quantize_activation, reduce_partials
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
+from pallas_kernels.layers.formats import columns_of
+from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.quantize_rows import quantize_activation
+from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import cover
 from tests.support.gpus import A100, H100, compile_for
@@ -31,13 +36,14 @@ def problem(rows: int, out: int, inner: int, group: int, dtype: str = "float8_e4
     rng = np.random.default_rng(rows + out)
     values = jnp.asarray(rng.normal(size=(out, inner)) * 30, F32).astype(dtype)
     scale = 10.0 ** rng.uniform(-3, -2, (out, inner // group))
-    return jnp.asarray(rng.normal(size=(rows, inner)), BF16), Quantized(values, jnp.asarray(scale, F32))
+    kind: Any = "int8" if dtype == "int8" else "fp8"
+    return jnp.asarray(rng.normal(size=(rows, inner)), BF16), Quantized(values, jnp.asarray(scale, F32), kind)
 
 
 def wide(weight: Quantized) -> np.ndarray:
     """Return the weight in float64, each value times the scale of its group."""
     found = np.asarray(weight.values, np.float64)
-    assert weight.group is not None
+    assert weight.has_groups
     for row, column in np.ndindex(*weight.shape):
         found[row, column] *= float(weight.scale[row, column // weight.group])
     return found
@@ -69,10 +75,10 @@ def test_product_in_groups_has_the_sums_of_each_groups_values_times_its_scale(
 ) -> None:
     x, weight = problem(rows, out, inner, group, dtype)
     run = partial(grouped_matmul, dtype=F32, parts=parts, implementation=implementation)
-    got = run(x, weight.values, weight.scale)
+    got = run(x, weight)
     assert got.shape == (parts, rows, out)
     assert error(got.sum(0), expected(x, weight)) < 1e-6  # float32 sums of exact products
-    other = run(x, weight.values, jnp.roll(weight.scale, 1, axis=1)).sum(0)
+    other = run(x, replace(weight, scale=jnp.roll(weight.scale, 1, axis=1))).sum(0)
     assert error(other, expected(x, weight)) > 0.1, "control: each group has the next one's scale"
 
 
@@ -82,7 +88,7 @@ def packed_problem(rows: int, out: int, inner: int, group: int, has_zeros: bool)
     rng = np.random.default_rng(inner)
     values = int4.pack(jnp.asarray(rng.integers(0, 16, (out, inner)), jnp.uint8))
     zeros = jnp.asarray(rng.integers(0, 17, weight.scale.shape), jnp.uint8) if has_zeros else None
-    return x, Quantized(values, weight.scale, zeros=zeros)
+    return x, Quantized(values, weight.scale, "int4", zeros)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +113,13 @@ def test_product_with_a_packed_weight_has_the_sums_of_each_groups_differences_ti
     if rows > 64 and implementation == "pallas":  # the weight is rounded to the dtype of x
         wanted = np.asarray(x, np.float64) @ wide.astype(BF16).astype(np.float64).T
         assert error(exact, wanted) > 1e-4, "control: the weight is not rounded"
-    got = run(x, weight.values, weight.scale, zeros=weight.zeros)
+    got = run(x, weight)
     assert got.shape == (parts, rows, out)
     assert error(got.sum(0), wanted) < 1e-6  # float32 sums of exact products
-    swapped = weight.values << 4 | weight.values >> 4
-    assert error(run(x, swapped, weight.scale, zeros=weight.zeros).sum(0), wanted) > 0.1, "control: halves swapped"
+    swapped = replace(weight, values=weight.values << 4 | weight.values >> 4)
+    assert error(run(x, swapped).sum(0), wanted) > 0.1, "control: halves swapped"
     zeros = jnp.full(weight.scale.shape, 8, jnp.uint8) if weight.zeros is None else weight.zeros
-    other = run(x, weight.values, weight.scale, zeros=zeros + 1).sum(0)
+    other = run(x, replace(weight, zeros=zeros + 1)).sum(0)
     assert error(other, wanted) > 0.01, "control: zero points of one more"
 
 
@@ -126,8 +132,8 @@ def test_packed_values_keep_their_columns_in_any_blocks() -> None:
     for parts in (2, 4, 16):
         assert int4.reblocked(packed, parts).shape[1] % parts == 0
         np.testing.assert_array_equal(int4.unpack(int4.reblocked(packed, parts)), values)
-    weight = Quantized(jnp.asarray(packed), jnp.ones((3, 3)), zeros=jnp.zeros((3, 3), jnp.uint8))
-    np.testing.assert_array_equal(matmul(jnp.eye(40), weight.columns(16, 56)), values[:, 16:56].T)
+    weight = Quantized(jnp.asarray(packed), jnp.ones((3, 3)), "int4", jnp.zeros((3, 3), jnp.uint8))
+    np.testing.assert_array_equal(matmul(jnp.eye(40), columns_of(weight, 16, 56)), values[:, 16:56].T)
     with pytest.raises(ValueError, match="int4: expected an even number of input channels, got 3"):
         int4.reblocked(packed, 32)
 
@@ -145,7 +151,7 @@ def test_scales_of_a_weight_belong_to_consecutive_columns_of_a_row() -> None:
 def test_columns_of_a_weight_with_group_scales_keep_their_values(start: int, stop: int) -> None:
     """Ranges that cut a group in two get smaller groups."""
     _, weight = problem(1, 3, 12, 4)
-    part = weight.columns(start, stop)
+    part = columns_of(weight, start, stop)
     assert part.shape == (3, stop - start)
     np.testing.assert_array_equal(wide(part), wide(weight)[:, start:stop])
 
@@ -190,14 +196,21 @@ PRODUCTS: dict[str, tuple[int, int, Callable[..., Any]]] = {  # of Llama-3.1-8B:
 }
 
 
+def abstract(out: int, inner: int) -> Quantized:
+    """Return the shapes of a float8 weight with scales for groups of 128 columns."""
+    values, scale = (
+        jax.ShapeDtypeStruct((out, inner), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((out, inner // 128), F32),
+    )
+    return Quantized(values, scale, "fp8")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rows", [1, 61, 160, pytest.param(2048, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_in_groups_compiled_for_h100_writes_no_widened_weight(name: str, rows: int) -> None:
     out, inner, function = PRODUCTS[name]
     x = jax.ShapeDtypeStruct((1, rows, inner), BF16)
-    weight = Quantized(
-        jax.ShapeDtypeStruct((out, inner), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((out, inner // 128), F32)
-    )
+    weight = abstract(out, inner)
     program = compile_for(H100, function, x, weight, fail_on_spills=True)
     activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
     assert program.temp_bytes <= activations
@@ -209,7 +222,7 @@ def compile_packed(name: str, rows: int, dtype: jnp.dtype = BF16) -> H200Program
     out, inner, function = PRODUCTS[name]
     x, groups = jax.ShapeDtypeStruct((1, rows, inner), dtype), (out, inner // 128)
     values, zeros = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((out, inner // 128, 64), groups))
-    weight = Quantized(values, jax.ShapeDtypeStruct(groups, F32), zeros=zeros)
+    weight = Quantized(values, jax.ShapeDtypeStruct(groups, F32), "int4", zeros)  # type: ignore[arg-type]
     return compile_for(A100, function, x, weight, fail_on_spills=True)
 
 
@@ -240,20 +253,18 @@ def test_product_of_many_rows_with_a_packed_weight_compiled_for_a100_widens_at_m
     sums = 4 * 4 * rows * out  # bytes of float32 results of up to four parts of k, or of a piece
     assert copy <= program.temp_bytes <= copy + sums
     shape = jax.ShapeDtypeStruct((out, inner // 128, 64), jnp.uint8)
-    weight = Quantized(shape, jax.ShapeDtypeStruct((out, inner // 128), F32))  # type: ignore[arg-type]
+    weight = Quantized(shape, jax.ShapeDtypeStruct((out, inner // 128), F32), "int4")  # type: ignore[arg-type]
     assert widened_bytes({"weight": weight}, rows) == copy
     assert widened_bytes({"weight": weight}, 64) == 0
 
 
 def test_experts_with_packed_weights_are_not_widened() -> None:
     shape, scale = jax.ShapeDtypeStruct((4, 64, 8, 16), jnp.uint8), jax.ShapeDtypeStruct((4, 64, 2), F32)
-    assert widened_bytes({"experts": Quantized(shape, scale)}, 1000) == 0  # type: ignore[arg-type]
+    assert widened_bytes({"experts": Quantized(shape, scale, "int4")}, 1000) == 0  # type: ignore[arg-type]
 
 
 def test_reference_of_a_product_in_groups_compiled_for_h100_writes_a_widened_weight() -> None:
     """Negative control of the test of memory."""
-    arrays = [
-        jax.ShapeDtypeStruct(*a) for a in (((61, 4096), BF16), ((6144, 4096), jnp.float8_e4m3fn), ((6144, 32), F32))
-    ]
-    program = compile_for(H100, partial(grouped_matmul, dtype=F32, implementation="reference"), *arrays)
+    x, weight = jax.ShapeDtypeStruct((61, 4096), BF16), abstract(6144, 4096)
+    program = compile_for(H100, partial(grouped_matmul, dtype=F32, implementation="reference"), x, weight)
     assert program.temp_bytes >= 2 * 6144 * 4096

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers import int4
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.gated_matmul import gated_matmul
-from pallas_kernels.layers.grouped_matmul import grouped_matmul
-from pallas_kernels.layers.int4_kernel import multiply
-from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.int4.int4_kernel import multiply
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles, copied_groups
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.reference.activations import ACTIVATIONS
 from tests.support.mosaic import interpreted as run_interpreted
@@ -141,6 +141,10 @@ def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activ
     assert error(other(gate) * up) > 1e-3, "control: the other activation function"
 
 
+def on_device(packed: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> Quantized:
+    return Quantized(jnp.asarray(packed), jnp.asarray(scale), "int4", None if zeros is None else jnp.asarray(zeros))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
@@ -161,8 +165,8 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
     packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    given = [jnp.asarray(packed), jnp.asarray(scale), F32, *([] if zeros is None else [jnp.asarray(zeros)])]
-    got = np.asarray(grouped_matmul(x, *given, implementation="pallas"), np.float64).sum(axis=0)
+    own = on_device(packed, scale, zeros)
+    got = np.asarray(grouped_matmul(x, own, F32, implementation="pallas"), np.float64).sum(axis=0)
 
     def error(*weight: Any) -> float:
         wanted = np.asarray(x, np.float64) @ reference.device(*weight).astype(np.float64).T
@@ -191,7 +195,7 @@ def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    weight = Quantized(jnp.asarray(packed), jnp.asarray(scale), zeros=None if zeros is None else jnp.asarray(zeros))
+    weight = on_device(packed, scale, zeros)
     got, again = (
         np.asarray(gated_matmul(x, weight, activation=activation, implementation="pallas"), np.float64)
         for _ in range(2)
@@ -285,8 +289,8 @@ def test_product_with_a_packed_weight_compiled_for_h200_spills_registers_only_if
     @jax.jit
     def product(x: jax.Array, values: jax.Array, scale: jax.Array, *zeros: jax.Array) -> jax.Array:
         if name == "gate_up":
-            return gated_matmul.__wrapped__(x, Quantized(values, scale, zeros=zeros[0] if zeros else None))  # type: ignore[attr-defined]
-        return grouped_matmul.__wrapped__(x, values, scale, BF16, *zeros)  # type: ignore[attr-defined]
+            return gated_matmul.__wrapped__(x, Quantized(values, scale, "int4", *zeros))  # type: ignore[attr-defined]
+        return grouped_matmul.__wrapped__(x, Quantized(values, scale, "int4", *zeros), BF16)  # type: ignore[attr-defined]
 
     program, printed = compile_with_ptxas_output(product, shape((rows, inner), BF16), *weight)
     pads = rows > 8 and rows % 8 > 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import norm_columns
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from tests.kernels.test_residual_norm import EPS, mean_error, normed, rounded
 from tests.support.h200 import compile_for_h200
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.plain_product import MOST_ROWS, plain_product
-from pallas_kernels.layers.quantized import matmul
+from pallas_kernels.layers.dense.plain_product import MOST_ROWS, plain_product
+from pallas_kernels.layers.products import matmul
 
 OUT, INNER = 96, 80
 F32 = jnp.dtype("float32")

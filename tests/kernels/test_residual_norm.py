@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from tests.kernels.test_quantize_rows import half_step_error
 from tests.support import cover
 

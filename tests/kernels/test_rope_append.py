@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import HeadTransform, rotate_append
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from tests.support import cover
 
 SHAPES = [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layers.routing import Choice, route
+from pallas_kernels.layers.experts.routing import Choice, route
 from tests.support.h200 import compile_for_h200
 
 CHOICES = {

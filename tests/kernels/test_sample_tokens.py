@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import sample_tokens
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN
 from tests.reference.decoder import processed_probs
 from tests.support import cover

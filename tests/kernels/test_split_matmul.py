@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantize_rows, split_matmul
-from pallas_kernels.layers import hopper_kernel
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.dense.split_kernel import MOST_ROWS, parts_of
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.quantized import Quantized, QuantizedActivation, Scaled, matmul, quantize, reduce_partials
-from pallas_kernels.layers.split_matmul import MOST_ROWS, parts_of
+from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
 from tests.support.h200 import compile_for_h200
@@ -233,7 +236,7 @@ def test_split_product_of_fp8_runs_the_hopper_kernel_only_for_some_row_counts(
     """The row counts are the multiples of 8 from 24 to 64."""
     shape = jax.ShapeDtypeStruct
     x = QuantizedActivation(shape((1, rows, 4096), FP8), shape((1, rows), jnp.float32), BF16)
-    weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), dynamic=True)
+    weight = Quantized(shape((6144, 4096), FP8), shape((6144,), jnp.float32), "fp8_dynamic")
     program, printed = compile_with_ptxas_output(split_matmul, x, weight)
     assert program.count("kCustomCall") == hopper
     assert re.findall(r"\b(\d+) bytes spill stores, (\d+) bytes spill loads", printed) == [("0", "0")] * hopper
@@ -245,7 +248,7 @@ def test_split_product_of_fp8_runs_the_hopper_kernel_only_for_some_row_counts(
 def test_split_product_on_cpu_beside_a_hopper_gpu_returns_two_partial_sums(
     implementation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     x, weight = problem(40, 4096, 2048, "bfloat16")
     got = split_matmul(x, quantize(weight, "fp8_dynamic"), implementation=implementation)
     assert got.shape == (2, 1, 40, 4096)

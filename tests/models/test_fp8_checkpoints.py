@@ -18,7 +18,7 @@ from jspec.models.quantize import quantized_as
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, recordings
 from tests.support import quantized_folders as made
 from tests.support.quantized_folders import CONFIG, FORMATS

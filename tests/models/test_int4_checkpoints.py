@@ -18,7 +18,7 @@ from jspec.models.quantize import check_device, quantize_weights, quantized_as
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import byte_pair, folders, recordings, tiny
 from tests.support import int4_folders as made

@@ -15,7 +15,7 @@ from jspec import DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.models.quantize import check_device
 from jspec.tools.convert import main as convert_main
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders
 from tests.support import int4_folders as made
 from tests.support.int4_folders import FORMATS

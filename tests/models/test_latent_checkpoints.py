@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from convert.huggingface import _Selection
 from jspec import Model
 from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, tiny
 from tests.support.recordings import most_likely, recording
 
@@ -93,7 +94,7 @@ def test_float8_projections_of_latent_attention_keep_their_bytes_and_have_the_re
 
 def rolled(weight: Any) -> Quantized:
     assert isinstance(weight, Quantized)
-    return Quantized(weight.values, jnp.roll(weight.scale, BLOCK, axis=0))
+    return replace(weight, scale=jnp.roll(weight.scale, BLOCK, axis=0))
 
 
 def test_scales_that_are_not_reordered_with_their_rows_give_other_logits(

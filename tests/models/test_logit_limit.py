@@ -11,7 +11,7 @@ import pytest
 
 from jspec.core.numerics import Numerics
 from jspec.models.decoder import Model
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import tiny
 from tests.support.h200 import compile_for_h200
 

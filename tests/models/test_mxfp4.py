@@ -21,8 +21,8 @@ from jspec.models.quantized_config import Scheme, read_scheme
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
-from pallas_kernels.layers import mxfp4
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts import mxfp4
+from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, recordings
 
 pytestmark = pytest.mark.once

@@ -31,8 +31,12 @@ from jspec.tools.info import describe
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from pallas_kernels import split_matmul
-from pallas_kernels.layers.expert_matmul import widened_expert
-from pallas_kernels.layers.quantized import EXPERT_KINDS, KINDS, Quantized, matmul, quantize, reduce_partials
+from pallas_kernels.layers.dense.grouped_matmul import widened
+from pallas_kernels.layers.experts.expert_reference import widened_expert
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.weights import EXPERT_KINDS, FORMATS, KINDS, Quantized
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
 from tests.support.h200 import compile_for_h200
@@ -41,6 +45,20 @@ from tests.support.recordings import most_likely
 # An input halfway between two float8 numbers may be rounded to either, which changes one product by 1/16.
 TOLERANCE = {"int8": 1e-6, "fp8": 1e-6, "fp8_dynamic": 1e-3, "int4": 1e-6}
 PROMPT = "class Config:\n    def _interpolate"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", FORMATS)
+def test_kind_of_a_weight_belongs_to_the_structure_of_its_tree(kind: Any) -> None:
+    shape = (3, 4, 32) if kind == "mxfp4" else (4, 32)
+    weight = quantize(jnp.ones(shape), kind)
+    other = replace(weight, kind="fp8" if kind == "int8" else "int8")
+    assert jax.tree.structure(weight) != jax.tree.structure(other)
+    assert jax.tree.map(jnp.negative, weight).kind == kind and jax.jit(lambda own: own)(weight).kind == kind
+    abstract = jax.eval_shape(partial(quantize, kind=kind), jnp.ones(shape))
+    assert abstract.kind == kind and abstract.shape == shape
+    part = jax.jit(lambda own: own.rows(slice(1, 3)))(weight)
+    assert part.kind == kind and part.shape == (2, *shape[1:])
 
 
 def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
@@ -206,10 +224,10 @@ def test_quantised_mixture_of_experts_computes_with_the_rounded_weights(kind: st
     def wide(leaf: Any) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
-        if leaf.group is None:
+        if not leaf.has_groups:
             return leaf.values.astype(jnp.float32) * leaf.scale[..., None]
         if len(leaf.shape) == 2:
-            return leaf.widened()
+            return widened(leaf)
         return jnp.stack([widened_expert(leaf, expert) for expert in range(leaf.shape[0])])
 
     rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))

@@ -15,7 +15,7 @@ from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
 from jspec.models.kv_pool import KVPool
 from jspec.models.mlp_config import Experts, Router
-from pallas_kernels.layers.routing import route
+from pallas_kernels.layers.experts.routing import route
 from tests.support import tiny
 
 ROUTERS = {

@@ -20,7 +20,7 @@ from jspec.models.quantize import quantize_weights
 from jspec.models.shared_expert import join_layers
 from jspec.models.tensor_parallel import mesh_of, place
 from jspec.tools.bench import random_models as bench
-from pallas_kernels.layers.expert_matmul import MOST_ELEMENTS
+from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from tests.support import tiny
 from tests.support.h200 import compile_for_h200
 

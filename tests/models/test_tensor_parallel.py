@@ -25,7 +25,8 @@ from jspec.models.params import model_params
 from jspec.models.quantize import quantize_weights
 from jspec.models.tensor_parallel import compare_folder, device_rows, layout, local_shapes, mesh_of, place, spec_of
 from jspec.tools.convert import main
-from pallas_kernels.layers.quantized import matmul, reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.shard import AXIS, Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
 from tests.support import byte_pair, tiny

@@ -18,7 +18,7 @@ from jspec.step import decode
 from jspec.step.budget import apply_budget
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state
-from pallas_kernels.layers.quantized import Scaled
+from pallas_kernels.layers.partial_sums import Scaled
 from tests.support import tiny
 
 VOCAB, PAGE, ROWS = 16, 4, 4

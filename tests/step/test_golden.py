@@ -19,7 +19,7 @@ from jspec.models.kv_pool import PoolShape
 from jspec.models.rope import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
-from pallas_kernels.layers.quantized import reduce_partials
+from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import byte_pair, tiny
 from tests.support.recordings import TOLERANCE, engine_of, most_likely, recording, replay, same_rounds
 

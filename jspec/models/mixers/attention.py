@@ -19,7 +19,8 @@ from jspec.models.mixers.mixer import Mixer
 from jspec.models.rope import PLAIN, Rope
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
-from pallas_kernels.layers.quantized import Inputs, PartialSums, QuantizedActivation
+from pallas_kernels.layers.partial_sums import PartialSums
+from pallas_kernels.layers.weights import Inputs, QuantizedActivation
 
 Queries = Float[Array, "batch tokens heads head_dim"]
 

@@ -24,8 +24,9 @@ from jspec.models.rope import PLAIN, Rope, tables
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.norm_columns import norm_columns
-from pallas_kernels.layers.quantized import Inputs, PartialSums, has_dynamic_activations, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import AXIS, Shard, gather_columns, own_columns
+from pallas_kernels.layers.weights import Inputs, has_dynamic_activations
 
 # Norms of queries and keys, in words.
 QK_NORMS = {"head": "each head", "unit": "each head, without weights", "all": "all heads together"}

@@ -11,7 +11,7 @@ from jspec.core.records import LayerState, TokenBatch
 from jspec.models.kv_pool import PoolShape
 from jspec.models.layer_weights import LayerWeights
 from jspec.models.param_spec import ParamSpec
-from pallas_kernels.layers.quantized import Inputs
+from pallas_kernels.layers.weights import Inputs
 
 
 class Mixer:

@@ -28,7 +28,8 @@ from jspec.models.rope import PLAIN, Rope, tables
 from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.layers.norm_columns import norm_columns
-from pallas_kernels.layers.quantized import Inputs, PartialSums, reduce_partials
+from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
+from pallas_kernels.layers.weights import Inputs
 
 
 @dataclass(frozen=True)

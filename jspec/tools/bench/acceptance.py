@@ -23,7 +23,7 @@ from jspec.engine.request.metrics import LowAcceptanceWarning, Metrics
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.tools.bench.pair import BenchPair
 from jspec.tools.bench.report import Column, Report, count, file_option, option, with_message
-from pallas_kernels.layers.quantized import KINDS
+from pallas_kernels.layers.weights import KINDS
 
 STATIC = "static:0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.1.0,0.0.0.0,0.0.0.1"
 TREES = tuple(Tree.parse(text) for text in ("chain:4", STATIC, "topk:16,4,4"))

@@ -27,7 +27,9 @@ from jspec.models.mixers.gqa import GQA
 from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.report import Column, Report, count, counts, option, scaled
 from pallas_kernels import gated_matmul, paged_attention, split_matmul
-from pallas_kernels.layers.quantized import KINDS, matmul, quantize
+from pallas_kernels.layers.formats import quantize
+from pallas_kernels.layers.products import matmul
+from pallas_kernels.layers.weights import FORMATS, KINDS
 
 BEYOND_CACHES = 256 * 2**20  # bytes that all calls read together at least; an H200's L2 holds 60 MB
 MOST_CALLS = 64
@@ -79,7 +81,7 @@ def gemm(name: str, settings: dict[str, Any]) -> KernelResult:
     """Time the product of activations [rows, inner] and a weight [out, inner], with the decoder's function."""
     keys = ("rows", "out", "inner", "dtype", "quantize", "implementation")
     rows, out, inner, dtype, kind, how = (settings[key] for key in keys)
-    width = jnp.dtype(dtype).itemsize if kind is None else 1
+    width = jnp.dtype(dtype).itemsize if kind is None else FORMATS[kind].value_bytes
     widths = roofline.Widths(weight=width, speed=2 if kind == "fp8_dynamic" else 1)
     cost = roofline.matmul(name, rows, out, inner, widths)
     calls = calls_for(cost.bytes)

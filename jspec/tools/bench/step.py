@@ -39,15 +39,13 @@ from jspec.step.program import Params, Program
 from jspec.tools.bench import profiling, random_models, roofline
 from jspec.tools.bench.report import TREES, Column, Report, counts, ints, option, tree_name
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers import mxfp4
-from pallas_kernels.layers.quantized import KINDS
+from pallas_kernels.layers.weights import FORMATS, KINDS, Kind
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "dspark": DSpark}
 GROUP = 32  # steps dispatched between two looks at the clock; only the first one finds an idle device
 GROUPS = 12
 UNHINDERED = 8  # first dispatches of a group, in which the host does not yet wait for the device
 WARM_UP = 3
-MXFP4_BYTES = 1 / 2 + 1 / mxfp4.GROUP  # of a weight in mxfp4, with its part of a scale
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class StepCase:
     dtype: Annotated[str, Column("dtype")] = "bfloat16"
     implementation: str = "auto"
     greedy: bool = True
-    quantize: Annotated[str | None, Column("weights")] = None  # quantisation of target and head
-    draft_quantize: Annotated[str | None, Column("head")] = None  # quantisation of the head alone; None: as the target
+    quantize: Annotated[Kind | None, Column("weights")] = None  # quantisation of target and head
+    draft_quantize: Annotated[Kind | None, Column("head")] = None  # quantisation of the head alone; None: as the target
     kv_dtype: Annotated[str | None, Column("cache")] = None  # dtype of both caches; None: `dtype`
     idle: Annotated[int, Column("idle")] = 0  # number of batch rows without a request
     # Depth at which a step cuts the tree, 0: nothing is drafted; None: the tree's depth.
@@ -196,11 +194,12 @@ def measure(
 def floor_milliseconds(case: StepCase) -> float | None:
     """Return the least milliseconds of a case's step; None if the device's rates are unknown."""
 
-    def widths(quantize: str | None) -> roofline.Widths:
+    def widths(quantize: Kind | None) -> roofline.Widths:
         cache = jnp.dtype(case.kv_dtype or "bfloat16").itemsize
-        weight = {None: 2.0, "int4": 0.5, "mxfp4": 2.0}.get(quantize, 1.0)
-        speed = 2 if quantize == "fp8_dynamic" else 1
-        return roofline.Widths(weight, MXFP4_BYTES if quantize == "mxfp4" else None, cache, speed)
+        form = None if quantize is None else FORMATS[quantize]
+        if form is not None and form.group is not None and not form.is_dense:
+            return roofline.Widths(2, form.value_bytes + 1 / form.group, cache)  # a scale has a byte
+        return roofline.Widths(2 if form is None else form.value_bytes, None, cache, 1 + (quantize == "fp8_dynamic"))
 
     tree, rows = case.tree or ROOT_ONLY, case.batch - case.idle
     tree = tree if case.depth is None else tree.cut(case.depth)

@@ -1,82 +1,19 @@
-"""How the Hopper kernels of packed weights (`int4_kernel`, `expert_kernel`) store their results from registers.
-
-The operations are written as those of `int4_registers`.
-"""
+"""How the Hopper kernel of packed experts (`expert_kernel`) stores its results, as `int4_stores` stores others."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_bytes import SLICE, place_of
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import Mlir
-
-
-def store(
-    ref: Any, result: Array, place: tuple[Array, Array, Array], width: int, *, is_joined: bool, interpret: bool
-) -> None:
-    """Stores a result transposed, without the rows of x and the channels that do not exist.
-
-    Args:
-        ref: array in global memory [parts, rows, channels].
-        result: [64 channels, rows] in the array's dtype. If `is_joined`, its rows are 8 channels, the same 8 again, the
-            next 8, and so on.
-        place: the part, the first row, and the first channel.
-        width: number of channels to store, at most 64, or 32 if `is_joined`.
-        is_joined: whether a channel is there twice.
-        interpret: whether the kernel is interpreted.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        _store_by_jax(ref, channels_by_jax(result, is_joined)[:width], place)
-        return
-    scalar = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar))
-    def write(_, ref, result, *place):
-        m = Mlir()
-        _, rows, channels = m.ir.MemRefType(ref.type).shape
-        _, first = next(iter(m.wgmma.thread_idxs(result.shape)))
-        part, row, channel = (m.wide(value.registers.item()) for value in place)
-        row = m.arith.addi(row, m.wide(first))
-        offset = m.arith.addi(m.arith.muli(part, m.c(rows, m.i64)), row)
-        offset = m.arith.addi(m.arith.muli(offset, m.c(channels, m.i64)), channel)
-        for half, own in enumerate(m.rows(0 if is_joined else None)[: 1 if is_joined else 2]):
-            pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.addi(offset, own)], result.mlir_dtype)
-            is_channel = m.arith.cmpi(m.arith.CmpIPredicate.slt, own, m.c(width, m.i64))
-            for block, register in enumerate(list(result.registers.flat)[half::2]):
-                for odd in range(2):
-                    more = 8 * block + odd
-                    is_row = m.arith.cmpi(m.arith.CmpIPredicate.slt, row, m.c(rows - more, m.i64))
-                    value = m.vector.extract(register, [], [odd])
-                    with m.utils.when(m.arith.andi(is_row, is_channel)):
-                        m.llvm.store(value, m.utils.getelementptr(pointer, [more * channels], result.mlir_dtype))
-
-    write(ref, result, *place)
-
-
-def _store_by_jax(ref, result, place):
-    from jax.experimental import pallas as pl
-
-    part, row, channel = place
-    for index in range(result.shape[1]):
-
-        @pl.when(row + index < ref.shape[1])
-        def _(index=index):
-            ref[part, row + index, pl.ds(channel, len(result))] = result[:, index]
-
-
-def channels_by_jax(result, is_joined):
-    """Returns the different channels of a result."""
-    return result.reshape(4, 2, 8, -1)[:, 0].reshape(HEIGHT // 2, -1) if is_joined else result
+from pallas_kernels.layers.experts.expert_bytes import SLICE, place_of
+from pallas_kernels.layers.int4.int4_registers import Mlir
+from pallas_kernels.layers.int4.int4_stores import channels_by_jax
 
 
 def store_choices(
     ref: Any,
     total: Array,
-    place: tuple[Array, Array, Array],
+    origin: tuple[Array, Array, Array],
     choices_ref: Any,
     factors_ref: Any,
     *,
@@ -89,7 +26,7 @@ def store_choices(
     Args:
         ref: array in global memory [parts, choices, channels].
         total: the result, float32. If `is_joined`, its rows are 8 channels, the same 8 again, the next 8, and so on.
-        place: the part, the block, and the first channel.
+        origin: the part, the block, and the first channel.
         choices_ref: choices of each block [blocks, height] int32; -1: none, which is not stored.
         factors_ref: factor of each choice, float32 [choices, 1]; None: 1.
         width: number of channels to store, at most 64, or 32 if `is_joined`.
@@ -99,7 +36,7 @@ def store_choices(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
-        _store_choices_by_jax(ref, total, place, choices_ref, factors_ref, width, is_joined)
+        _store_choices_by_jax(ref, total, origin, choices_ref, factors_ref, width, is_joined)
         return
     scalar, refs = plgpu.Layout.WG_SPLAT, [choices_ref] if factors_ref is None else [choices_ref, factors_ref]
     types = [plgpu.RefType()] * (1 + len(refs))
@@ -112,8 +49,8 @@ def store_choices(
         part, block, channel = (m.wide(value.registers.item()) for value in (part, block, channel))
         rows = m.rows(0 if is_joined else None)[: 1 if is_joined else 2]
         is_channel = [m.arith.cmpi(m.arith.CmpIPredicate.slt, row, m.c(width, m.i64)) for row in rows]
-        _, own = next(iter(m.wgmma.thread_idxs(total.shape)))
-        first = m.arith.addi(m.arith.muli(block, m.c(total.shape[1], m.i64)), m.wide(own))
+        _, column_of_thread = next(iter(m.wgmma.thread_idxs(total.shape)))
+        first = m.arith.addi(m.arith.muli(block, m.c(total.shape[1], m.i64)), m.wide(column_of_thread))
         base = m.arith.muli(part, m.c(choices, m.i64))
         for column in range(0, total.shape[1], 8):
             for odd in range(2):
@@ -131,13 +68,13 @@ def store_choices(
                         with m.utils.when(is_channel[half]):
                             m.llvm.store(value, at)
 
-    write(ref, *refs, total, *place)
+    write(ref, *refs, total, *origin)
 
 
-def _store_choices_by_jax(ref, total, place, choices_ref, factors_ref, width, is_joined):
+def _store_choices_by_jax(ref, total, origin, choices_ref, factors_ref, width, is_joined):
     from jax.experimental import pallas as pl
 
-    part, block, channel = place
+    part, block, channel = origin
     total = channels_by_jax(total, is_joined)[:width]
     for index in range(total.shape[1]):
         choice = choices_ref[block, index]
@@ -151,7 +88,7 @@ def _store_choices_by_jax(ref, total, place, choices_ref, factors_ref, width, is
 def store_block(
     ref: Any,
     total: Array,
-    place: tuple[Array, Array],
+    origin: tuple[Array, Array],
     channels: int,
     kind: str,
     *,
@@ -166,7 +103,7 @@ def store_block(
     Args:
         ref: array in global memory [slices, rows, 128], in the order of `expert_bytes.registered`.
         total: as in `store_choices`.
-        place: the first row, and the first channel.
+        origin: the first row, and the first channel.
         channels: number of channels of all results, a multiple of 32 and at least 64.
         kind: kind of the next product's weight, "int4" or "mxfp4".
         width, is_joined: as in `store_choices`.
@@ -176,7 +113,7 @@ def store_block(
 
     padding = -channels % SLICE
     if interpret:
-        _store_block_by_jax(ref, channels_by_jax(total, is_joined)[:width], place, channels, kind)
+        _store_block_by_jax(ref, channels_by_jax(total, is_joined)[:width], origin, channels, kind)
         return
     scalar = plgpu.Layout.WG_SPLAT
 
@@ -184,8 +121,8 @@ def store_block(
     def write(_, ref, total, row, channel):
         m = Mlir()
         (_, rows, _), element = m.ir.MemRefType(ref.type).shape, m.ir.MemRefType(ref.type).element_type
-        _, own = next(iter(m.wgmma.thread_idxs(total.shape)))
-        row = m.arith.addi(m.wide(row.registers.item()), m.wide(own))
+        _, column_of_thread = next(iter(m.wgmma.thread_idxs(total.shape)))
+        row = m.arith.addi(m.wide(row.registers.item()), m.wide(column_of_thread))
 
         def pointer(channel):
             """Returns the address of a channel in a thread's first row."""
@@ -211,7 +148,7 @@ def store_block(
                     zeros = [m.c(0.0, element)] * len(values)
                     _store_column(m, pointer(m.arith.addi(own_channel, m.c(padding, m.i64))), element, zeros)
 
-    write(ref, total, *place)
+    write(ref, total, *origin)
 
 
 def _store_column(m, pointer, element, values):
@@ -249,15 +186,15 @@ class _Bits:
         return self._with(self.m.arith.ori, other)
 
 
-def _store_block_by_jax(ref, total, place, channels, kind):
+def _store_block_by_jax(ref, total, origin, channels, kind):
     from jax.experimental import pallas as pl
 
-    (first, channel), padding, total = place, -channels % SLICE, total.astype(ref.dtype)
+    (first, channel), padding, total = origin, -channels % SLICE, total.astype(ref.dtype)
     rows = pl.ds(first, total.shape[1])
     for index in range(len(total)):
-        own = channel + index
-        ref[own // SLICE, rows, place_of(own % SLICE, kind)] = total[index]
+        own_channel = channel + index
+        ref[own_channel // SLICE, rows, place_of(own_channel % SLICE, kind)] = total[index]
 
-        @pl.when(own >= channels - padding)
-        def _(own=own + padding):
-            ref[own // SLICE, rows, place_of(own % SLICE, kind)] = jnp.zeros(total.shape[1], ref.dtype)
+        @pl.when(own_channel >= channels - padding)
+        def _(own_channel=own_channel + padding):
+            ref[own_channel // SLICE, rows, place_of(own_channel % SLICE, kind)] = jnp.zeros(total.shape[1], ref.dtype)

@@ -28,16 +28,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import expert_registers
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Int4Tiles, copied_groups
-from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
-from pallas_kernels.layers.packed_stores import store
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4.int4_registers import SLICE, gate_and_up
+from pallas_kernels.layers.int4.int4_stores import store
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
+from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
-class _Place(NamedTuple):
+class _Origin(NamedTuple):
     """Where a work item is."""
 
     channel: Array  # first output channel of the CTA
@@ -77,13 +76,13 @@ class _Int4Cta(PackedCta):
         index = self.index + item * self.tiles.programs
         row, index = jax.lax.rem(index, self.row_tiles), jax.lax.div(index, self.row_tiles)
         channel, part = jax.lax.div(index, self.tiles.parts), jax.lax.rem(index, self.tiles.parts)
-        return _Place(channel * (self.tiles.channels * self.own_channels), part, row * self.tiles.height)
+        return _Origin(channel * (self.tiles.channels * self.own_channels), part, row * self.tiles.height)
 
-    def load_slices(self, place, column, at, barrier):
+    def load_slices(self, origin, column, at, barrier):
         """Starts to load a slot: slices of the tile's weights with their scales, and of rows of x."""
         size, copy = self.tiles.channels * self.own_channels, self.plgpu.copy_gmem_to_smem
         for half in range(self.halves):
-            rows, target = pl.ds(half * self.out + place.channel, size), half * self.tiles.channels * self.own_rows
+            rows, target = pl.ds(half * self.out + origin.channel, size), half * self.tiles.channels * self.own_rows
             for index in range(self.tiles.depth):
                 columns = pl.ds(column // 2 + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
                 weights = self.refs["weight"].at[rows, columns]
@@ -91,51 +90,51 @@ class _Int4Cta(PackedCta):
             for name, box in self.boxes.items():
                 groups = pl.ds(jax.lax.div(column, self.group * box.shape[2]) * box.shape[2], box.shape[2])
                 copy(self.refs[name].at[rows, groups], box.at[at, pl.ds(target, size)], barrier)
-        x = self.refs["x"].at[pl.ds(place.row, self.tiles.height), pl.ds(column, self.slot_columns)]
+        x = self.refs["x"].at[pl.ds(origin.row, self.tiles.height), pl.ds(column, self.slot_columns)]
         copy(x, self.x_tiles.at[at], barrier)
 
     def x_piece(self, at, index, first, size):
         first += index * SLICE * self.tiles.splits
         return self.x_tiles.at[at, :, pl.ds(self.split * SLICE + first, size)]
 
-    def own_channel(self, place):
+    def own_channel(self, origin):
         """Returns the first output channel of this warpgroup."""
-        return place.channel + self.channel * self.own_channels
+        return origin.channel + self.channel * self.own_channels
 
-    def factors(self, place, column):
+    def factors(self, origin, column):
         """Returns scales and zero points of this warpgroup's slices, None for those that are loaded with the slot."""
         refs = [None if name in self.boxes else self.refs.get(name) for name in FACTORS]
         apart = self.out if self.activation else None
         load = functools.partial(group_factors, apart=apart, interpret=self.interpret)
-        return [load(refs, self.own_channel(place), own, self.group) for own in self.slice_columns(column)]
+        return [load(refs, self.own_channel(origin), first, self.group) for first in self.slice_columns(column)]
 
     def slot_factors(self, name, at, column):
         """Returns what the groups of a slice have in a box of a slot."""
-        box, own = self.boxes[name], self.channel * self.own_rows
+        box, first_row = self.boxes[name], self.channel * self.own_rows
         apart = self.tiles.channels * self.own_rows if self.activation else None
         column = jax.lax.rem(column, self.group * box.shape[2])
-        found = group_factors([box.at[at]], own, column, self.group, apart=apart, interpret=self.interpret)
-        return [one for (one,) in found]
+        groups = group_factors([box.at[at]], first_row, column, self.group, apart=apart, interpret=self.interpret)
+        return [values for (values,) in groups]
 
-    def product(self, place, at, column, factors, total):
+    def product(self, origin, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
-        own = pl.ds(self.channel * self.own_rows, self.own_rows)
+        rows = pl.ds(self.channel * self.own_rows, self.own_rows)
         columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
         slices = []
         for index, (first, groups) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
-            packed = self.w_tiles.at[at, index, slice(None) if self.activation else 0, own, columns]
+            packed = self.w_tiles.at[at, index, slice(None) if self.activation else 0, rows, columns]
             for name in self.boxes:
-                for values, found in zip(groups, self.slot_factors(name, at, first), strict=True):
-                    values[FACTORS.index(name)] = found
+                for values, loaded in zip(groups, self.slot_factors(name, at, first), strict=True):
+                    values[FACTORS.index(name)] = loaded
             slices.append((packed, groups))
         return self.group_product(at, slices, total)
 
-    def store(self, place, total):
+    def store(self, origin, total):
         """Joins gate and up, and stores a result [64 channels, height] in the rows that exist."""
         if self.activation:
-            gate, up = expert_registers.halves(total, interpret=self.interpret)
+            gate, up = gate_and_up(total, interpret=self.interpret)
             total = gate / (1 + jnp.exp(-gate_logit(gate, self.activation))) * up
-        result, at = total.astype(self.refs["out"].dtype), (place.part, place.row, self.own_channel(place))
+        result, at = total.astype(self.refs["out"].dtype), (origin.part, origin.row, self.own_channel(origin))
         width, is_joined = self.own_channels, self.activation is not None
         store(self.refs["out"], result, at, width, is_joined=is_joined, interpret=self.interpret)
 

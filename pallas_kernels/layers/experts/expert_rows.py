@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layers.expert_blocks import ExpertBlocks, blocks_count
-from pallas_kernels.layers.expert_bytes import SLICE, slices_in_order
+from pallas_kernels.layers.experts.expert_blocks import ExpertBlocks, blocks_count
+from pallas_kernels.layers.experts.expert_bytes import SLICE, slices_in_order
 
 MOST_LISTED = 2048  # most choices that each program counts in less time than their products take
 LEAST_COUNTED = 16  # choices that are counted at a time
@@ -42,9 +42,9 @@ def gather_blocks(
     (count,), (_, inner) = chosen.shape, x.shape
     assert count <= MOST_LISTED, f"expected at most {MOST_LISTED} choices, got {count}"
     blocks, slices, places = blocks_count(count, experts, size), pl.cdiv(inner, SLICE), pl.next_power_of_2(size)
-    own = pl.cdiv(slices, max(1, PROGRAMS // blocks))  # slices of a program
-    step = min(pl.next_power_of_2(own), max(1, ELEMENTS // (SLICE * places)))
-    steps = pl.cdiv(own, step)
+    program_slices = pl.cdiv(slices, max(1, PROGRAMS // blocks))  # slices of a program
+    step = min(pl.next_power_of_2(program_slices), max(1, ELEMENTS // (SLICE * places)))
+    steps = pl.cdiv(program_slices, step)
     shapes = ((blocks,), (blocks, size), (2,))
     rows, expert, choices, counts = pl.pallas_call(
         functools.partial(_kernel, experts=experts, kind=kind, step=step, steps=steps),
@@ -63,20 +63,20 @@ def gather_blocks(
 def _kernel(x_ref, chosen_ref, rows_ref, expert_ref, choices_ref, counts_ref, *, experts, kind, step, steps):
     """Finds the choices of one block in a Pallas program, and copies some slices of their rows."""
     block, part, size = pl.program_id(0), pl.program_id(1), choices_ref.shape[1]
-    own, none = _count(chosen_ref, experts)
-    needed, unused = (own + size - 1) // size, (none + size - 1) // size
+    counted, none = _count(chosen_ref, experts)
+    needed, unused = (counted + size - 1) // size, (none + size - 1) // size
     used, of_words = jnp.sum(needed), jnp.sum(needed, axis=0)
     ends = (jnp.cumsum(of_words) - of_words)[None, :] + jnp.cumsum(needed, axis=0)  # of the blocks of each expert
-    is_before = (ends <= block) & (_experts_of(own.shape[1]) < experts)
+    is_before = (ends <= block) & (_experts_of(counted.shape[1]) < experts)
     expert = jnp.sum(is_before.astype(jnp.int32))
     number = block - jnp.sum(jnp.where(is_before, needed, 0))  # among the blocks of its expert
     choices = _find(chosen_ref, expert, number * size, experts, size)
-    place = jnp.arange(choices.shape[0])
+    position = jnp.arange(choices.shape[0])
 
     @pl.when(part == 0)
     def lists():
         expert_ref[block] = expert
-        pltriton.store(choices_ref.at[block, place], choices, mask=place < size)
+        pltriton.store(choices_ref.at[block, position], choices, mask=position < size)
 
     @pl.when((part == 0) & (block == 0))
     def count():
@@ -87,13 +87,13 @@ def _kernel(x_ref, chosen_ref, rows_ref, expert_ref, choices_ref, counts_ref, *,
         rows, column = jnp.maximum(choices, 0) % x_ref.shape[0], jnp.arange(SLICE)[None, None, :]
 
         def copy_slices(number, carry):
-            own = ((part * steps + number) * step + jnp.arange(step))[None, :, None]
-            columns, is_row = own * SLICE + column, (choices >= 0)[:, None, None]
+            copied = ((part * steps + number) * step + jnp.arange(step))[None, :, None]
+            columns, is_row = copied * SLICE + column, (choices >= 0)[:, None, None]
             at = x_ref.at[rows[:, None, None], columns]
-            found = pltriton.load(at, mask=is_row & (columns < x_ref.shape[1]), other=0)
-            at = rows_ref.at[own, (block * size + place)[:, None, None], column]
-            mask = (own < rows_ref.shape[0]) & (place < size)[:, None, None]
-            pltriton.store(at, slices_in_order(found, kind), mask=mask & (column < SLICE))
+            values = pltriton.load(at, mask=is_row & (columns < x_ref.shape[1]), other=0)
+            at = rows_ref.at[copied, (block * size + position)[:, None, None], column]
+            mask = (copied < rows_ref.shape[0]) & (position < size)[:, None, None]
+            pltriton.store(at, slices_in_order(values, kind), mask=mask & (column < SLICE))
             return carry
 
         jax.lax.fori_loop(0, steps, copy_slices, 0)
@@ -126,9 +126,9 @@ def _count(chosen_ref, experts):
 
     counted = jax.lax.fori_loop(0, pl.cdiv(count, step), add, jnp.zeros((words, step), jnp.int32))
     pairs = jnp.sum(counted[None] >> 8 * jnp.arange(2)[:, None, None] & 0x00FF00FF, axis=2)  # bytes 0 and 2, 1 and 3
-    own = (pairs[None] >> 16 * jnp.arange(2)[:, None, None] & 0xFFFF).reshape(4, words)
-    own = jnp.where(_experts_of(words) < experts, own, 0)
-    return own, count - jnp.sum(own)
+    counts = (pairs[None] >> 16 * jnp.arange(2)[:, None, None] & 0xFFFF).reshape(4, words)
+    counts = jnp.where(_experts_of(words) < experts, counts, 0)
+    return counts, count - jnp.sum(counts)
 
 
 def _find(chosen_ref, expert, first, experts, size):
@@ -138,15 +138,15 @@ def _find(chosen_ref, expert, first, experts, size):
     step = min(pl.next_power_of_2(chosen_ref.shape[0]), max(1, PAIRS // places))
 
     def find(number, carry):
-        seen, found = carry
+        seen, indices = carry
         index, chosen = _load(chosen_ref, number, step)
         is_none = ((chosen < 0) | (chosen >= experts)) & (index < chosen_ref.shape[0])
         is_own = (chosen == expert) | is_none & (expert == experts)
         up_to = seen + jnp.cumsum(is_own.astype(jnp.int32))
         is_wanted = is_own[None, :] & (up_to[None, :] - 1 == wanted[:, None])
-        found = jnp.where(is_wanted, index[None, :], found)
-        return seen + jnp.sum(is_own.astype(jnp.int32)), found
+        indices = jnp.where(is_wanted, index[None, :], indices)
+        return seen + jnp.sum(is_own.astype(jnp.int32)), indices
 
     nothing = jnp.int32(0), jnp.full((places, step), -1, jnp.int32)
-    _, found = jax.lax.fori_loop(0, pl.cdiv(chosen_ref.shape[0], step), find, nothing)
-    return jnp.where(jnp.arange(places) < size, jnp.max(found, axis=1), -1)
+    _, indices = jax.lax.fori_loop(0, pl.cdiv(chosen_ref.shape[0], step), find, nothing)
+    return jnp.where(jnp.arange(places) < size, jnp.max(indices, axis=1), -1)

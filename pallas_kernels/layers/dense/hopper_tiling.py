@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
 from pallas_kernels.layers.quantize_rows import FP8
 
 DTYPES = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), FP8}
 INNER_BYTES = 128  # bytes of a row in a slice of k; this is the widest swizzle
 STORE_BUFFERS = 2  # buffers per warpgroup: one is written while the TMA unit reads the other
-HEIGHT = 64  # rows of the first operand of `wgmma`, per warpgroup
-SHARED_BYTES = 227 * 1024 - 512  # shared memory of a CTA, without the barriers
 ALIGNMENT = 1024  # alignment in bytes of each array in shared memory; TMA copies need a multiple of 128
 MOST_GROUPS = 5  # most warpgroups per CTA, because they share a multiprocessor's registers
 REGISTERS = 512  # registers per thread if a multiprocessor had one warpgroup

@@ -16,11 +16,11 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.layers.dense.split_kernel import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
+from pallas_kernels.layers.partial_sums import PartialSums, join
 from pallas_kernels.layers.quantize_rows import Activation, gated
-from pallas_kernels.layers.quantized import PartialSums, join
 from pallas_kernels.layers.row_by_row import row_by_row, row_by_row_off_gpu
 from pallas_kernels.layers.shard import Shard
-from pallas_kernels.layers.split_matmul import INNER_BYTES, LEAST_INNER, LEAST_OUT, NARROW_OUT, WIDEST_OUT
 
 ROWS = 64  # rows of x, and rows of the weight, per Pallas program; with 16 rows Triton uses other instructions
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layers.expert_kernel import multiply, named
-from pallas_kernels.layers.expert_matmul import Gate, expert_matmul
-from pallas_kernels.layers.expert_rows import gather_blocks
-from pallas_kernels.layers.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper_kernel import choose_compiled
-from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_kernel import multiply, named
+from pallas_kernels.layers.experts.expert_matmul import Gate, expert_matmul
+from pallas_kernels.layers.experts.expert_rows import gather_blocks
+from pallas_kernels.layers.experts.expert_tiling import packed_tiles
+from pallas_kernels.layers.hopper import choose_compiled
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.weights import Quantized
 
 PARTS = (1, 2)  # parts of k of the product with down, added up together with the outputs of a row's experts
 
@@ -57,21 +57,21 @@ def multiply_packed(
     assert first.height == second.height and isinstance(gate_up, Quantized) and isinstance(down, Quantized)
     fixed: dict[str, Any] = {"size": first.height, "kind": gate_up.kind, "interpret": bool(interpret)}
     rows, blocks, counts = gather_blocks(x.reshape(-1, x.shape[-1]), chosen.ravel(), down.shape[0], **fixed)
-    own = functools.partial(multiply, blocks=(blocks, counts), choices=chosen.size, dtype=x.dtype, interpret=interpret)
-    inner = own(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
-    found = own(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
-    return found.reshape(second.parts, *chosen.shape, -1)
+    run = functools.partial(multiply, blocks=(blocks, counts), choices=chosen.size, dtype=x.dtype, interpret=interpret)
+    inner = run(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
+    sums = run(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
+    return sums.reshape(second.parts, *chosen.shape, -1)
 
 
 def _hopper(*arguments, **options):
-    found = multiply_packed(*arguments, **options)
-    return found.reshape(-1, *found.shape[2:])
+    sums = multiply_packed(*arguments, **options)
+    return sums.reshape(-1, *sums.shape[2:])
 
 
 def _reference(x, weights, factors, chosen, *, gate, parts):
     """Computes what the kernel does; the first part of k has the whole sums."""
-    found = _products(x, weights, factors, chosen, gate=gate, implementation="reference")
-    return jnp.pad(found, ((0, (parts - 1) * len(found)), (0, 0), (0, 0)))
+    sums = _products(x, weights, factors, chosen, gate=gate, implementation="reference")
+    return jnp.pad(sums, ((0, (parts - 1) * len(sums)), (0, 0), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnames=("gate", "deterministic", "shared", "implementation"))

@@ -19,8 +19,6 @@ loads. As soon as all warpgroups have read a slot, the first warpgroup loads a l
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +26,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.hopper_tiling import HEIGHT, INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
+from pallas_kernels.layers.dense.hopper_tiling import INNER_BYTES, MOST_COLUMNS, STORE_BUFFERS, HopperTiles
+from pallas_kernels.layers.hopper import HEIGHT
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
 
 
@@ -192,8 +190,8 @@ class _HopperCta:
         Returns:
             Two pairs: (first row, number of rows), and (first column in the tile, number of columns).
         """
-        own, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
-        return (across, own) if self.tiles.transposed else (own, across)
+        along, across = (self.group * HEIGHT, HEIGHT), (first, self.tiles.store)
+        return (across, along) if self.tiles.transposed else (along, across)
 
     def scaled(self, sums, item, half, first):
         """Returns the block of sums that `piece_of(first)` describes, multiplied by its scales if there are any.
@@ -315,26 +313,3 @@ def multiply(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=interpret,
     )(x, weight, *scales)
-
-
-def choose_compiled(implementation: Implementation, kernel: Callable, reference: Callable, *arguments: Any) -> Any:
-    """Chooses as `dispatch` does, but a CPU always runs the reference, even with "pallas".
-
-    jax can interpret a Mosaic GPU kernel only with special parameters and with side effects, which are not allowed in a
-    branch of `platform_dependent`.
-    """
-    compiled: Implementation = "auto" if implementation == "pallas" else implementation
-    return dispatch(compiled, None, kernel, reference, *arguments)
-
-
-def multiprocessors() -> int | None:
-    """Returns the number of multiprocessors of the Hopper GPU (compute capability 9.0) that the program is traced for.
-
-    The result is None if the program is traced for another device, or if jax is older than 0.11.
-    """
-    if jax.__version_info__ < (0, 11):
-        return None  # jax before 0.11 cannot compile a Mosaic GPU kernel on a machine without a GPU
-    if device := jax.sharding.get_abstract_mesh().abstract_device:
-        return device.num_cores if re.search(r"\bG?H\d+\b", device.device_kind) else None
-    own = jax.local_devices()[0]
-    return own.core_count if getattr(own, "compute_capability", None) == "9.0" else None

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers import mxfp4
-from pallas_kernels.layers.expert_bytes import registered, unpack
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
+from pallas_kernels.layers.experts import mxfp4
+from pallas_kernels.layers.experts.expert_bytes import registered, unpack
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4.int4_registers import SLICE, WORD, Mlir, interleaved, rows_by_jax, words
 
 THREADS = SLICE // mxfp4.GROUP  # threads that share a row of a slice; each has the columns of a group
 
@@ -49,13 +49,13 @@ def scales(
         m = Mlir()
         groups = columns or m.ir.MemRefType(ref.type).shape[1]
         _, twice = next(iter(m.wgmma.thread_idxs(shape)))
-        own = m.arith.shrui(m.arith.index_cast(m.i32, twice), m.c(1, m.i32))
-        own = m.wide(m.arith.minsi(m.arith.addi(group.registers.item(), own), m.c(groups - 1, m.i32)))
+        own_group = m.arith.shrui(m.arith.index_cast(m.i32, twice), m.c(1, m.i32))
+        own_group = m.wide(m.arith.minsi(m.arith.addi(group.registers.item(), own_group), m.c(groups - 1, m.i32)))
         registers = []
         for row in m.rows(apart, width):
             row = m.arith.addi(row, m.wide(first.registers.item()))
-            place = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own)
-            registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), m.byte_at(ref, place)))
+            offset = m.arith.addi(m.arith.muli(row, m.c(groups, m.i64)), own_group)
+            registers.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), m.byte_at(ref, offset)))
         return m.array(registers, m.wgmma, shape, is_signed=True)
 
     return load(ref, first, group)
@@ -74,8 +74,8 @@ def _power_bits(m, scale):
 def _scales_by_jax(ref, first, group, apart, width, columns):
     last = (columns or ref.shape[1]) - 1
     groups = [jnp.minimum(group + index, last) for index in range(THREADS)]
-    found = [rows_by_jax(ref, first, own, apart, width, columns) for own in groups]
-    return jnp.repeat(jnp.stack(found, axis=1).astype(jnp.int32), 2, axis=1)
+    columns_of_groups = [rows_by_jax(ref, first, group_index, apart, width, columns) for group_index in groups]
+    return jnp.repeat(jnp.stack(columns_of_groups, axis=1).astype(jnp.int32), 2, axis=1)
 
 
 def tables(*, interpret: bool) -> Array | None:
@@ -95,8 +95,8 @@ def tables(*, interpret: bool) -> Array | None:
         m, made = Mlir(), []
         for word, _ in (POSITIVE, NEGATIVE):
             lines = f"{{.reg .b32 mask; mov.u32 mask, %lanemask_lt; lop3.b32 $0, mask, 0x80000000, {word:#x}, 0xEA;}}"
-            found = m.llvm.inline_asm(m.i32, [], lines, "=r")
-            made.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), found))
+            value = m.llvm.inline_asm(m.i32, [], lines, "=r")
+            made.append(m.vector.broadcast(m.ir.VectorType.get((2,), m.i32), value))
         return m.array(made, m.wgmma, shape, is_signed=True)
 
     return make()
@@ -127,13 +127,13 @@ def numbers(ref: Any, scales: Array, tables: Array | None, size: int, *, interpr
     def load(_, ref, scales, tables):
         m = Mlir()
         known = [m.vector.extract(register, [], [0]) for register in tables.registers.flat]
-        own = [_power_bits(m, m.vector.extract(register, [], [0])) for register in scales.registers.flat]
-        products = [m.llvm.inline_asm(m.i32, [power], PRODUCT, "=r,r") for power in own]
-        found, pieces = words(m, ref), []  # [half, word]
+        powers = [_power_bits(m, m.vector.extract(register, [], [0])) for register in scales.registers.flat]
+        products = [m.llvm.inline_asm(m.i32, [power], PRODUCT, "=r,r") for power in powers]
+        row_words, pieces = words(m, ref), []  # [half, word]
         for first in range(0, SLICE // WORD, size // WORD):
             registers: list[Any] = []
             for word in range(first, first + size // WORD):
-                halves = [_unpack(m, found[half][word], own[half], products[half], *known) for half in range(2)]
+                halves = [_unpack(m, row_words[half][word], powers[half], products[half], *known) for half in range(2)]
                 registers += itertools.chain(*zip(*halves, strict=True))
             pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
         return tuple(pieces)
@@ -187,29 +187,6 @@ def _unpack(m, word, *operands):
     """
     struct = m.llvm.StructType.get_literal([m.i32] * 4)
     constraints = ",".join(["=&r"] * 4 + ["r"] * (1 + len(operands)))
-    found = m.llvm.inline_asm(struct, [word, *operands], "{" + UNPACK + "}", constraints)
+    pairs = m.llvm.inline_asm(struct, [word, *operands], "{" + UNPACK + "}", constraints)
     pair = m.ir.VectorType.get((2,), m.ir.BF16Type.get())
-    return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), pair) for index in range(4)]
-
-
-def halves(total: Array, *, interpret: bool) -> tuple[Array, Array]:
-    """Returns gate and up of sums [64, height] whose rows are 8 of gate, 8 of up, and so on; each is there twice.
-
-    A thread has a row of gate and the same row of up, so that no value moves between threads.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        both = total.reshape(4, 2, 8, -1)
-        gate, up = (jnp.repeat(both[:, half : half + 1], 2, axis=1).reshape(total.shape) for half in range(2))
-        return gate, up
-    own = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(own, own))
-    def divide(_, total):
-        m, registers = Mlir(), list(total.registers.flat)
-        doubled = [list(itertools.chain(*((one, one) for one in registers[half::2]))) for half in range(2)]
-        gate, up = (m.array(one, m.wgmma, total.shape) for one in doubled)
-        return gate, up
-
-    return divide(total)
+    return [m.as_pair(m.llvm.extractvalue(m.i32, pairs, [index]), pair) for index in range(4)]

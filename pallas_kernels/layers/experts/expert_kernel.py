@@ -25,15 +25,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_blocks import ExpertBlocks
-from pallas_kernels.layers.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
-from pallas_kernels.layers.expert_cta import ExpertCta
-from pallas_kernels.layers.expert_rows import gather_blocks
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Int4Tiles
-from pallas_kernels.layers.packed_cta import PIECE, memory_of
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_blocks import ExpertBlocks
+from pallas_kernels.layers.experts.expert_boxes import boxes_of, item_slots, memory_of_boxes, places
+from pallas_kernels.layers.experts.expert_cta import ExpertCta, PackedProduct
+from pallas_kernels.layers.experts.expert_rows import gather_blocks
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4.int4_registers import SLICE
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.int4.packed_cta import PIECE, memory_of
+from pallas_kernels.layers.weights import Kind, Quantized
 
 
 def multiply_chosen(
@@ -59,8 +59,8 @@ def multiply_chosen(
     fixed: dict[str, Any] = {"size": tiles.height, "kind": weight.kind, "interpret": bool(interpret)}
     rows, own_blocks, counts = gather_blocks(flat, chosen.ravel(), experts, **fixed)
     optional = named(bias=bias, factors=factors)
-    own = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
-    return multiply(rows, weight, (own_blocks, counts), optional, chosen.size, **own).reshape(
+    options = {"gate": gate, "tiles": tiles, "dtype": dtype, "interpret": interpret}
+    return multiply(rows, weight, (own_blocks, counts), optional, chosen.size, **options).reshape(
         tiles.parts, *chosen.shape, -1
     )
 
@@ -80,7 +80,7 @@ def multiply(
     gate: Any,
     tiles: Int4Tiles,
     dtype: jnp.dtype,
-    order: str | None = None,
+    order: Kind | None = None,
     interpret: Any = False,
 ) -> Array:
     """Runs the Hopper kernel of packed experts, and returns partial sums of the products [parts, choices, out].
@@ -102,6 +102,7 @@ def multiply(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # needs absl: imported only where it is used
 
     (experts, rows, inner), halves = weight.shape, 2 if gate else 1
+    product = PackedProduct(weight.kind, experts, weight.group, gate, order)
     arrays = {"x": x, **named(weight=weight.values, scale=weight.scale, zeros=weight.zeros), **optional}
     boxes = boxes_of(weight, tiles, halves)
     for name in {"weight", "scale", "zeros"} & arrays.keys():
@@ -121,7 +122,7 @@ def multiply(
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
 
         def run(memory, copied):
-            ExpertCta(by_name, memory, boxes, copied, tiles, experts, weight.group, gate, order, bool(interpret)).run()
+            ExpertCta(by_name, memory, boxes, copied, tiles, product, bool(interpret)).run()
 
         rows_of_x = tiles.slices, tiles.height, SLICE
         memory = memory_of(tiles, x.dtype, rows_of_x, PIECE, weights, loads=halves * tiles.slices // beside + 1)

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import expert_registers as registers
-from pallas_kernels.layers.expert_boxes import item_slots
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE, column
-from pallas_kernels.layers.packed_cta import FACTORS, PIECE, PackedCta, group_factors
-from pallas_kernels.layers.packed_stores import store_block, store_choices
+from pallas_kernels.layers.experts import expert_registers as registers
+from pallas_kernels.layers.experts.expert_boxes import item_slots
+from pallas_kernels.layers.experts.expert_stores import store_block, store_choices
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4.int4_registers import SLICE, column, gate_and_up
+from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors
+from pallas_kernels.layers.weights import Kind
 
 
-class Place(NamedTuple):
+class ExpertOrigin(NamedTuple):
     """Where a work item is."""
 
     block: Array
@@ -24,6 +25,16 @@ class Place(NamedTuple):
     channel: Array  # first output channel of the CTA
     part: Array  # part of k
     item: Array  # number of the work item among those of the CTA
+
+
+class PackedProduct(NamedTuple):
+    """The static parameters of a product, beside the sizes of the kernel."""
+
+    kind: Kind  # kind of the weight
+    experts: int  # number of experts
+    group: int  # columns of a scale
+    gate: Any  # as in `expert_kernel.multiply`, like `order`
+    order: Kind | None
 
 
 class ExpertCta(PackedCta):
@@ -39,27 +50,25 @@ class ExpertCta(PackedCta):
         boxes: places of scales and zero points of a tile by name; those without are loaded into registers.
         copied: their shared memory of `memory_of_boxes`.
         tiles: static sizes of the call.
-        experts: number of experts.
-        group: columns of a scale.
-        gate, order: as in `expert_kernel.multiply`.
+        product: the other static parameters.
         interpret: whether the kernel is interpreted.
     """
 
-    def __init__(self, refs, memory, boxes, copied, tiles, experts, group, gate, order, interpret):
+    def __init__(self, refs, memory, boxes, copied, tiles, product, interpret):
         super().__init__(memory, tiles, interpret)
-        self.refs, self.boxes, self.gate, self.order = refs, boxes, gate, order
+        (self.kind, experts, self.group, self.gate, self.order), self.refs, self.boxes = product, refs, boxes
         self.copied, *self.scaled = copied
         self.rows = refs["weight"].shape[0] // experts  # rows of an expert's weight
-        self.width = self.rows // 2 if gate else self.rows
-        self.apart = self.width if gate else None  # rows from gate to up
-        self.halves = 2 if gate else 1
+        self.width = self.rows // 2 if self.gate else self.rows
+        self.apart = self.width if self.gate else None  # rows from gate to up
+        self.halves = 2 if self.gate else 1
         self.own_channels = tiles.width // self.halves  # output channels of a warpgroup
         self.own_rows = HEIGHT // self.halves  # rows of its tile in shared memory of each half
         inner = 2 * refs["weight"].shape[1]
-        self.group, self.last = group, inner - group  # first column of the last group
+        self.last = inner - self.group  # first column of the last group
         self.item_slots = item_slots(inner, tiles)
         self.channel_tiles = self.width // self.tile_channels
-        self.tables = registers.tables(interpret=interpret) if self.is_mxfp4 else None
+        self.tables = registers.tables(interpret=interpret) if self.kind == "mxfp4" else None
         self.used, self.unused = refs["counts"][0], refs["counts"][1]
         self.items = self.own_items(self.used * (self.channel_tiles * tiles.parts))
 
@@ -68,26 +77,26 @@ class ExpertCta(PackedCta):
         index = self.index + item * self.tiles.programs
         part, index = jax.lax.rem(index, self.tiles.parts), jax.lax.div(index, self.tiles.parts)
         tile, block = jax.lax.rem(index, self.channel_tiles), jax.lax.div(index, self.channel_tiles)
-        return Place(block, self.refs["expert"][block], tile * self.tile_channels, part, item)
+        return ExpertOrigin(block, self.refs["expert"][block], tile * self.tile_channels, part, item)
 
     @property
     def tile_channels(self):
         """Number of output channels of a tile."""
         return self.tiles.channels * self.own_channels
 
-    def first_rows(self, place):
+    def first_rows(self, origin):
         """Returns the first row of a tile in the weights of all experts, and with a gate that of up."""
-        return [place.expert * self.rows + half * self.width + place.channel for half in range(self.halves)]
+        return [origin.expert * self.rows + half * self.width + origin.channel for half in range(self.halves)]
 
-    def load_slices(self, place, column, at, barrier):
+    def load_slices(self, origin, column, at, barrier):
         """Starts to load a slot: slices of the tile's weights and rows of x, beyond the last column zeros."""
         slices, height, (_, copies, *_, size) = self.tiles.slices, self.tiles.height, self.w_tiles.shape
-        for (half, first), index in itertools.product(enumerate(self.first_rows(place)), range(copies)):
+        for (half, first), index in itertools.product(enumerate(self.first_rows(origin)), range(copies)):
             columns = pl.ds(column // 2 + index * size, size)
             weights = self.refs["weight"].at[pl.ds(first, self.tile_channels), columns]
             target = self.w_tiles.at[at, index, half, pl.ds(0, self.tile_channels)]
             self.plgpu.copy_gmem_to_smem(weights, target, barrier)
-        x = self.refs["x"].at[pl.ds(column // SLICE, slices), pl.ds(place.block * height, height)]
+        x = self.refs["x"].at[pl.ds(column // SLICE, slices), pl.ds(origin.block * height, height)]
         self.plgpu.copy_gmem_to_smem(x, self.x_tiles.at[at], barrier)
 
     def load(self, slot):
@@ -97,70 +106,66 @@ class ExpertCta(PackedCta):
 
     def load_scales(self, slot):
         """Starts to load the scales and zero points of a tile's rows, with the first slot of its work item."""
-        place = self.place_of(jax.lax.div(slot, self.item_slots))
+        origin = self.place_of(jax.lax.div(slot, self.item_slots))
         for name, box in self.boxes.items():
-            at = jax.lax.rem(place.item, self.copied[name].shape[0])
-            for half, first in enumerate(self.first_rows(place)):
+            at = jax.lax.rem(origin.item, self.copied[name].shape[0])
+            for half, first in enumerate(self.first_rows(origin)):
                 source = self.refs[name].at[pl.ds(jax.lax.div(first * box.groups, box.size), box.lines)]
                 target = self.copied[name].at[at, pl.ds(half * box.stored_lines, box.lines)]
                 self.plgpu.copy_gmem_to_smem(source, target, self.scaled[0].at[at])
 
-    def begin(self, place):
+    def begin(self, origin):
         """Waits for the tile's scales; returns the bias of this warpgroup's rows, of one split and part of k."""
         for barriers in self.scaled:
-            self.plgpu.barrier_wait(barriers.at[jax.lax.rem(place.item, barriers.shape[0])])
+            self.plgpu.barrier_wait(barriers.at[jax.lax.rem(origin.item, barriers.shape[0])])
         if "bias" not in self.refs:
             return self.zeros()
         rows: dict[str, Any] = {"apart": self.apart, "width": self.tiles.width, "interpret": self.interpret}
-        bias = column(self.refs["bias"], self.first_row(place), jnp.int32(0), **rows)
-        bias = jnp.where((place.part == 0) & (self.split == 0), 1.0, 0.0) * bias
+        bias = column(self.refs["bias"], self.first_row(origin), jnp.int32(0), **rows)
+        bias = jnp.where((origin.part == 0) & (self.split == 0), 1.0, 0.0) * bias
         return jax.lax.broadcast_in_dim(bias, (HEIGHT, self.tiles.height), [0])
 
     def x_piece(self, at, index, first, size):
         return self.x_tiles.at[at, index * self.tiles.splits + self.split, :, pl.ds(first, size)]
 
-    def own_channel(self, place):
+    def own_channel(self, origin):
         """Returns the first output channel of this warpgroup."""
-        return place.channel + self.channel * self.own_channels
+        return origin.channel + self.channel * self.own_channels
 
-    def first_row(self, place):
+    def first_row(self, origin):
         """Returns the first row of this warpgroup in the weights of all experts."""
-        return place.expert * self.rows + self.own_channel(place)
+        return origin.expert * self.rows + self.own_channel(origin)
 
-    @property
-    def is_mxfp4(self):
-        return self.refs["scale"].dtype == jnp.uint8
-
-    def values(self, name, place, first):
+    def values(self, name, origin, first):
         """Returns the scales or zero points of the groups of this warpgroup's slice from column `first` on."""
         rows: dict[str, Any] = {"apart": self.apart, "width": self.tiles.width, "interpret": self.interpret}
-        ref, first_row = self.refs[name], self.first_row(place)
+        ref, first_row = self.refs[name], self.first_row(origin)
         if name in self.boxes:
             ref, box = self.copied[name], self.boxes[name]
             rows |= {"apart": box.rows if self.gate else None, "columns": box.groups}
-            ref, first_row = ref.at[jax.lax.rem(place.item, ref.shape[0])], self.channel * self.own_channels
-        if self.is_mxfp4:
+            ref, first_row = ref.at[jax.lax.rem(origin.item, ref.shape[0])], self.channel * self.own_channels
+        if self.kind == "mxfp4":
             return [registers.scales(ref, first_row, first // self.group, **rows)]
-        found = group_factors([ref], first_row, jnp.minimum(first, self.last), self.group, **rows)
-        return [own for (own,) in found]
+        groups = group_factors([ref], first_row, jnp.minimum(first, self.last), self.group, **rows)
+        return [values for (values,) in groups]
 
-    def factors(self, place, column):
+    def factors(self, origin, column):
         """Returns scales and zero points of this warpgroup's slices by name, without those in boxes."""
         names = [name for name in FACTORS if name in self.refs and name not in self.boxes]
-        return [{name: self.values(name, place, first) for name in names} for first in self.slice_columns(column)]
+        return [{name: self.values(name, origin, first) for name in names} for first in self.slice_columns(column)]
 
-    def product(self, place, at, column, factors, total):
+    def product(self, origin, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
-        own = pl.ds(self.channel * self.own_rows, self.own_rows)
+        rows = pl.ds(self.channel * self.own_rows, self.own_rows)
         beside, slices = self.w_tiles.shape[4] // (SLICE // 2), []
-        for index, (first, found) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
-            found = found | {name: self.values(name, place, first) for name in self.boxes}
+        for index, (first, loaded) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
+            loaded = loaded | {name: self.values(name, origin, first) for name in self.boxes}
             number = index * self.tiles.splits + self.split
             columns = pl.ds(jax.lax.rem(number, beside) * (SLICE // 2), SLICE // 2)
             halves = slice(None) if self.gate else 0
-            packed = self.w_tiles.at[at, jax.lax.div(number, beside), halves, own, columns]
-            slices.append((packed, found["scale"], found.get("zeros", [None] * len(found["scale"]))))
-        if not self.is_mxfp4:
+            packed = self.w_tiles.at[at, jax.lax.div(number, beside), halves, rows, columns]
+            slices.append((packed, loaded["scale"], loaded.get("zeros", [None] * len(loaded["scale"]))))
+        if self.kind != "mxfp4":
             return self.group_product(at, [(packed, [*zip(*groups, strict=True)]) for packed, *groups in slices], total)
 
         def pairs():
@@ -172,29 +177,29 @@ class ExpertCta(PackedCta):
         (sums,) = self.sums([pairs], total.shape)
         return total + sums
 
-    def store(self, place, total):
+    def store(self, origin, total):
         """Joins gate and up, and stores the results of the block's choices."""
         if self.gate:
-            total = self.gate.join(*registers.halves(total, interpret=self.interpret))
-        self.write(place, total)
+            total = self.gate.join(*gate_and_up(total, interpret=self.interpret))
+        self.write(origin, total)
 
-    def write(self, place, total):
+    def write(self, origin, total):
         """Stores the results of a block's choices."""
-        out, channel = self.refs["out"], self.own_channel(place)
+        out, channel = self.refs["out"], self.own_channel(origin)
         same: dict[str, Any] = {"width": self.own_channels, "is_joined": self.halves > 1, "interpret": self.interpret}
         if self.order:
-            store_block(out, total, (place.block * self.tiles.height, channel), self.width, self.order, **same)
+            store_block(out, total, (origin.block * self.tiles.height, channel), self.width, self.order, **same)
             return
         choices, factors = self.refs["choices"], self.refs.get("factors")
-        store_choices(out, total, (place.part, place.block, channel), choices, factors, **same)
+        store_choices(out, total, (origin.part, origin.block, channel), choices, factors, **same)
 
     def clear(self, item):
         """Stores zeros for choices of no expert: one tile of channels of a block."""
-        place = self.place_of(item)
+        origin = self.place_of(item)
 
         @pl.when(self.split == 0)
         def _():
-            self.write(place._replace(block=place.block + self.used), self.zeros())
+            self.write(origin._replace(block=origin.block + self.used), self.zeros())
 
     def run(self):
         super().run()

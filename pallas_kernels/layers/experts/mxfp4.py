@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
-from pallas_kernels.layers import int4
-from pallas_kernels.layers.expert_bytes import pack, unpack
+from pallas_kernels.layers.experts.expert_bytes import pack, unpack
+from pallas_kernels.layers.int4 import int4
 
 GROUP = 32  # columns that share a scale, and columns of a block
 BIAS = 127  # exponent of the scale 1
@@ -80,7 +80,7 @@ def products(packed: Array, scale: Array, interpret: bool) -> tuple[Array, Array
     if interpret:
         low, high = (numbers(values).astype(jnp.bfloat16) * wide for values in (packed & 15, packed >> 4))
         return low, high
-    found = []
+    halves = []
     for left in (4, 0):
         lines = [".reg .b32 word, pair, sign, none, most; mov.b32 none, 0x80008000; mov.b32 most, 0x7E807E80"]
         for result, selector in enumerate(("0x1404", "0x3424")):  # two bytes of the word, each with a zero before it
@@ -89,6 +89,6 @@ def products(packed: Array, scale: Array, interpret: bool) -> tuple[Array, Array
             lines.append("lop3.b32 word, sign, 0x80008000, word, 0xEA")  # (sign & bits) | word
             lines.append("fma.rn.bf16x2 word, word, most, none")
             lines.append(f"fma.rn.bf16x2 ${result}, word, ${3 + result}, none")
-        found.append(int4.of_words(lines, packed, wide))
-    low, high = found
+        halves.append(int4.of_words(lines, packed, wide))
+    low, high = halves
     return low, high

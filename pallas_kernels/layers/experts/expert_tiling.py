@@ -6,13 +6,12 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.layers.expert_boxes import box_bytes, places
-from pallas_kernels.layers.expert_bytes import BLOCK, SLICE
-from pallas_kernels.layers.expert_rows import MOST_LISTED
-from pallas_kernels.layers.hopper_kernel import multiprocessors
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_tiling import Int4Tiles, most_stages
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_boxes import box_bytes, places
+from pallas_kernels.layers.experts.expert_bytes import BLOCK, PACKED, SLICE
+from pallas_kernels.layers.experts.expert_rows import MOST_LISTED
+from pallas_kernels.layers.hopper import HEIGHT, multiprocessors
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, most_stages
+from pallas_kernels.layers.weights import Kind, Quantized
 
 # Rows of a block, and the most choices of an expert on average for which they usually suffice.
 HEIGHTS = ((8, 4), (16, 11), (32, 24), (64, math.inf))
@@ -26,7 +25,6 @@ SHAPES = {
     64: ((3, 1, 64), (4, 1, 64), (2, 1, 64)),
 }
 FEW_ROWS = 8  # most rows of a block with which registers suffice for two slices at once
-COPY_ROWS = {"int4": 8, "mxfp4": 16}  # most rows of a block with which scales are copied
 LOADED = (16, 32)  # rows of a block with which a warpgroup of its own loads slots; with others this gains nothing
 SHAPE_WORTH = 0.95  # a shape is chosen instead of one before it if the time is below this share
 NARROW_WORTH = 0.8  # so are tiles of fewer rows, whose values take as many instructions as those of 64
@@ -37,7 +35,7 @@ def choose_tiles(
     chosen: tuple[int, ...],
     shape: tuple[int, ...],
     groups: int,
-    kind: str,
+    kind: Kind,
     *,
     gated: bool,
     multiprocessors: int,
@@ -62,8 +60,8 @@ def choose_tiles(
     height = next(height for height, most in HEIGHTS if each * rows / used <= most)
     blocks = max(used, each * rows / height)
     slices, best, least = math.ceil(inner / SLICE), None, math.inf
-    for count, (channels, splits, own) in itertools.product(parts, SHAPES[height]):
-        tile = channels * own // (1 + gated)  # output channels
+    for count, (channels, splits, weight_rows) in itertools.product(parts, SHAPES[height]):
+        tile = channels * weight_rows // (1 + gated)  # output channels
         if width % tile or splits * count > slices:
             continue
         items = blocks * (width // tile) * count
@@ -71,14 +69,16 @@ def choose_tiles(
         waves = math.ceil(items / multiprocessors)
         time = waves * multiprocessors / items * slots * splits * count / slices  # 1: nothing is ever idle
         worth = 1 if best is None else SHAPE_WORTH if best.parts == count else PARTS_WORTH
-        worth = NARROW_WORTH if best and best.width > own else worth
+        worth = NARROW_WORTH if best and best.width > weight_rows else worth
         if time < least * worth:
             depth = 2 if height <= FEW_ROWS and slots % 2 == 0 else 1
             stages = min(most_stages(height, channels, splits * depth, splits), slots // depth * waves)
-            best = Int4Tiles(height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, own)
+            best = Int4Tiles(
+                height, channels, splits, stages, count, multiprocessors, height in LOADED, depth, weight_rows
+            )
             least = time
             # Scales of mxfp4 that are loaded into registers for two slices at once take less time than copied ones.
-            if height <= COPY_ROWS[kind] and (kind != "mxfp4" or depth == 1):
+            if height <= PACKED[kind].copy_rows and (kind != "mxfp4" or depth == 1):
                 best = _copying_scales(best, slots // depth, (1 + gated) * box_bytes(tile, groups, kind))
     return best
 
@@ -117,10 +117,10 @@ def packed_tiles(
         parts: as in `choose_tiles`.
     """
     count = multiprocessors()
-    if count is None or not isinstance(weight, Quantized) or weight.group is None or weight.shape[-1] % BLOCK:
+    if count is None or not isinstance(weight, Quantized) or not weight.is_packed or weight.shape[-1] % BLOCK:
         return None
-    is_mxfp4, is_int4 = weight.kind == "mxfp4", weight.kind == "int4" and weight.group % SLICE == 0
-    if not ((is_mxfp4 and dtype == jnp.bfloat16) or (is_int4 and dtype in (jnp.bfloat16, jnp.float16))):
+    has_parts = weight.kind == "int4" and weight.group % SLICE  # of slices in a group
+    if has_parts or dtype not in PACKED[weight.kind].dtypes:
         return None
-    groups = weight.shape[-1] // weight.group
-    return choose_tiles(chosen, weight.shape, groups, weight.kind, gated=gated, multiprocessors=count, parts=parts)
+    sizes = chosen, weight.shape, weight.scale.shape[-1], weight.kind
+    return choose_tiles(*sizes, gated=gated, multiprocessors=count, parts=parts)

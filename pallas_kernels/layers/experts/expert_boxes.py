@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.layers.expert_bytes import SLICE
-from pallas_kernels.layers.int4_tiling import COPIED, Int4Tiles
-from pallas_kernels.layers.quantized import Quantized
+from pallas_kernels.layers.experts.expert_bytes import PACKED, SLICE
+from pallas_kernels.layers.int4.int4_tiling import COPIED, Int4Tiles
+from pallas_kernels.layers.weights import FORMATS, Kind, Quantized
 
 MOST_ELEMENTS = 256  # of each dimension of a copy
 ALIGNED = 128  # bytes; a copy begins at a multiple of them in shared memory
-SCALE_BYTES = {"int4": 4, "mxfp4": 1}
-ZERO_BYTES = {"int4": 1, "mxfp4": 0}
 
 
 class Box(NamedTuple):
@@ -48,7 +46,7 @@ def box_of(rows: int, groups: int, element_bytes: int) -> Box | None:
     return Box(groups, math.ceil(rows / aligned) * aligned, lines, size)
 
 
-def box_bytes(rows: int, groups: int, kind: str) -> int:
+def box_bytes(rows: int, groups: int, kind: Kind) -> int:
     """Returns the bytes of the scales and zero points of a tile's rows in shared memory; 0: they cannot be copied.
 
     Args:
@@ -57,7 +55,7 @@ def box_bytes(rows: int, groups: int, kind: str) -> int:
         kind: kind of the weight.
     """
     total = 0
-    for size in filter(None, (SCALE_BYTES[kind], ZERO_BYTES[kind])):
+    for size in filter(None, (jnp.dtype(FORMATS[kind].scale_dtype).itemsize, PACKED[kind].zero_bytes)):
         if (box := box_of(rows, groups, size)) is None:
             return 0
         total += box.rows * groups * size

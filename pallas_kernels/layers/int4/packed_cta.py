@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.layers import int4_registers as registers
-from pallas_kernels.layers.hopper_tiling import HEIGHT
-from pallas_kernels.layers.int4_registers import SLICE
-from pallas_kernels.layers.int4_tiling import Int4Tiles
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4 import int4_registers as registers
+from pallas_kernels.layers.int4.int4_registers import SLICE
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
@@ -49,24 +49,24 @@ class PackedCta(ABC):
         """Returns where a work item is, with its part of k."""
 
     @abstractmethod
-    def load_slices(self, place: Any, column: Array, at: Array, barrier: Any) -> None:
+    def load_slices(self, origin: Any, column: Array, at: Array, barrier: Any) -> None:
         """Starts to load the slices of a slot, from this column of k on, into place `at` of the ring."""
 
     @abstractmethod
-    def factors(self, place: Any, column: Array) -> Any:
+    def factors(self, origin: Any, column: Array) -> Any:
         """Returns what is loaded a slot ahead, from global memory into registers, for this warpgroup's slices.
 
         Args:
-            place: where the work item is.
+            origin: where the work item is.
             column: first column of the first of the slices.
         """
 
     @abstractmethod
-    def product(self, place: Any, at: Array, column: Array, factors: Any, total: Array) -> Array:
+    def product(self, origin: Any, at: Array, column: Array, factors: Any, total: Array) -> Array:
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it.
 
         Args:
-            place: where the work item is.
+            origin: where the work item is.
             at: place of the slot in the ring.
             column: first column of the first of the slices.
             factors: `factors` of the slices.
@@ -78,10 +78,10 @@ class PackedCta(ABC):
         """Returns columns `first` to `first + size - 1` of x in slice ``index`` of this warpgroup's in a slot."""
 
     @abstractmethod
-    def store(self, place: Any, total: Array) -> None:
+    def store(self, origin: Any, total: Array) -> None:
         """Stores a result [64, height]."""
 
-    def begin(self, place: Any) -> Array:
+    def begin(self, origin: Any) -> Array:
         """Returns the total [64, height] to which a work item's products are added."""
         return self.zeros()
 
@@ -186,30 +186,30 @@ class PackedCta(ABC):
 
     def load(self, slot):
         """Starts to load a slot."""
-        at, place = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
-        first, barrier = self.first_column(place.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
-        self.load_slices(place, first, at, barrier)
+        at, origin = self.place_in_ring(slot), self.place_of(jax.lax.div(slot, self.item_slots))
+        first, barrier = self.first_column(origin.part, jax.lax.rem(slot, self.item_slots)), self.arrived.at[at]
+        self.load_slices(origin, first, at, barrier)
 
     def compute(self, item):
         """Computes a work item and stores its result."""
-        place = self.place_of(item)
+        origin = self.place_of(item)
 
         def own_column(index):
-            return self.first_column(place.part, index) + self.split * SLICE
+            return self.first_column(origin.part, index) + self.split * SLICE
 
         def step(index, carry):
-            total, found = carry
+            total, factors = carry
             slot = item * self.item_slots + index
             at = self.place_in_ring(slot)
-            following = self.factors(place, own_column(jnp.minimum(index + 1, self.item_slots - 1)))
+            following = self.factors(origin, own_column(jnp.minimum(index + 1, self.item_slots - 1)))
             self.plgpu.barrier_wait(self.arrived.at[at])
-            total = self.product(place, at, own_column(index), found, total)
+            total = self.product(origin, at, own_column(index), factors, total)
             self.release(slot)
             return total, following
 
-        first = self.begin(place), self.factors(place, own_column(0))
+        first = self.begin(origin), self.factors(origin, own_column(0))
         total, _ = jax.lax.fori_loop(0, self.item_slots, step, first)
-        self.join(total, item, functools.partial(self.store, place))
+        self.join(total, item, functools.partial(self.store, origin))
 
     def group_product(self, at, slices, total):
         """Returns a total with the products of slices added, whose sums over groups are scaled.
@@ -221,7 +221,7 @@ class PackedCta(ABC):
                 one slice if groups are smaller than a slice.
             total: the total [64, height].
         """
-        operands = [functools.partial(self.operands, at, index, *own) for index, own in enumerate(slices)]
+        operands = [functools.partial(self.operands, at, index, *pair) for index, pair in enumerate(slices)]
         if len(slices[0][1]) == 1:
             scaled = zip(self.sums(operands, total.shape), [factors[0][0] for _, factors in slices], strict=True)
         else:  # sums of all groups at once would take too many registers
@@ -235,7 +235,7 @@ class PackedCta(ABC):
         """Yields the sums of each group of a slice, from the operands of its products, and the group's scales."""
         count = len(pairs) // len(groups)
         for index, (scale, _) in enumerate(groups):
-            (sums,) = self.sums([lambda own=pairs[index * count :][:count]: own], shape)
+            (sums,) = self.sums([lambda group_pairs=pairs[index * count :][:count]: group_pairs], shape)
             yield sums, scale
 
     def operands(self, at, index, packed, factors):
@@ -243,7 +243,7 @@ class PackedCta(ABC):
         size = min(SLICE // len(factors), PIECE)
         zeros = [zero for _, zero in factors]
         pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)
-        return [(piece, self.x_piece(at, index, own * size, size)) for own, piece in enumerate(pieces)]
+        return [(piece, self.x_piece(at, index, number * size, size)) for number, piece in enumerate(pieces)]
 
     def zeros(self):
         """Returns zeros [64, height] in the registers of a result."""
@@ -261,11 +261,11 @@ def group_factors(refs, first, column, group, **options):
         group: number of columns of a group.
         options: those of `int4_registers.column`.
     """
-    found = []
+    groups = []
     for start in range(0, SLICE, math.gcd(group, SLICE)):
         index = jax.lax.div(column + start, group)
-        found.append([None if ref is None else registers.column(ref, first, index, **options) for ref in refs])
-    return found
+        groups.append([None if ref is None else registers.column(ref, first, index, **options) for ref in refs])
+    return groups
 
 
 def memory_of(

@@ -6,7 +6,7 @@ column half a block later. So a kernel that loads a row of bytes gets two rows o
 """
 
 import math
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,20 @@ def ordered(x: jax.Array, step: int) -> jax.Array:
     return jnp.moveaxis(whole, 3, 2).reshape(rows, -1)
 
 
-# Bits of a column among 128 that `registered` puts one after another, from the highest: the bits below, and how many.
-ORDERS = {"mxfp4": ((2, 2), (0, 2), (5, 2), (4, 1)), "int4": ((2, 2), (0, 1), (4, 1), (5, 2), (1, 1))}
+class PackedExperts(NamedTuple):
+    """What the kernels of packed experts know of a kind."""
+
+    # Bits of a column among 128 that `registered` puts one after another, from the highest: bits below, and how many.
+    order: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, ...]  # dtypes of x; mxfp4 has bfloat16's exponents
+    zero_bytes: int  # bytes of a zero point; 0: there are none
+    copy_rows: int  # most rows of a block with which scales are copied
+
+
+PACKED = {
+    "int4": PackedExperts(((2, 2), (0, 1), (4, 1), (5, 2), (1, 1)), ("bfloat16", "float16"), zero_bytes=1, copy_rows=8),
+    "mxfp4": PackedExperts(((2, 2), (0, 2), (5, 2), (4, 1)), ("bfloat16",), zero_bytes=0, copy_rows=16),
+}
 
 
 def registered(x: Values, kind: str) -> Values:
@@ -66,15 +78,16 @@ def registered(x: Values, kind: str) -> Values:
 
 def slices_in_order(x: Values, kind: str) -> Values:
     """Returns slices of activations [rows, slices, 128] in the order of `registered`, inside or outside of a kernel."""
-    fields = sorted(ORDERS[kind], reverse=True)
+    order = PACKED[kind].order
+    fields = sorted(order, reverse=True)
     whole = x.reshape(*x.shape[:2], *(1 << bits for _, bits in fields))
-    return whole.transpose(0, 1, *(2 + fields.index(field) for field in ORDERS[kind])).reshape(x.shape)
+    return whole.transpose(0, 1, *(2 + fields.index(field) for field in order)).reshape(x.shape)
 
 
 def place_of(column: Any, kind: str) -> Any:
     """Returns the place of a column among 128 in the order of `registered`; higher bits of the column are ignored."""
-    place = None
-    for below, bits in ORDERS[kind]:
-        own = column >> below & (1 << bits) - 1
-        place = own if place is None else place << bits | own
-    return place
+    total = None
+    for below, bits in PACKED[kind].order:
+        field = column >> below & (1 << bits) - 1
+        total = field if total is None else total << bits | field
+    return total

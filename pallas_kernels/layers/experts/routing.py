@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers.quantized import sum_f32
+from pallas_kernels.layers.partial_sums import sum_f32
 from pallas_kernels.layers.row_by_row import row_by_row
 
 LEAST_SUM = 1e-20  # added to the sum of the chosen sigmoids, which may all be 0
@@ -75,13 +75,13 @@ def _reference_rows(logits, used=None, *, correction, choice, shared):
     experts = jnp.max(jnp.where(is_chosen, jnp.arange(choice.count), NONE), axis=-1)
     weights = jnp.max(jnp.where(is_chosen, scores[:, None], -jnp.inf), axis=-1)
     if choice.scores == "softmax":
-        columns = [weights[:, place] for place in range(choice.chosen)]
+        columns = [weights[:, rank] for rank in range(choice.chosen)]
         top = functools.reduce(jnp.maximum, columns) if choice.is_normalised else jnp.max(logits, axis=-1)
         weights = jnp.exp(weights - top[:, None])
         if not choice.is_normalised:
             weights = weights / _sum(jnp.exp(logits - top[:, None]))[:, None]
     if choice.is_normalised:
-        total = sum_f32([weights[:, place] for place in range(choice.chosen)])
+        total = sum_f32([weights[:, rank] for rank in range(choice.chosen)])
         weights = weights / (total[:, None] + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     experts, weights = experts.astype(jnp.int32), weights * choice.factor
     if shared:
@@ -115,16 +115,16 @@ def _places(keys: Float[Array, "*rows count"]) -> Int[Array, "*rows count"]:
     return jnp.sum(is_before, axis=-1, dtype=jnp.int32)
 
 
-def _precedes(other: Array, own: Array, other_index: Array, own_index: Array) -> Array:
+def _precedes(other: Array, key: Array, other_index: Array, index: Array) -> Array:
     """Returns whether another key is before an own one: it is larger, or equal with a smaller index."""
-    return (other > own) | ((other == own) & (other_index < own_index))
+    return (other > key) | ((other == key) & (other_index < index))
 
 
 def _of_best_groups(keys: Float[Array, "rows experts"], choice: Choice) -> Array:
     """Returns whether each expert is in one of the row's best groups."""
     grouped = keys.reshape(keys.shape[0], choice.groups, -1)
     places = _places(grouped)
-    largest = [jnp.max(jnp.where(places == place, grouped, -jnp.inf), axis=-1) for place in range(choice.summed)]
+    largest = [jnp.max(jnp.where(places == rank, grouped, -jnp.inf), axis=-1) for rank in range(choice.summed)]
     is_best = _places(functools.reduce(jnp.add, largest)) < choice.chosen_groups
     return jnp.repeat(is_best, choice.count // choice.groups, axis=-1)
 
@@ -171,14 +171,14 @@ def _kernel(
         keys = jnp.where(_of_best_groups_in_kernel(keys, expert, choice), keys, -jnp.inf)
     # Choose. A warp finds the maximum of integers in one instruction.
     left = jnp.where(is_expert, _ordered_integers(keys), LEAST)
-    place = jnp.arange(pl.next_power_of_2(choice.chosen + shared))
-    experts = choice.count - choice.chosen + place  # from place `chosen` on, the indices of the shared experts
-    for own in range(choice.chosen):
+    rank = jnp.arange(pl.next_power_of_2(choice.chosen + shared))
+    experts = choice.count - choice.chosen + rank  # from place `chosen` on, the indices of the shared experts
+    for step in range(choice.chosen):
         best = jnp.min(jnp.where(left == jnp.max(left), expert, choice.count))
-        experts = jnp.where(place == own, best, experts)
+        experts = jnp.where(rank == step, best, experts)
         left = jnp.where(expert == best, LEAST, left)
     # Weight.
-    is_place, is_used = place < choice.chosen, place < choice.chosen + shared
+    is_place, is_used = rank < choice.chosen, rank < choice.chosen + shared
     weights = _scores(load(experts, is_place), choice)
     if choice.scores == "softmax":
         top = jnp.max(weights if choice.is_normalised else logits)
@@ -189,9 +189,9 @@ def _kernel(
         weights = weights / (jnp.sum(weights) + (LEAST_SUM if choice.scores == "sigmoid" else 0))
     if used_ref is not None:
         experts = jnp.where(used_ref[row], experts, NONE)
-    pltriton.store(experts_ref.at[place, row], experts, mask=is_used)
+    pltriton.store(experts_ref.at[rank, row], experts, mask=is_used)
     weights = jnp.where(is_nan, jnp.nan, jnp.where(is_place, weights * choice.factor, 1))
-    pltriton.store(weights_ref.at[place, row], weights, mask=is_used)
+    pltriton.store(weights_ref.at[rank, row], weights, mask=is_used)
 
 
 def _ordered_integers(values: Array) -> Array:
@@ -204,12 +204,12 @@ def _of_best_groups_in_kernel(keys, expert, choice):
     """Does what `_of_best_groups` does, for one row, on pairs of an expert and a group [experts, groups]."""
     group = jnp.arange(pl.next_power_of_2(choice.groups))
     is_own = jax.lax.div(expert, choice.count // choice.groups)[:, None] == group[None, :]
-    own, score = jnp.where(is_own, keys[:, None], -jnp.inf), jnp.zeros(group.shape, jnp.float32)
+    group_keys, score = jnp.where(is_own, keys[:, None], -jnp.inf), jnp.zeros(group.shape, jnp.float32)
     for _ in range(choice.summed):
-        largest = jnp.max(own, axis=0)
+        largest = jnp.max(group_keys, axis=0)
         score += largest
-        first = jnp.min(jnp.where(own == largest[None, :], expert[:, None], choice.count), axis=0)
-        own = jnp.where(expert[:, None] == first[None, :], -jnp.inf, own)
+        first = jnp.min(jnp.where(group_keys == largest[None, :], expert[:, None], choice.count), axis=0)
+        group_keys = jnp.where(expert[:, None] == first[None, :], -jnp.inf, group_keys)
     score = jnp.where(group < choice.groups, score, -jnp.inf)
     is_before = _precedes(score[:, None], score[None, :], group[:, None], group[None, :])
     is_best = jnp.sum(is_before.astype(jnp.int32), axis=0) < choice.chosen_groups

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.layers import int4
-from pallas_kernels.layers.hopper_tiling import HEIGHT
+from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4 import int4
 
 SLICE = int4.BLOCK  # columns of a slice of k
 WORD = 32  # columns of which a thread has the values in one 32-bit word of each of its rows
@@ -57,14 +57,14 @@ def column(
     )
     def load(_, ref, first, index):
         m = Mlir()
-        own, registers = layout.to_mgpu(), []
+        mgpu_layout, registers = layout.to_mgpu(), []
         for row in m.rows(apart, width):
             row = m.arith.addi(row, m.wide(first.registers.item()))
             start = m.arith.muli(row, m.c(columns or m.ir.MemRefType(ref.type).shape[1], m.i64))
-            place = m.arith.addi(start, m.wide(index.registers.item()))
-            value = m.byte_at(ref, place) if is_byte else m.float_at(ref, place)
+            offset = m.arith.addi(start, m.wide(index.registers.item()))
+            value = m.byte_at(ref, offset) if is_byte else m.float_at(ref, offset)
             registers.append(m.vector.broadcast(m.ir.VectorType.get((1,), value.type), value))
-        return m.array(registers, own, (HEIGHT,), is_signed=True if is_byte else None)
+        return m.array(registers, mgpu_layout, (HEIGHT,), is_signed=True if is_byte else None)
 
     return load(ref, first, index)
 
@@ -86,29 +86,29 @@ def differences(ref: Any, zeros: list[Array | None], dtype: jnp.dtype, size: int
 
     if interpret:
         return _differences_by_jax(ref, zeros, dtype, size)
-    given = [zero for zero in zeros if zero is not None]
+    stored_zeros = [zero for zero in zeros if zero is not None]
     piece = plgpu.ShapeDtypeStruct((HEIGHT, size), dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *([plgpu.Layout.WGMMA.reduce(1)] * len(given))),
+        arg_types=(plgpu.RefType(), *([plgpu.Layout.WGMMA.reduce(1)] * len(stored_zeros))),
         return_type=(piece,) * (SLICE // size),
     )
-    def unpack(_, ref, *given):
+    def unpack(_, ref, *stored_zeros):
         m = Mlir()
         numbers = _Numbers(m, dtype)
-        offsets = [[numbers.offset(zero, half) for half in range(2)] for zero in given or [None]]
+        offsets = [[numbers.offset(zero, half) for half in range(2)] for zero in stored_zeros or [None]]
         loaded = words(m, ref)  # [half, word]
         pieces = []
         for first in range(0, SLICE // WORD, size // WORD):
             registers: list[Any] = []
             for word in range(first, first + size // WORD):
-                own = offsets[word * len(offsets) // (SLICE // WORD)]
-                halves = [numbers.unpack(loaded[half][word], own[half]) for half in range(2)]
+                word_offsets = offsets[word * len(offsets) // (SLICE // WORD)]
+                halves = [numbers.unpack(loaded[half][word], word_offsets[half]) for half in range(2)]
                 registers += itertools.chain(*zip(*halves, strict=True))
             pieces.append(m.array(registers, m.wgmma, (HEIGHT, size)))
         return tuple(pieces)
 
-    return unpack(ref, *given)
+    return unpack(ref, *stored_zeros)
 
 
 def _differences_by_jax(ref, zeros, dtype, size):
@@ -127,12 +127,12 @@ def rows_by_jax(ref, first, index, apart, width, columns):
     halves = 1 if apart is None else 2
 
     def load(start):
-        own = width // halves
+        count = width // halves
         if columns is None:
-            found = ref[pl.ds(start, own), index]
+            rows = ref[pl.ds(start, count), index]
         else:
-            found = jax.lax.dynamic_slice(ref[...].reshape(-1, columns), (start, index), (own, 1))[:, 0]
-        return jnp.pad(found, (0, HEIGHT // halves - own))
+            rows = jax.lax.dynamic_slice(ref[...].reshape(-1, columns), (start, index), (count, 1))[:, 0]
+        return jnp.pad(rows, (0, HEIGHT // halves - count))
 
     return load(first) if apart is None else interleaved(jnp.stack([load(first), load(first + apart)]))
 
@@ -141,6 +141,29 @@ def interleaved(halves):
     """Returns [2, 32, ...] as [64, ...]: 8 of the first half, 8 of the second, and so on."""
     _, _, *others = halves.shape
     return halves.reshape(2, 4, 8, *others).swapaxes(0, 1).reshape(HEIGHT, *others)
+
+
+def gate_and_up(total: Array, *, interpret: bool) -> tuple[Array, Array]:
+    """Returns gate and up of sums [64, height] whose rows are 8 of gate, 8 of up, and so on; each is there twice.
+
+    A thread has a row of gate and the same row of up, so that no value moves between threads.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        both = total.reshape(4, 2, 8, -1)
+        gate, up = (jnp.repeat(both[:, half : half + 1], 2, axis=1).reshape(total.shape) for half in range(2))
+        return gate, up
+    sums = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(sums, sums))
+    def divide(_, total):
+        m, registers = Mlir(), list(total.registers.flat)
+        doubled = [list(itertools.chain(*((value, value) for value in registers[half::2]))) for half in range(2)]
+        gate, up = (m.array(values, m.wgmma, total.shape) for values in doubled)
+        return gate, up
+
+    return divide(total)
 
 
 class Mlir:
@@ -181,21 +204,21 @@ class Mlir:
         row = within(self.arith.subi(row, self.arith.muli(warp, self.c(8, self.i64))))
         return [row, self.arith.addi(row, self.c(apart, self.i64))]
 
-    def load(self, ref, place, element, **options):
+    def load(self, ref, offset, element, **options):
         """Loads an element of an array in memory."""
         return self.llvm.load(
-            element, self.utils.getelementptr(self.utils.memref_ptr(ref), [place], element), **options
+            element, self.utils.getelementptr(self.utils.memref_ptr(ref), [offset], element), **options
         )
 
-    def float_at(self, ref, place):
+    def float_at(self, ref, offset):
         """Returns an element of an array of floating-point numbers as a float32 number."""
         element = self.ir.MemRefType(ref.type).element_type
-        value = self.load(ref, place, element)
+        value = self.load(ref, offset, element)
         return value if element == self.f32 else self.arith.extf(self.f32, value)
 
-    def byte_at(self, ref, place):
+    def byte_at(self, ref, offset):
         """Returns an element of an array of bytes as a 32-bit integer."""
-        return self.arith.extui(self.i32, self.load(ref, place, self.ir.IntegerType.get_signless(8)))
+        return self.arith.extui(self.i32, self.load(ref, offset, self.ir.IntegerType.get_signless(8)))
 
     def as_pair(self, word, pair):
         """Returns a word as a pair of 16-bit numbers."""
@@ -217,14 +240,14 @@ def words(m, ref):
     strides, _ = m.ir.MemRefType(ref.type).get_strides_and_offset()
     apart = None if len(strides) == 2 else strides[0] // strides[1]
     _, first = next(iter(m.wgmma.thread_idxs((HEIGHT, 8))))  # thread t of four holds column 2 t first
-    found = []
+    row_words = []
     for row in m.rows(apart):
-        place = m.arith.addi(m.arith.muli(row, m.c(strides[-2], m.i64)), m.arith.muli(m.wide(first), m.c(8, m.i64)))
+        offset = m.arith.addi(m.arith.muli(row, m.c(strides[-2], m.i64)), m.arith.muli(m.wide(first), m.c(8, m.i64)))
         byte = m.ir.IntegerType.get_signless(8)
-        pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.trunci(m.i32, place)], byte)
+        pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [m.arith.trunci(m.i32, offset)], byte)
         loaded = m.llvm.load(m.ir.VectorType.get((SLICE // WORD,), m.i32), pointer, alignment=16)
-        found.append([m.vector.extract(loaded, [], [index]) for index in range(SLICE // WORD)])
-    return found
+        row_words.append([m.vector.extract(loaded, [], [index]) for index in range(SLICE // WORD)])
+    return row_words
 
 
 class _Numbers:
@@ -261,5 +284,5 @@ class _Numbers:
         struct = m.llvm.StructType.get_literal([m.i32] * 4)
         constants = [self.twice(bits) for bits in (15, self.base_bits, self.one_bits)]
         constraints = ",".join(["=&r"] * 4 + ["r"] * 5)
-        found = m.llvm.inline_asm(struct, [word, *constants, offset], "{" + " ".join(lines) + "}", constraints)
-        return [m.as_pair(m.llvm.extractvalue(m.i32, found, [index]), self.pair) for index in range(4)]
+        pairs = m.llvm.inline_asm(struct, [word, *constants, offset], "{" + " ".join(lines) + "}", constraints)
+        return [m.as_pair(m.llvm.extractvalue(m.i32, pairs, [index]), self.pair) for index in range(4)]

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.layers import int4, mxfp4
+from pallas_kernels.layers.experts import mxfp4
+from pallas_kernels.layers.int4 import int4
 
 
 def unpacked_sums(refs, halves, row, *, inner, precision):
@@ -28,7 +29,7 @@ def unpacked_sums(refs, halves, row, *, inner, precision):
     return jax.lax.fori_loop(0, refs["x"].shape[1] // inner, step, _zeros(halves, row))
 
 
-def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
+def packed_sums(refs, expert, halves, row, *, kind, inner, group, interpret):
     """Returns the sums for a weight in int4 or mxfp4, as `unpacked_sums` does.
 
     The scales of int4 multiply the sums of a step, which has columns of one group only. Those of mxfp4 multiply the
@@ -40,24 +41,24 @@ def packed_sums(refs, expert, halves, row, *, inner, group, interpret):
         expert: index of the expert.
         halves: indices of rows of its weight, as in `unpacked_sums`.
         row, inner: as in `unpacked_sums`.
+        kind: kind of the weight.
         group: number of columns of a group.
         interpret: whether the kernel is interpreted.
     """
     (_, _, size), (_, _, groups) = refs["weight"].shape, refs["group_scale"].shape
-    per_step, is_mxfp4 = max(inner // group, 1), refs["group_scale"].dtype == jnp.uint8
+    per_step, add = max(inner // group, 1), ADD[kind]
 
     def scales_at(index):
         at = jnp.minimum(index * inner // group + jnp.arange(per_step), groups - 1)[None, :]
-        own = [refs[name] for name in ("group_scale", "zeros") if name in refs]
-        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], at]) for ref in own) for half in halves)
+        scale_refs = [refs[name] for name in ("group_scale", "zeros") if name in refs]
+        return tuple(tuple(pltriton.load(ref.at[expert, half[:, None], at]) for ref in scale_refs) for half in halves)
 
     def step(index, carry):
-        place = jnp.arange(inner // 2)[None, :]
-        xs = [pltriton.load(refs["x"].at[row[:, None], index * inner + first + place]) for first in (0, inner // 2)]
-        byte = index * (inner // 2) + place
+        column = jnp.arange(inner // 2)[None, :]
+        xs = [pltriton.load(refs["x"].at[row[:, None], index * inner + first + column]) for first in (0, inner // 2)]
+        byte = index * (inner // 2) + column
         only = {} if 2 * size % inner == 0 else {"mask": byte < size, "other": 0}
         weights = [pltriton.load(refs["weight"].at[expert, half[:, None], byte], **only) for half in halves]
-        add = _add_mxfp4 if is_mxfp4 else _add_int4
         totals = tuple(
             add(total, scales, packed, xs, interpret) for total, scales, packed in zip(*carry, weights, strict=True)
         )
@@ -85,3 +86,6 @@ def _add_int4(total, scales, packed, xs, interpret):
 
 def _zeros(halves, row):
     return tuple(jnp.zeros((len(half), len(row)), jnp.float32) for half in halves)
+
+
+ADD = {"int4": _add_int4, "mxfp4": _add_mxfp4}

@@ -25,22 +25,20 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import expert_kernel, int4, mxfp4
-from pallas_kernels.layers.expert_blocks import blocks_of, own_choices, plan
-from pallas_kernels.layers.expert_bytes import ordered, unpack
-from pallas_kernels.layers.expert_sums import packed_sums, unpacked_sums
-from pallas_kernels.layers.expert_tiling import packed_tiles
-from pallas_kernels.layers.hopper_kernel import choose_compiled, multiprocessors
+from pallas_kernels.layers.dense.split_kernel import INNER_BYTES
+from pallas_kernels.layers.experts import expert_kernel, expert_reference, mxfp4
+from pallas_kernels.layers.experts.expert_blocks import own_choices, plan
+from pallas_kernels.layers.experts.expert_bytes import PACKED, ordered
+from pallas_kernels.layers.experts.expert_reference import rows_of
+from pallas_kernels.layers.experts.expert_sums import packed_sums, unpacked_sums
+from pallas_kernels.layers.experts.expert_tiling import packed_tiles
+from pallas_kernels.layers.hopper import choose_compiled, multiprocessors
 from pallas_kernels.layers.quantize_rows import Activation, activate
-from pallas_kernels.layers.quantized import Quantized
-from pallas_kernels.layers.row_by_row import row_by_row
-from pallas_kernels.layers.split_matmul import INNER_BYTES
+from pallas_kernels.layers.weights import Quantized
 
-REFERENCE_ROWS = 8  # rows of a block in the reference
 TILE = 64  # output columns of a program; twice as many of an undivided product
 STAGES, FEW_STAGES = 4, 6  # steps of k in flight, and in a product of gate and up with one program a multiprocessor
 PACKED_STEP = 128  # most values of k per loop iteration in int4 and mxfp4; a row of them is 64 bytes
-PACKED_DTYPES = {"int4": ("bfloat16", "float16"), "mxfp4": ("bfloat16",)}  # dtypes of x; mxfp4 has bfloat16's exponents
 MOST_ELEMENTS = 2**31  # addresses in a weight are 32-bit integers
 
 
@@ -57,82 +55,6 @@ class Gate(NamedTuple):
             return activate(gate, self.activation) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.minimum(jnp.maximum(up, -self.limit), self.limit)
         return gate * jax.lax.logistic(self.alpha * gate) * (up + 1)
-
-
-def rows_of(expert: Array, columns: Array, sizes: tuple[int, int], *, gated: bool, shared: int) -> list[Array]:
-    """Returns in which rows of all experts' weights an expert has some of its columns, of gate and of up if gated.
-
-    The rows of the last experts are those of one dense weight: all gates, then all ups; or in a product with down,
-    rows of which each expert has its part of k, one after another.
-
-    Args:
-        expert: index of the expert.
-        columns: columns of the result.
-        sizes: numbers of experts, and of rows of an expert.
-        gated: whether gate and up are joined.
-        shared: number of the last experts.
-    """
-    (experts, rows), width = sizes, sizes[1] // 2
-    if shared < 2:
-        own = expert * rows + columns
-        return [own, own + width] if gated else [own]
-    first = experts - shared
-    is_shared, place = expert >= first, expert - first
-    if gated:
-        own = jnp.where(is_shared, first * rows + place * width, expert * rows) + columns
-        return [own, jnp.where(is_shared, own + shared * width, own + width)]
-    return [jnp.where(is_shared, first * rows + place + shared * columns, expert * rows + columns)]
-
-
-def _reference(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, shared):
-    experts, flat = weight.shape[0], x.reshape(-1, x.shape[-1])
-
-    def values_of(own):
-        if shared < 2:
-            return _values_of(weight, own, x.dtype)
-        (_, out, inner), width = weight.shape, weight.shape[1] // (2 if gate else 1)
-        rows = rows_of(own, jnp.arange(width), (experts, out), gated=gate is not None, shared=shared)
-        return weight.reshape(-1, inner)[jnp.concatenate(rows)].astype(x.dtype), None
-
-    def block(expert, choices):
-        """Returns the products of some choices of one expert [choices, N], or of none: 0."""
-        existing = jnp.minimum(expert, experts - 1)
-        rows = flat[jnp.maximum(choices, 0) % flat.shape[0]]
-        values, scale = values_of(existing)
-        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        sums = jnp.einsum("tk,nk->tn", rows.astype(values.dtype), values, **exact)
-        sums = sums if scale is None else sums * scale
-        sums = sums if bias is None else sums + bias[existing].astype(jnp.float32)
-        sums = gate.join(*jnp.split(sums, 2, axis=-1)) if gate else sums
-        sums = sums if factors is None else sums * factors.ravel()[choices][:, None]
-        return jax.lax.optimization_barrier(jnp.where(expert < experts, sums, 0).astype(dtype))
-
-    if deterministic:
-        expert = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).ravel()
-        out = row_by_row(lambda expert, choice: block(expert[0], choice), expert, jnp.arange(chosen.size))
-        return out.reshape(*chosen.shape, -1)
-    blocks = blocks_of(chosen.ravel(), experts, REFERENCE_ROWS)
-    products = jax.lax.map(lambda listed: block(*listed), blocks)
-    at = jnp.where(blocks.choices < 0, chosen.size, blocks.choices)
-    out = jnp.zeros((chosen.size, products.shape[-1]), dtype).at[at].set(products, mode="drop")
-    return out.reshape(*chosen.shape, -1)
-
-
-def _values_of(weight, expert, dtype):
-    """Returns the weight of an expert, and the scales of the rows of its product; None: there are none."""
-    if not isinstance(weight, Quantized):
-        return weight[expert].astype(dtype), None
-    if weight.group is None:
-        return weight.values[expert].astype(dtype), weight.scale[expert]
-    return widened_expert(weight, expert), None
-
-
-def widened_expert(weight: Quantized, expert: Int[Array, ""] | int) -> Float[Array, "out inner"]:
-    """Returns the weight of one of the experts in int4 or mxfp4 in float32."""
-    values, scale = weight.values[expert], weight.scale[expert]
-    if weight.kind == "mxfp4":
-        return mxfp4.widened(values, scale)
-    return int4.scaled(unpack(values), scale, None if weight.zeros is None else weight.zeros[expert])
 
 
 def _kernel(
@@ -162,14 +84,14 @@ def _kernel(
     if is_listed:
         multiply(lists[0][pl.program_id(1)], pltriton.load(lists[1].at[pl.program_id(1), jnp.arange(size)]))
         return
-    expert, index, place = own_choices(lists[0], experts, is_by_choice)
+    expert, index, position = own_choices(lists[0], experts, is_by_choice)
 
     def block(number, carry):
         wanted = number * size + jnp.arange(size)
-        multiply(expert, jnp.max(jnp.where(place[None, :] == wanted[:, None], index[None, :], -1), axis=1))
+        multiply(expert, jnp.max(jnp.where(position[None, :] == wanted[:, None], index[None, :], -1), axis=1))
         return carry
 
-    jax.lax.fori_loop(0, (jnp.max(place) + size) // size, block, 0)
+    jax.lax.fori_loop(0, (jnp.max(position) + size) // size, block, 0)
 
 
 def _multiply(refs, columns, expert, choices, *, experts, sums, gate):
@@ -195,9 +117,9 @@ def _multiply(refs, columns, expert, choices, *, experts, sums, gate):
         totals = sums(refs, expert, halves, named % rows)
         for name in ("scale", "bias"):
             if name in refs:
-                own = [pltriton.load(refs[name].at[expert, half])[:, None].astype(jnp.float32) for half in halves]
+                loaded = [pltriton.load(refs[name].at[expert, half])[:, None].astype(jnp.float32) for half in halves]
                 combine = jnp.multiply if name == "scale" else jnp.add
-                totals = tuple(combine(total, values) for total, values in zip(totals, own, strict=True))
+                totals = tuple(combine(total, values) for total, values in zip(totals, loaded, strict=True))
         total = gate.join(*totals) if gate else totals[0]
         if "factors" in refs:
             total = total * pltriton.load(refs["factors"].at[named])[None, :]
@@ -214,37 +136,37 @@ def _pallas(x, weight, bias, factors, chosen, *, gate, dtype, deterministic, sha
         flat = ordered(flat, step)
     width = out // 2 if gate else out
     tile = TILE if gate or width % (2 * TILE) else 2 * TILE
-    found = plan(chosen.ravel(), experts, is_packed=step is not None, deterministic=deterministic)
-    is_alone = gate and width // tile * found.programs <= (multiprocessors() or 0)
+    planned = plan(chosen.ravel(), experts, is_packed=step is not None, deterministic=deterministic)
+    is_alone = gate and width // tile * planned.programs <= (multiprocessors() or 0)
     values, optional = _stored(weight)
     optional |= {"bias": bias, "factors": None if factors is None else factors.ravel()}
     optional = {name: array for name, array in optional.items() if array is not None}
-    own = {
+    sizes = {
         "names": tuple(optional),
-        "size": found.size,
-        "is_listed": found.is_listed,
-        "is_by_choice": found.is_by_choice,
+        "size": planned.size,
+        "is_listed": planned.is_listed,
+        "is_by_choice": planned.is_by_choice,
         "tile": tile,
         "experts": experts,
         "sums": _sums(weight, x.dtype, interpret, shared),
         "gate": gate,
     }
     products = pl.pallas_call(
-        functools.partial(_kernel, **own),
-        grid=(width // tile, found.programs),
+        functools.partial(_kernel, **sizes),
+        grid=(width // tile, planned.programs),
         out_shape=jax.ShapeDtypeStruct((chosen.size, width), dtype),
         compiler_params=pltriton.CompilerParams(
             num_warps=8 if tile > TILE else 4, num_stages=FEW_STAGES if is_alone else STAGES
         ),
         interpret=interpret,
         name="expert_matmul",
-    )(flat, values, *found.lists, *optional.values())
+    )(flat, values, *planned.lists, *optional.values())
     return products.reshape(*chosen.shape, width)
 
 
 def _hopper(*arguments, interpret, **options):
-    (found,) = expert_kernel.multiply_chosen(*arguments, interpret=interpret, **options)
-    return found
+    (sums,) = expert_kernel.multiply_chosen(*arguments, interpret=interpret, **options)
+    return sums
 
 
 def _stored(weight):
@@ -254,31 +176,31 @@ def _stored(weight):
     """
     if not isinstance(weight, Quantized):
         return weight.reshape(-1, weight.shape[2]), {}
-    if weight.group is None:
-        return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
-    return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
+    if weight.is_packed:
+        return weight.values.reshape(*weight.shape[:2], -1), {"group_scale": weight.scale, "zeros": weight.zeros}
+    return weight.values.reshape(-1, weight.shape[2]), {"scale": weight.scale}
 
 
 def _sums(weight, dtype, interpret, shared):
     """Returns the function (refs, expert, halves, rows of x) -> sums for a weight and activations of a dtype."""
     if step := _packed_step(weight):
-        return functools.partial(packed_sums, inner=step, group=weight.group, interpret=interpret)
+        return functools.partial(packed_sums, kind=weight.kind, inner=step, group=weight.group, interpret=interpret)
     stored = weight.values.dtype if isinstance(weight, Quantized) else weight.dtype
     # Three TF32 products are as exact as one float32 product, and run on tensor cores. A CPU has no TF32.
     wide = dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if wide else jax.lax.Precision.HIGHEST
-    own = {"inner": _step(stored, dtype, weight.shape[-1]), "precision": precision}
+    fixed = {"inner": _step(stored, dtype, weight.shape[-1]), "precision": precision}
 
     def sums(refs, expert, halves, row):
         rows = rows_of(expert, halves[0], weight.shape[:2], gated=len(halves) > 1, shared=shared)
-        return unpacked_sums(refs, rows, row, **own)
+        return unpacked_sums(refs, rows, row, **fixed)
 
     return sums
 
 
 def _packed_step(weight: Array | Quantized) -> int | None:
     """Returns the number of values of k per loop iteration of a weight in int4 or mxfp4; None: it is neither."""
-    if not isinstance(weight, Quantized) or weight.group is None:
+    if not isinstance(weight, Quantized) or not weight.is_packed:
         return None
     return PACKED_STEP if weight.kind == "mxfp4" else math.gcd(weight.group, PACKED_STEP)
 
@@ -301,15 +223,14 @@ def unsupported_experts(weight: Array | Quantized, dtype: jnp.dtype, *, gated: b
         gated: whether gate and up are joined.
     """
     _, out, inner = weight.shape
-    kind = weight.kind if isinstance(weight, Quantized) else None
     values = weight.values if isinstance(weight, Quantized) else weight
     columns, step = TILE * (1 + gated), INNER_BYTES // max(values.dtype.itemsize, 2)
-    if isinstance(weight, Quantized) and weight.group is not None:
+    if isinstance(weight, Quantized) and weight.is_packed:
         step = mxfp4.GROUP
         if weight.group % step:
             return f"groups must be multiples of {step} columns, got {weight.group}"
-    if kind in ("int4", "mxfp4") and dtype not in PACKED_DTYPES[kind]:
-        return f"x must be {' or '.join(PACKED_DTYPES[kind])} for experts in {kind}, got {dtype}"
+    if isinstance(weight, Quantized) and weight.is_packed and dtype not in (dtypes := PACKED[weight.kind].dtypes):
+        return f"x must be {' or '.join(dtypes)} for experts in {weight.kind}, got {dtype}"
     if out % columns or inner % step or values.size >= MOST_ELEMENTS:
         return (
             f"the experts' weights must be [experts, multiple of {columns}, multiple of {step}] with less than "
@@ -353,7 +274,8 @@ def expert_matmul(
     options = {"gate": gate, "dtype": dtype or x.dtype}
     assert shared < 2 or not isinstance(weight, Quantized)
     kernel, reference = (
-        functools.partial(run, shared=shared, deterministic=deterministic, **options) for run in (_pallas, _reference)
+        functools.partial(run, shared=shared, deterministic=deterministic, **options)
+        for run in (_pallas, expert_reference.reference)
     )
     unsupported = unsupported_experts(weight, x.dtype, gated=gate is not None)
     if not deterministic and (tiles := packed_tiles(weight, x.dtype, chosen.shape, gated=gate is not None)):

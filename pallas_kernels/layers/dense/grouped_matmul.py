@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.layers import hopper_kernel, int4, int4_kernel
-from pallas_kernels.layers.int4_tiling import Int4Tiles, choose_tiles
+from pallas_kernels.layers import hopper
+from pallas_kernels.layers.int4 import int4, int4_kernel
+from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles
+from pallas_kernels.layers.weights import Quantized
 
 STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
@@ -31,20 +33,17 @@ MOST_ROWS = 64  # most rows of x per Pallas program
 MOST_WIDENED = 2**27  # most values of a packed weight that are widened at once for many rows, 256 MiB
 
 
-def widened(
-    values: Num[Array, "out inner"] | UInt8[Array, "out blocks bytes"],
-    scale: Float[Array, "out groups"],
-    zeros: UInt8[Array, "out groups"] | None = None,
-) -> Float[Array, "out inner"]:
-    """Returns the weight in float32: each value times the scale of its row and group."""
-    if values.dtype == jnp.uint8:
-        return int4.widened(values, scale, zeros)
-    return values.astype(jnp.float32) * jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+def widened(weight: Quantized) -> Float[Array, "out inner"]:
+    """Returns a weight in float32: each value times the scale of its row and group."""
+    scale = weight.scale.reshape(weight.shape[0], -1)
+    if weight.kind == "int4":
+        return int4.widened(weight.values, scale, weight.zeros)
+    return weight.values.astype(jnp.float32) * jnp.repeat(scale, weight.shape[1] // scale.shape[1], axis=1)
 
 
-def _reference(x, values, scale, *zeros, parts, dtype):
+def _reference(x, weight, *, parts, dtype):
     """Computes the product from a widened copy of the weight; the sums are float32."""
-    return _product(x.astype(jnp.float32), widened(values, scale, *zeros), parts, jnp.float32).astype(dtype)
+    return _product(x.astype(jnp.float32), widened(weight), parts, jnp.float32).astype(dtype)
 
 
 def _product(x, weight, parts, dtype):
@@ -55,21 +54,21 @@ def _product(x, weight, parts, dtype):
     return jax.lax.dot_general(pieces, weights, dims, precision=precision, preferred_element_type=dtype)
 
 
-def _by_widening(x, *weight, parts, dtype):
+def _by_widening(x, weight, *, parts, dtype):
     """Computes the product of many rows from a copy of a packed weight in x's dtype, of which it writes pieces of rows.
 
     The kernel would unpack the values again for each 64 rows, which takes longer than to write and read the copy. The
     barriers keep XLA from unpacking values again for each of its tiles, and from widening pieces or weights of other
     products before they are needed.
     """
-    out = len(weight[0])
-    rows = widened_rows(out, 2 * weight[0][0].size)
-    found: list[Array] = []
+    out, inner = weight.shape
+    rows = widened_rows(out, inner)
+    products: list[Array] = []
     for first in range(0, out, rows):
-        x, weight, found = jax.lax.optimization_barrier((x, weight, found))
-        piece = widened(*(array[first : first + rows] for array in weight)).astype(x.dtype)
-        found.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
-    return jnp.concatenate(found, axis=2)
+        x, weight, products = jax.lax.optimization_barrier((x, weight, products))
+        piece = widened(weight.rows(slice(first, first + rows))).astype(x.dtype)
+        products.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
+    return jnp.concatenate(products, axis=2)
 
 
 def widened_rows(out: int, inner: int) -> int:
@@ -117,9 +116,9 @@ def _kernel(
             return total + product(values, column) * scale[:, None]
         byte = jnp.arange(inner // 2)[None, :]
         run = inner // 8  # consecutive bytes of a step in a block
-        place = byte if inner == block else first % block // 8 + byte // run * (block // 8) + byte % run
-        place += first // block * (block // 2)
-        values = pltriton.load(values_ref.at[out[:, None], place], mask=is_out[:, None])
+        offset = byte if inner == block else first % block // 8 + byte // run * (block // 8) + byte % run
+        offset += first // block * (block // 2)
+        values = pltriton.load(values_ref.at[out[:, None], offset], mask=is_out[:, None])
         zero = pltriton.load(zeros_ref[0].at[out, first // group], mask=is_out) if zeros_ref else jnp.full(out_tile, 8)
         low, high = int4.differences(values, jnp.broadcast_to(zero[:, None], values.shape), x_ref.dtype, interpret)
         sums = product(low, first + byte) + product(high, first + inner // 2 + byte)
@@ -130,11 +129,11 @@ def _kernel(
     pltriton.store(at, total.astype(parts_ref.dtype), mask=is_row[None, :] & is_out[:, None])
 
 
-def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
-    if values.dtype == jnp.uint8 and len(x) > MOST_ROWS:
-        return _by_widening(x, values, scale, *zeros, parts=parts, dtype=dtype)
-    (rows, inner), (out, groups) = x.shape, scale.shape
-    group, block = inner // groups, 2 * values.shape[2] if values.dtype == jnp.uint8 else 0
+def _pallas(x, weight, *, parts, dtype, interpret):
+    if weight.is_packed and len(x) > MOST_ROWS:
+        return _by_widening(x, weight, parts=parts, dtype=dtype)
+    rows, (out, inner), group = len(x), weight.shape, weight.group
+    block = 2 * weight.values.shape[2] if weight.is_packed else 0
     is_few = rows <= MOST_ROWS
     step = math.gcd(group, STEP, block)
     if block:
@@ -151,30 +150,29 @@ def _pallas(x, values, scale, *zeros, parts, dtype, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=4 if is_few else 8, num_stages=5 if is_few else 3),
         interpret=interpret,
         name="grouped_matmul",
-    )(x, values.reshape(out, -1), scale, *zeros)
+    )(x, *(weight.arrays | {"values": weight.values.reshape(out, -1)}).values())
+
+
+def _hopper(x, weight, **options):
+    return int4_kernel.multiply(x, *weight.arrays.values(), **options)
 
 
 def packed_tiles(
-    rows: int,
-    packed: tuple[int, ...],
-    groups: int,
-    dtype: jnp.dtype,
-    parts: int | None = None,
-    *,
-    gated: bool = False,
+    rows: int, weight: Quantized, dtype: jnp.dtype, parts: int | None = None, *, gated: bool = False
 ) -> Int4Tiles | None:
     """Returns the tile sizes of the Hopper kernel of packed weights; None if the Hopper kernel is not used.
 
     Args:
         rows: number of rows of x.
-        packed: shape of the weight's bytes [out, blocks, bytes of a block].
-        groups: number of scales of a row.
+        weight: the weight [out, inner], with group scales.
         dtype: dtype of x.
         parts: number of partial sums; None: as many as the kernel needs.
         gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
-    count = hopper_kernel.multiprocessors()
-    return None if count is None else choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated)
+    count = hopper.multiprocessors()
+    if count is None or weight.kind != "int4":
+        return None
+    return choose_tiles(rows, weight.values.shape, weight.scale.shape[1], dtype, count, parts, gated=gated)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:
@@ -199,10 +197,8 @@ def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block
 @functools.partial(jax.jit, static_argnames=("dtype", "parts", "implementation"))
 def grouped_matmul(
     x: Float[Array, "*rows inner"],
-    values: Num[Array, "out inner"] | UInt8[Array, "out blocks bytes"],
-    scale: Float[Array, "out groups"],
+    weight: Quantized,
     dtype: jnp.dtype,
-    zeros: UInt8[Array, "out groups"] | None = None,
     *,
     parts: int = 1,
     implementation: Implementation = "auto",
@@ -211,10 +207,8 @@ def grouped_matmul(
 
     Args:
         x: activations [*rows, inner].
-        values: int8 or float8 values of the weight [out, inner], or packed ones [out, blocks, bytes] (`int4.pack`).
-        scale: float32 scales [out, groups]; each belongs to inner / groups columns of a row.
+        weight: [out, inner], with group scales.
         dtype: dtype of the result.
-        zeros: zero points of packed values [out, groups]; None: 8.
         parts: number of equal parts into which the sum over k is divided.
         implementation: as in `paged_attention`. The kernel needs activations of two bytes per value and groups that are
             multiples of 32 columns. The reference writes a widened copy of the weight, and rounds none of its values.
@@ -222,15 +216,13 @@ def grouped_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the call.
     """
-    rows, (out, groups) = x.shape[:-1], scale.shape
+    rows, (out, groups) = x.shape[:-1], weight.scale.shape
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)
-    arguments = [x.reshape(-1, x.shape[-1]), values, scale, *([] if zeros is None else [zeros])]
-    tiles = packed_tiles(len(arguments[0]), values.shape, groups, x.dtype, parts) if values.dtype == jnp.uint8 else None
-    if tiles:
-        kernel = functools.partial(int4_kernel.multiply, tiles=tiles, dtype=dtype)
-        sums = hopper_kernel.choose_compiled(implementation, kernel, reference, *arguments)
-        return sums.reshape(parts, *rows, out)
-    block = 2 * values.shape[2] if values.dtype == jnp.uint8 else STEP
+    flat = x.reshape(-1, x.shape[-1])
+    if tiles := packed_tiles(len(flat), weight, x.dtype, parts):
+        kernel = functools.partial(_hopper, tiles=tiles, dtype=dtype)
+        return hopper.choose_compiled(implementation, kernel, reference, flat, weight).reshape(parts, *rows, out)
+    block = 2 * weight.values.shape[2] if weight.is_packed else STEP
     limit = unsupported(x.shape[-1], groups, x.dtype, parts, block)
-    return dispatch(implementation, limit, kernel, reference, *arguments).reshape(parts, *rows, out)
+    return dispatch(implementation, limit, kernel, reference, flat, weight).reshape(parts, *rows, out)

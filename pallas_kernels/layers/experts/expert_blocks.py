@@ -31,16 +31,16 @@ def blocks_of(chosen: Int[Array, " choices"], experts: int, size: int) -> Expert
         size: number of choices of a full block.
     """
     count = chosen.shape[0]
-    own = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
-    is_own = own[:, None] == jnp.arange(experts + 1)
+    expert_of = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+    is_own = expert_of[:, None] == jnp.arange(experts + 1)
     up_to = jnp.cumsum(is_own, axis=0, dtype=jnp.int32)  # number of choices of each expert up to each choice
-    place = jnp.sum(jnp.where(is_own, up_to, 0), axis=1) - 1
+    position = jnp.sum(jnp.where(is_own, up_to, 0), axis=1) - 1
     needed = -(-up_to[-1] // size)
     first = jnp.cumsum(needed) - needed
-    block = first[own] + place // size
+    block = first[expert_of] + position // size
     blocks = blocks_count(count, experts, size)
-    expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(own)
-    choices = jnp.full((blocks, size), -1, jnp.int32).at[block, place % size].set(jnp.arange(count, dtype=jnp.int32))
+    expert = jnp.full(blocks, experts + 1, jnp.int32).at[block].set(expert_of)
+    choices = jnp.full((blocks, size), -1, jnp.int32).at[block, position % size].set(jnp.arange(count, dtype=jnp.int32))
     return ExpertBlocks(expert, choices)
 
 

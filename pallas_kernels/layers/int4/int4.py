@@ -161,15 +161,15 @@ def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -
         kind, base, base_bits, one_bits = "f16x2", 1024, 0x6400, 0x3C00
     mask, bases, ones = (f"{half << 16 | half:#x}" for half in (15, base_bits, one_bits))
     offset = -(zero.astype(jnp.float32) + base).astype(dtype)
-    found = []
+    halves = []
     for shift in (0, 4):
         lines = [f".reg .b32 word, pair, ones; mov.b32 ones, {ones}; shr.b32 word, $2, {shift}"]
         for result, selector in enumerate(("0x4140", "0x4342")):  # two bytes of the word, each with a zero after it
             lines.append(f"prmt.b32 pair, word, 0, {selector}")
             lines.append(f"lop3.b32 pair, pair, {mask}, {bases}, 0xEA")  # (pair & mask) | bases
             lines.append(f"fma.rn.{kind} ${result}, pair, ones, ${3 + result}")
-        found.append(of_words(lines, packed, offset))
-    low, high = found
+        halves.append(of_words(lines, packed, offset))
+    low, high = halves
     return low, high
 
 
@@ -181,11 +181,11 @@ def of_words(lines: list[str], packed: Array, numbers: Array) -> Array:
         packed: bytes [out, bytes].
         numbers: numbers of two bytes each [out, bytes]; the results have their dtype.
     """
-    (found,) = pltriton.elementwise_inline_asm(
+    (results,) = pltriton.elementwise_inline_asm(
         "{ " + "; ".join(lines) + "; }",
         args=[packed, numbers],
         constraints="=&r,=&r,r,r,r",
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, numbers.dtype)],
     )
-    return found
+    return results

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.layers import int4
-from pallas_kernels.layers.hopper_tiling import HEIGHT, SHARED_BYTES
+from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
+from pallas_kernels.layers.int4 import int4
 
 # Most rows of x in a tile, for which shared memory has room for the sums of four splits, and for which the registers of
 # a multiprocessor suffice for four warpgroups, and for two. The registers hold sums of a group, and totals. Groups of
