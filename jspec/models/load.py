@@ -365,8 +365,8 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
         kind: required kind of checkpoint; None: any.
     """
 
-    def read_format(found: str, fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
-        return format_of(found).from_hf(fields, source)
+    def read_format(stored_kind: str, fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
+        return format_of(stored_kind).from_hf(fields, source)
 
     return plan_folder(folder, read_format, kind=kind, families=families.model_types())
 
@@ -390,13 +390,13 @@ def dtype_name(dtype: Any) -> str:
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
     """Read the header of a converted folder, with its config as a record that has the caller's overrides."""
-    found = orbax.read_header(folder)
-    check_kind(folder, found.kind, kind)
-    form = format_of(found.kind)
+    header = orbax.read_header(folder)
+    check_kind(folder, header.kind, kind)
+    form = format_of(header.kind)
     with named(folder / orbax.MANIFEST):
-        config = form.from_json(found.config)
-        _check_parameters(form, config, found.parameters)
-    return replace(found, config=form.override(config))
+        config = form.from_json(header.config)
+        _check_parameters(form, config, header.parameters)
+    return replace(header, config=form.override(config))
 
 
 def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -406,8 +406,8 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if f"{name}.values" in stored:
-            own = {part: stored[f"{name}.{part}"] for part in orbax.QUANTIZED if f"{name}.{part}" in stored}
-            wanted |= {f"{name}.{part}": shape for part, shape in quantized_shapes(spec.shape, own).items()}
+            arrays = {part: stored[f"{name}.{part}"] for part in orbax.QUANTIZED if f"{name}.{part}" in stored}
+            wanted |= {f"{name}.{part}": shape for part, shape in quantized_shapes(spec.shape, arrays).items()}
         else:
             wanted[name] = spec.shape
     shapes = {name: leaf.shape for name, leaf in stored.items()}
@@ -419,5 +419,5 @@ def _check_parameters(form: Format, config: Any, stored: Mapping[str, jax.ShapeD
         "not floating point": [name for name in floats if not jnp.issubdtype(stored[name].dtype, jnp.floating)],
     }
     if any(faults.values()):
-        found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
-        raise CheckpointError("", f"the weights are not those of the config ({found}); convert the model again")
+        summary = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
+        raise CheckpointError("", f"the weights are not those of the config ({summary}); convert the model again")
