@@ -189,19 +189,19 @@ class Fields(Mapping[str, Any]):
 
     def numbers(self, name: str) -> list[float]:
         """Read a list of finite numbers above 0; return [] if there is none."""
-        found: list[float] = self._given(
+        values: list[float] = self._given(
             name, [], "a list of numbers", lambda v: _all(v, lambda x: is_int(x) or isinstance(x, float))
         )
-        if not all(0 < value <= sys.float_info.max for value in found):
+        if not all(0 < value <= sys.float_info.max for value in values):
             raise self.error(name, "a list of finite numbers above 0")
-        return [float(value) for value in found]
+        return [float(value) for value in values]
 
     def objects(self, name: str) -> list[Fields]:
         """Read a list of nested objects; return [] if there is none."""
-        found: list[Any] = self._given(
+        values: list[Any] = self._given(
             name, [], "a list of objects", lambda v: _all(v, lambda x: isinstance(x, (dict, Fields)))
         )
-        return [Fields.of(value) for value in found]
+        return [Fields.of(value) for value in values]
 
     def object(self, name: str) -> Fields:
         """Read a nested object; return an empty one if there is none."""

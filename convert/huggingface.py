@@ -170,9 +170,9 @@ def mapped(row: MapRow, function: Callable[[np.ndarray], np.ndarray], stored: Sh
     """
     sources = row.sources if stored is None else dict.fromkeys(row.sources, stored)
 
-    def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
-        shape = own.shape if stored is None else next(iter(own.sources.values()))
-        return function(row.fill(source, replace(own, shape=shape), dtype))
+    def fill(source: Source, map_row: MapRow, dtype: str) -> np.ndarray:
+        shape = map_row.shape if stored is None else next(iter(map_row.sources.values()))
+        return function(row.fill(source, replace(map_row, shape=shape), dtype))
 
     return replace(row, sources=sources, fill=fill)
 
@@ -224,7 +224,7 @@ def check(rows: Iterable[MapRow], tensors: Mapping[str, Tensor]) -> None:
     rows = list(rows)
     wanted = {name: shape for row in rows for name, shape in row.sources.items()}
     taken = (name for row in rows if not isinstance(row.fill, _Selection) for name in row.sources)
-    twice = [name for found in (taken, (row.parameter for row in rows)) for name, n in Counter(found).items() if n > 1]
+    twice = [name for names in (taken, (row.parameter for row in rows)) for name, n in Counter(names).items() if n > 1]
     assert not twice, f"the weight map names these more than once: {twice}"
     unused = sorted(name for name in tensors if name not in wanted and not name.endswith(IGNORED))
     missing = sorted(name for name in wanted if name not in tensors)
@@ -238,8 +238,8 @@ def check(rows: Iterable[MapRow], tensors: Mapping[str, Tensor]) -> None:
         if tensors[name].dtype not in accepted:
             faults.setdefault(f"not {kind}", []).append(f"{name} ({tensors[name].dtype})")
     if any(faults.values()):
-        found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
-        raise ValueError(f"the tensors do not match the config ({found}); check config.json against the weights")
+        summary = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
+        raise ValueError(f"the tensors do not match the config ({summary}); check config.json against the weights")
 
 
 def batches(source: Source, rows: Iterable[MapRow], dtype: str) -> Iterator[dict[str, np.ndarray]]:
@@ -276,9 +276,9 @@ def warn_not_finite(folder: Path, counts: Mapping[str, int]) -> None:
         counts: number of NaN and infinite values, by name of the tensor.
     """
     if counts:
-        found = listed(f"{name} ({count:,})" for name, count in counts.items())
+        damaged = listed(f"{name} ({count:,})" for name, count in counts.items())
         warnings.warn(
-            f"{folder}: expected finite weights, got NaN or infinity in {found}; the files are damaged or overflowed "
+            f"{folder}: expected finite weights, got NaN or infinity in {damaged}; the files are damaged or overflowed "
             "when they were saved; download them again",
             stacklevel=2,
         )

@@ -160,8 +160,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 def companions(folder: Path) -> dict[str, Path]:
     """List the tokenizer and config files of a model's folder, which the converter copies, by their relative paths."""
-    found = (file for name in COMPANIONS for file in sorted(folder.glob(name)))
-    return {str(file.relative_to(folder)): file for file in found if file.is_file()}
+    files = (file for name in COMPANIONS for file in sorted(folder.glob(name)))
+    return {str(file.relative_to(folder)): file for file in files if file.is_file()}
 
 
 def save(
@@ -415,18 +415,18 @@ def sharding_of(name: str, shape: tuple[int, ...], placement: Placement | None) 
     """
     if placement is None:
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    given = placement(name)
-    if not isinstance(given, jax.sharding.Sharding):
-        raise ValueError(f"placement: expected a jax.sharding.Sharding for {name}, got {cut(repr(given), 100)}")
-    axes = len(given.spec) if isinstance(given, jax.sharding.NamedSharding) else 0
+    sharding = placement(name)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise ValueError(f"placement: expected a jax.sharding.Sharding for {name}, got {cut(repr(sharding), 100)}")
+    axes = len(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else 0
     try:
-        fits = axes <= len(given.shard_shape(shape))
+        fits = axes <= len(sharding.shard_shape(shape))
     except ValueError:
         fits = False
     if not fits:
         what = f"a sharding for {name} that divides its shape {shape}"
-        raise ValueError(f"placement: expected {what}, got {cut(repr(given), 150)}")
-    return given
+        raise ValueError(f"placement: expected {what}, got {cut(repr(sharding), 150)}")
+    return sharding
 
 
 @jax.jit
@@ -438,8 +438,10 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """Return the number of NaN and infinite values of each array that has any, by name of the array."""
     floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     if jax.default_backend() == "cpu":  # on the CPU XLA takes ten times as long as numpy
-        own = {name for name, array in floats.items() if array.is_fully_addressable}
-        floats = {name: array for name, array in floats.items() if name not in own or not is_finite(np.asarray(array))}
+        addressable = {name for name, array in floats.items() if array.is_fully_addressable}
+        floats = {
+            name: array for name, array in floats.items() if name not in addressable or not is_finite(np.asarray(array))
+        }
     counts = jax.device_get({name: _count_not_finite(array) for name, array in floats.items()})
     return {name: int(count) for name, count in counts.items() if count}
 

@@ -44,12 +44,12 @@ class Plan:
             if wanted not in FLOATS:
                 raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {wanted!r}; pass one of them")
             return wanted
-        found = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
-        if len(found) > 1 or not found <= set(FLOATS):
+        dtypes = {self.source.tensors[name].dtype for row in self.rows if row.dtype is None for name in row.sources}
+        if len(dtypes) > 1 or not dtypes <= set(FLOATS):
             raise ValueError(
-                f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(found)}; pass a dtype"
+                f"dtype: expected one of {', '.join(FLOATS)} in the file, got {sorted(dtypes)}; pass a dtype"
             )
-        return found.pop()
+        return dtypes.pop()
 
     @property
     def quantized(self) -> dict[str, Kind]:
@@ -98,10 +98,10 @@ def plan_folder(
     fields = read_json(file)
     source = open_source(folder, heads_first="medusa_num_heads" in fields)
     with named(file):
-        found = kind_of(fields, source.tensors, families)
-    check_kind(folder, found, kind)
+        stored_kind = kind_of(fields, source.tensors, families)
+    check_kind(folder, stored_kind, kind)
     with named(file):
-        config, rows = read_format(found, fields, source)
+        config, rows = read_format(stored_kind, fields, source)
     with named(folder):
         check(rows, source.tensors)
-    return Plan(folder, found, config, tuple(rows), source)
+    return Plan(folder, stored_kind, config, tuple(rows), source)

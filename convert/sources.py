@@ -61,8 +61,8 @@ class Source(abc.ABC):
             self.folder = file.parent
             for name, tensor in self._headers(file).items():
                 if name in self.tensors:
-                    place = self.tensors[name].file
-                    raise CheckpointError(file, f"{short(name)}: expected once, got it in {place} too; remove one")
+                    other_file = self.tensors[name].file
+                    raise CheckpointError(file, f"{short(name)}: expected once, got it in {other_file} too; remove one")
                 self.tensors[name] = tensor
 
     @abc.abstractmethod

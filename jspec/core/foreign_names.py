@@ -131,13 +131,13 @@ FOREIGN_NAMES: dict[str, str] = {
 
 
 def check_names(
-    owner: str, given: Iterable[object], valid: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
+    owner: str, names: Iterable[object], valid: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
 ) -> None:
     """Refuse keyword arguments with unknown names.
 
     Args:
         owner: function or class that got the arguments, for the error.
-        given: names of the arguments.
+        names: names of the arguments.
         valid: names that the owner takes.
         elsewhere: names that other functions or classes of jspec take, by function or class.
 
@@ -145,7 +145,7 @@ def check_names(
         TypeError: a name is unknown. The message says which name to use instead.
     """
     known = list(valid)
-    for name in given:
+    for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{owner}: expected names of type str, got {short(name)}; write the names in quotes")
         if name not in known:
@@ -153,9 +153,9 @@ def check_names(
 
 
 def _expected(name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]]) -> str:
-    place = next((place for place, names in elsewhere.items() if name in names), None)
-    if place is not None:
-        return f"this argument in {place}, not here"
+    owner = next((other for other, names in elsewhere.items() if name in names), None)
+    if owner is not None:
+        return f"this argument in {owner}, not here"
     if name in FOREIGN_NAMES:
         return FOREIGN_NAMES[name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -177,9 +177,9 @@ def names_checked(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Calla
         names = [field.name for field in fields(cls) if field.init]
 
         @wraps(original)
-        def constructor(self: Any, *args: Any, **given: Any) -> None:
-            check_names(cls.__name__, given, names, elsewhere)
-            original(self, *args, **given)
+        def constructor(self: Any, *args: Any, **arguments: Any) -> None:
+            check_names(cls.__name__, arguments, names, elsewhere)
+            original(self, *args, **arguments)
 
         replaced: Callable[..., None] = constructor
         cls.__init__ = replaced

@@ -82,10 +82,10 @@ class PrefillInput(NamedTuple):
         packed, filled = (np.zeros(shape.shape, np.int32) for shape in shapes)
         packed[:, 0], rows = slots, filled.shape[1]
         flat, at = filled.reshape(-1), 0
-        for index, (piece, own) in enumerate(zip(pieces, tokens, strict=True)):
+        for index, (piece, ids) in enumerate(zip(pieces, tokens, strict=True)):
             packed[index] = piece.pack()
-            flat[at : at + len(own)] = own
-            at += padded(len(own), rows)
+            flat[at : at + len(ids)] = ids
+            at += padded(len(ids), rows)
         return cls(packed, filled)
 
     def unpack(self) -> PrefillInput:

@@ -94,20 +94,20 @@ class Tree:
                 missing.
         """
         try:
-            given = [tuple(operator.index(rank) for rank in path) for path in paths]
+            tuples = [tuple(operator.index(rank) for rank in path) for path in paths]
         except TypeError:
             raise ValueError(
                 f"Tree.static: expected paths of ints such as [(0,), (0, 1)], got {short(paths)}"
             ) from None
-        known = set(given)
-        if not given or len(known) < len(given) or () in known or any(rank < 0 for path in given for rank in path):
-            raise ValueError(f"Tree.static: expected different, non-empty paths of ranks >= 0, got {short(given)}")
-        for path in given:
+        known = set(tuples)
+        if not tuples or len(known) < len(tuples) or () in known or any(rank < 0 for path in tuples for rank in path):
+            raise ValueError(f"Tree.static: expected different, non-empty paths of ranks >= 0, got {short(tuples)}")
+        for path in tuples:
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"Tree.static: expected the parent {short(path[:-1])} of {short(path)}; add that path")
-        if max(map(max, given)) >= 2**31:
-            raise ValueError(f"Tree.static: expected ranks below 2**31, got {short(given)}")
-        ordered = tuple(sorted(given, key=lambda path: (len(path), path)))
+        if max(map(max, tuples)) >= 2**31:
+            raise ValueError(f"Tree.static: expected ranks below 2**31, got {short(tuples)}")
+        ordered = tuple(sorted(tuples, key=lambda path: (len(path), path)))
         return cls(nodes=len(ordered) + 1, depth=len(ordered[-1]), paths=ordered)
 
     @classmethod
@@ -210,7 +210,7 @@ class Tree:
         depths = [0, *(len(path) for path in self._static_paths)]
         levels: list[TreeLevel] = []
         for depth in range(self.depth + 1):
-            nodes = [node for node, own in enumerate(depths) if own == depth]
+            nodes = [node for node, node_depth in enumerate(depths) if node_depth == depth]
             previous = levels[-1].nodes if levels else []
             fed = [node for node in previous if node in self.fed]
             levels.append(

@@ -68,8 +68,8 @@ def decode(read: Read) -> Message:
     _check_size(*lengths)
     text, data = (read(length) for length in lengths)
     try:
-        found = json.loads(text)
-        kind, fields, shapes = found["kind"], found["fields"], found["arrays"]
+        parsed = json.loads(text)
+        kind, fields, shapes = parsed["kind"], parsed["fields"], parsed["arrays"]
         sizes = [(np.dtype(name), tuple(shape)) for name, *shape in shapes if name in DTYPES]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadFrame(f"expected a message, got an error: {error!s:.100}") from None

@@ -124,18 +124,18 @@ class Job:
         """
         if self.process_id:
             self.send(Message("exchange", {"what": what, "value": value}))
-            found = self.take("exchanged").fields
-            if "error" in found:
-                raise ValueError(found["error"])
-            return found["values"]
+            answer = self.take("exchanged").fields
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            return answer["values"]
         answers = [self.take("exchange", other).fields for other in self.links]
-        for name, found in zip(self.names[1:], answers, strict=True):
-            if found["what"] != what:
-                text = f"{self.names[0]} is at its {what}, {name} at its {found['what']}"
+        for name, answer in zip(self.names[1:], answers, strict=True):
+            if answer["what"] != what:
+                text = f"{self.names[0]} is at its {what}, {name} at its {answer['what']}"
                 error = f"expected the same script in all processes, got another: {text}"
                 self.send(Message("exchanged", {"error": error}))
                 raise ValueError(error)
-        values = [value, *(found["value"] for found in answers)]
+        values = [value, *(each["value"] for each in answers)]
         self.send(Message("exchanged", {"values": values}))
         return values
 
@@ -147,11 +147,11 @@ class Job:
             values: named values that JSON can express.
         """
         first, *others = self.exchange(what, values)
-        for name, own in zip(self.names[1:], others, strict=True):
-            wrong = [key for key in [*first, *(own.keys() - first.keys())] if first.get(key) != own.get(key)]
+        for name, other in zip(self.names[1:], others, strict=True):
+            wrong = [key for key in [*first, *(other.keys() - first.keys())] if first.get(key) != other.get(key)]
             if wrong:
                 listed = "; ".join(
-                    f"{key}: {_cut(first.get(key))} in {self.names[0]}, {_cut(own.get(key))} in {name}"
+                    f"{key}: {_cut(first.get(key))} in {self.names[0]}, {_cut(other.get(key))} in {name}"
                     for key in wrong[:5]
                 )
                 raise ValueError(f"{what}: expected the same in all processes, got {listed}; run the same script")

@@ -40,10 +40,10 @@ def read_message(connection: socket.socket, most: int = MAX_DATA, *, seconds: fl
         while len(view):
             if until is not None:
                 connection.settimeout(max(until - time.monotonic(), SOON))
-            found = connection.recv_into(view)
-            if found == 0:
+            received = connection.recv_into(view)
+            if received == 0:
                 raise ConnectionResetError("the connection ended")
-            view = view[found:]
+            view = view[received:]
         return bytes(data)
 
     return decode(read)

@@ -124,11 +124,11 @@ class Meeting:
         names[other], self.connections[other] = name_of(other, host), connection
 
     def _check(self, other: int, host: str, about: Any, names: dict[int, str]) -> None:
-        own, found = self._about(), about if isinstance(about, dict) else {}
-        for what, expected in own.items():
-            if found.get(what) != expected:
+        ours, theirs = self._about(), about if isinstance(about, dict) else {}
+        for what, expected in ours.items():
+            if theirs.get(what) != expected:
                 raise ValueError(
-                    f"{what}: expected {expected} as in {names[0]}, got {str(found.get(what))[:80]} in "
+                    f"{what}: expected {expected} as in {names[0]}, got {str(theirs.get(what))[:80]} in "
                     f"{name_of(other, host)}; make them equal"
                 )
         if not 0 < other < self._count or other in names:
@@ -201,8 +201,8 @@ class Meeting:
             send_message(connection, Message("nonce", {"nonce": nonce}))
             theirs = str(read_message(connection, HELLO_BYTES, seconds=self.seconds_left).fields.get("nonce"))
             send_message(connection, Message("proof", {"proof": _proof(token, self._own, theirs)}))
-            found = str(read_message(connection, HELLO_BYTES, seconds=self.seconds_left).fields.get("proof"))
-            if not hmac.compare_digest(found.encode(), _proof(token, other, nonce).encode()):
+            proof = str(read_message(connection, HELLO_BYTES, seconds=self.seconds_left).fields.get("proof"))
+            if not hmac.compare_digest(proof.encode(), _proof(token, other, nonce).encode()):
                 raise ConnectionError(f"{self.names[other]} does not know the job's token; is it another job's?")
 
 

@@ -84,9 +84,9 @@ def load_drafter(
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """
-    found = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)
-    drafter = DRAFTERS[found.kind]
-    weights = drafter.weights_of(found, mesh)
+    checkpoint = load_checkpoint(os.fspath(path), dtype=dtype, quantize=quantize, mesh=mesh)
+    drafter = DRAFTERS[checkpoint.kind]
+    weights = drafter.weights_of(checkpoint, mesh)
     return drafter(weights, drafter.chain(weights, length) if tree is None else tree)
 
 
@@ -113,16 +113,16 @@ def read_header(path: str | Path) -> Header:
     return load.read_header(path, _formats(None))
 
 
-def read_draft_to_target(found: Header) -> Int[np.ndarray, "draft_vocab"]:
+def read_draft_to_target(header: Header) -> Int[np.ndarray, "draft_vocab"]:
     """Read from an EAGLE-3 head only the target id of each draft id.
 
     Args:
-        found: header of the head's folder.
+        header: header of the head's folder.
     """
     name = "draft_to_target"
-    if orbax.is_checkpoint(found.folder):
-        return np.asarray(orbax.read_arrays(found, names=[name])[name])
-    planned = plan(found.folder)
+    if orbax.is_checkpoint(header.folder):
+        return np.asarray(orbax.read_arrays(header, names=[name])[name])
+    planned = plan(header.folder)
     row = next(row for row in planned.rows if row.parameter == name)
     return row.fill(planned.source, row, planned.row_dtype(row))
 

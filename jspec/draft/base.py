@@ -300,8 +300,8 @@ def static_draft(
     """
     rows = view.root.shape[0]
     scores = [jnp.zeros((rows, 1), jnp.float32)]
-    for level, own in zip(tree.levels[1:], log_probs, strict=True):
-        scores.append(scores[-1][:, np.array(level.parents)] + own)
+    for level, log_prob in zip(tree.levels[1:], log_probs, strict=True):
+        scores.append(scores[-1][:, np.array(level.parents)] + log_prob)
     node_probs = None
     if probs:
         of_node = dict(zip(tree.fed, chain.from_iterable(probs), strict=True))

@@ -111,9 +111,11 @@ class DFlash(PretrainedHead):
         return self.head.config.states_of(target.config.num_layers)
 
     def bind(self, target: Model) -> BoundDFlash:
-        head, own, name = self.head, target.config, type(self).__name__
-        sizes = common_sizes(head.config, own, has_embed=head.embed is not None, has_head=head.head is not None)
-        check_fit(name, self.feature_layers(target), own.num_layers, sizes)
+        head, target_config, name = self.head, target.config, type(self).__name__
+        sizes = common_sizes(
+            head.config, target_config, has_embed=head.embed is not None, has_head=head.head is not None
+        )
+        check_fit(name, self.feature_layers(target), target_config.num_layers, sizes)
         if head.hidden_norm.dtype != target.embed.dtype:
             raise ValueError(
                 f"{name}: dtype: the target has {target.embed.dtype}, the head has {head.hidden_norm.dtype}; load both "

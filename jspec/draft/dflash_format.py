@@ -54,12 +54,12 @@ def dflash_format(kind: str, overrides: Overrides | None = None) -> Format:
         kind: "dflash" or "dspark".
         overrides: config values that replace those of the file.
     """
-    given = overrides or Overrides()
+    replacements = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[DFlashConfig, list[MapRow]]:
         names = {bare_name(name): name for name in source.tensors}
         check_tensors(names)
-        config = read_dflash(fields, given, kind)
+        config = read_dflash(fields, replacements, kind)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
         is_reduced = config.draft_vocab_size < config.vocab_size
         params = head_params(
@@ -78,11 +78,11 @@ def dflash_format(kind: str, overrides: Overrides | None = None) -> Format:
     def params(config: DFlashConfig, names: Collection[str]) -> Params:
         check_count("num_layers", config.num_layers, names)
         owned = {"has_embed": "embed", "has_head": "head", "has_map": "draft_to_target"}
-        found = head_params(config, **{option: name in names for option, name in owned.items()})
+        specs = head_params(config, **{option: name in names for option, name in owned.items()})
         # `bind` joins rows of all layers, in the order of the file; what it returns is divided over devices.
-        return {name: replace(spec, axes=("",) * len(spec.axes)) for name, spec in found.items()}
+        return {name: replace(spec, axes=("",) * len(spec.axes)) for name, spec in specs.items()}
 
-    return Format(with_scheme(from_hf), from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, replacements.apply)
 
 
 def head_params(config: DFlashConfig, **owned: bool) -> dict[str, ParamSpec]:
@@ -162,8 +162,8 @@ def _with_windows(parts: Parts) -> Fields:
     elif layer.get("use_sliding_window") is False:
         raise layer.error("use_sliding_window", f"true, because layer_types has {SLIDING!r}")
     window = Fields({"sliding_window": parts.one("swa_window_size", "sliding_window")}, layer.place)
-    own = {"layer_types": types, "use_sliding_window": True, "sliding_window": window.integer("sliding_window")}
-    return Fields({**layer, **own}, layer.place)
+    windows = {"layer_types": types, "use_sliding_window": True, "sliding_window": window.integer("sliding_window")}
+    return Fields({**layer, **windows}, layer.place)
 
 
 def _in_block(attention: GQA, parts: Parts) -> GQA:
@@ -234,9 +234,9 @@ def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
     def after(layers: Sequence[int]) -> tuple[int, ...]:
         return tuple(count + 1 if layer == count - 1 else layer + 1 for layer in layers)
 
-    found = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
-    found |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
-    states = sorted(found - {()})
+    lists = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
+    lists |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
+    states = sorted(lists - {()})
     if len(states) > 1:
         raise CheckpointError(
             "target_layer_ids", f"expected one list in config.json, got the states {states}; pass feature_layers= with "

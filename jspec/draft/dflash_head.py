@@ -57,8 +57,8 @@ class DFlashHead:
     @classmethod
     def from_weights(cls, config: DFlashConfig, weights: Mapping[str, Any]) -> DFlashHead:
         """Build a head from the weights that `jspec.models.load.read_checkpoint` returns, a tree of arrays."""
-        own = {name: array for name, array in weights.items() if name != "layers"}
-        return cls(layers=[Layer(**layer) for layer in weights["layers"]], config=config, **own)
+        others = {name: array for name, array in weights.items() if name != "layers"}
+        return cls(layers=[Layer(**layer) for layer in weights["layers"]], config=config, **others)
 
 
 def dflash_params(
@@ -138,14 +138,14 @@ def bind_head(head: DFlashHead, target: Model, ids: Int[np.ndarray, "draft_vocab
         target: a target with the head's sizes.
         ids: target ids of a reduced vocabulary for a head with the target's output head; None: it is not reduced.
     """
-    config, own = target.config, head.config
+    config, head_config = target.config, head.config
     shares_head = head.head is None
-    rows = own.draft_vocab_size if ids is None else len(ids)
+    rows = head_config.draft_vocab_size if ids is None else len(ids)
     decoder = ModelConfig(
         vocab_size=rows,
-        hidden_size=own.hidden_size,
-        layers=own.layers,
-        norm_eps=own.norm_eps,
+        hidden_size=head_config.hidden_size,
+        layers=head_config.layers,
+        norm_eps=head_config.norm_eps,
         family=config.family,
         tie_word_embeddings=False,
         max_position=config.max_position,
@@ -160,7 +160,7 @@ def bind_head(head: DFlashHead, target: Model, ids: Int[np.ndarray, "draft_vocab
     model = Model(embed=embed, layers=head.layers, norm=head.norm, head=output, config=decoder)
     is_abstract = isinstance(head.hidden_norm, jax.ShapeDtypeStruct)
     kv = jax.eval_shape(_context_weight, head) if is_abstract else jax.jit(_context_weight)(head)
-    context = Context(head.fc, head.hidden_norm, kv, config=own)
+    context = Context(head.fc, head.hidden_norm, kv, config=head_config)
     return BoundDFlash(model, context, to_target, config.vocab_size)
 
 
@@ -212,16 +212,16 @@ def context_keys(
 
 def _project(head: BoundDFlash, features: Float[Array, "batch tokens features"]) -> Float[Array, "batch tokens kv"]:
     """Return the projections of committed tokens to the keys and values of all layers."""
-    own = head.context
-    fused = matmul(features.astype(own.hidden_norm.dtype), own.fc)
-    return matmul(rms_norm(fused, own.hidden_norm, head.model.config.norm_eps), own.kv)
+    context = head.context
+    fused = matmul(features.astype(context.hidden_norm.dtype), context.fc)
+    return matmul(rms_norm(fused, context.hidden_norm, head.model.config.norm_eps), context.kv)
 
 
 def _transforms(head: BoundDFlash, positions: Int[Array, "batch tokens"]) -> list[HeadTransform]:
     """Return how the projection of each layer becomes keys and values."""
-    eps, found = head.model.config.norm_eps, []
+    eps, transforms = head.model.config.norm_eps, []
     for layer, config in zip(head.model.layers, head.model.config.layers, strict=True):
         bias = None if layer.qkv_bias is None else layer.qkv_bias[config.gqa.q_size :]
         cos_sin = tables(config.gqa.rope, config.gqa.head_dim, positions)[KEYS]
-        found.append(HeadTransform(cos_sin, bias=bias, k_norm=layer.k_norm, eps=eps))
-    return found
+        transforms.append(HeadTransform(cos_sin, bias=bias, k_norm=layer.k_norm, eps=eps))
+    return transforms

@@ -177,14 +177,14 @@ class DraftModel(Pretrained):
         return ()
 
     def bind(self, target: Model) -> BoundModel:
-        own, wanted = self.model.config.vocab_size, target.config.vocab_size
-        if abs(own - wanted) > MAX_PADDING:
+        vocab, wanted = self.model.config.vocab_size, target.config.vocab_size
+        if abs(vocab - wanted) > MAX_PADDING:
             raise ValueError(
                 f"DraftModel: expected the target's vocabulary of {wanted} tokens, or one that differs by at most "
-                f"{MAX_PADDING} rows of padding, got {own}; use a draft model of the target's family and tokenizer"
+                f"{MAX_PADDING} rows of padding, got {vocab}; use a draft model of the target's family and tokenizer"
             )
         check_layer_windows("draft model", self.model.config, self.tree)
-        _check_width(self.tree, min(own, wanted))
+        _check_width(self.tree, min(vocab, wanted))
         return BoundModel(self.model, wanted)
 
     def init(self, params: BoundModel, pool: PoolShape) -> DraftModelState:

@@ -90,10 +90,10 @@ def read_draft_vocab(method: str, draft_vocab: Any, vocab: int) -> Int[np.ndarra
         raise ValueError(f"{place}: expected {EXPECTED}, got {short(draft_vocab)}")
     if (outside := ids[(ids < 0) | (ids >= vocab)]).size:
         raise ValueError(f"{place}: expected ids from 0 to {vocab - 1}, those of the target, got {outside[0]}")
-    found, counts = np.unique(ids, return_counts=True)
-    if len(found) < len(ids):
-        raise ValueError(f"{place}: expected different ids, got {found[counts > 1][0]} more than once; remove it")
-    return found.astype(np.int32)
+    distinct, counts = np.unique(ids, return_counts=True)
+    if len(distinct) < len(ids):
+        raise ValueError(f"{place}: expected different ids, got {distinct[counts > 1][0]} more than once; remove it")
+    return distinct.astype(np.int32)
 
 
 def _read_file(place: str, path: Path) -> Any:
@@ -146,9 +146,9 @@ def frequent_tokens(
         if isinstance(text, str) and tokenizer is None:
             raise ValueError("frequent_tokens: tokenizer: expected the target's, because a text is not ids, got None")
         ids = np.asarray(tokenizer.encode(text) if isinstance(text, str) else text, np.int64)
-        own = np.bincount(ids, minlength=len(counts))
-        own[: len(counts)] += counts
-        counts = own
+        new_counts = np.bincount(ids, minlength=len(counts))
+        new_counts[: len(counts)] += counts
+        counts = new_counts
     if not counts.any():
         raise ValueError("frequent_tokens: texts: expected at least one token, got none")
     counts = np.pad(counts, (0, max(0, max(always, default=0) + 1 - len(counts))))

@@ -110,8 +110,8 @@ class ConfidenceHead(Linear):
         """
         weight, size = self.weight[0].astype(jnp.float32), hidden.shape[-1]
         of_depth = jnp.sum(hidden * weight[:size], axis=-1, dtype=jnp.float32) + self.bias.astype(jnp.float32)
-        found = jnp.take_along_axis(of_depth, jnp.maximum(depth - 1, 0), axis=1)
-        return found if before is None else found + jnp.sum(before * weight[size:], axis=-1, dtype=jnp.float32)
+        logits = jnp.take_along_axis(of_depth, jnp.maximum(depth - 1, 0), axis=1)
+        return logits if before is None else logits + jnp.sum(before * weight[size:], axis=-1, dtype=jnp.float32)
 
 
 @struct.dataclass

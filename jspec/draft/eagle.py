@@ -309,8 +309,8 @@ def _keep_page_ends(
     if state.page_end_features is None:
         return None
     shape = (state.page_end_features.shape[0], state.cache[0].page_size)
-    pages, place = places(page_table, rows, valid, shape)
-    pages = jnp.where(place == shape[1] - 1, pages, shape[0])
+    pages, row_in_page = places(page_table, rows, valid, shape)
+    pages = jnp.where(row_in_page == shape[1] - 1, pages, shape[0])
     return state.page_end_features.at[pages].set(features, mode="drop")
 
 
@@ -361,8 +361,8 @@ def _pairs(
 
 def _check_pair(name: str, head: EagleHead, target: Model, feature_layers: tuple[int, ...]) -> None:
     """Raise ValueError if the head's vocabulary, sizes or feature layers do not match the target."""
-    config, own = head.config, target.config
-    sizes = common_sizes(config, own, has_embed=head.embed is not None, has_head=head.head is not None)
+    config, target_config = head.config, target.config
+    sizes = common_sizes(config, target_config, has_embed=head.embed is not None, has_head=head.head is not None)
     if head.fc is not None and config.fuses_states:
-        sizes.append(Size("fc input width", head.fc.shape[1], len(feature_layers) * own.hidden_size))
-    check_fit(name, feature_layers, own.num_layers, sizes)
+        sizes.append(Size("fc input width", head.fc.shape[1], len(feature_layers) * target_config.hidden_size))
+    check_fit(name, feature_layers, target_config.num_layers, sizes)

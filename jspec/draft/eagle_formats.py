@@ -91,8 +91,8 @@ class Parts:
     def values(self, *names: str) -> list[Any]:
         """Return the distinct values under any of the names, in any part of the file."""
         parts = (self.outer, self.nested, self.layer)
-        given = [part[name] for part in parts for name in names if part.get(name) is not None]
-        return [value for index, value in enumerate(given) if value not in given[:index]]
+        values = [part[name] for part in parts for name in names if part.get(name) is not None]
+        return [value for index, value in enumerate(values) if value not in values[:index]]
 
     def one(self, *names: str, default: Any = None, remedy: str = "correct config.json") -> Any:
         """Read the value that the file has under any of the names.
@@ -105,10 +105,10 @@ class Parts:
         Raises:
             CheckpointError: the file has several different values.
         """
-        found = self.values(*names)
-        if len(found) > 1:
-            raise CheckpointError(", ".join(names), f"expected one value, got {short(found)} in config.json; {remedy}")
-        return found[0] if found else default
+        values = self.values(*names)
+        if len(values) > 1:
+            raise CheckpointError(", ".join(names), f"expected one value, got {short(values)} in config.json; {remedy}")
+        return values[0] if values else default
 
     def flag(self, *names: str, default: bool = False, remedy: str = "correct config.json") -> bool:
         """Read true or false under any of the names; arguments and errors as `one`."""
@@ -130,12 +130,12 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         method: "eagle3", "peagle", or "eagle" for EAGLE-1 and 2.
         overrides: config values that replace those of the file.
     """
-    given = overrides or Overrides()
+    replacements = overrides or Overrides()
 
     def from_hf(fields: Fields, source: Source) -> tuple[HeadConfig, list[MapRow]]:
         names = {common_name(name): name for name in source.tensors}
         check_tensors(names)
-        config = read_head(fields, method, given, names)
+        config = read_head(fields, method, replacements, names)
         check_count("num_hidden_layers", config.num_layers, source.tensors)
         shapes = {bare: source.tensors[name].shape for bare, name in names.items()}
         return config, renamed(head_weights(config, shapes), names)
@@ -149,7 +149,7 @@ def head_format(method: str, overrides: Overrides | None = None) -> Format:
         check_count("num_layers", config.num_layers, names)
         return head_params(config, has_embed="embed" in names, has_head="head" in names)
 
-    return Format(with_scheme(from_hf), from_json, params, given.apply)
+    return Format(with_scheme(from_hf), from_json, params, replacements.apply)
 
 
 def read_head(
@@ -233,12 +233,12 @@ def _mask_token(parts: Parts, override: int | None) -> int:
     if override is not None:
         return override
     remedy = "pass mask_token_id= with the id that the head was trained with"
-    found = parts.one(*MASK_TOKEN, remedy=remedy)
-    if found is None:
+    token = parts.one(*MASK_TOKEN, remedy=remedy)
+    if token is None:
         raise CheckpointError(
             "mask_token_id", f"expected {' or '.join(MASK_TOKEN)} in a P-EAGLE config.json, got none; {remedy}"
         )
-    return Fields({"mask_token_id": found}, parts.outer.place).integer("mask_token_id", least=0)
+    return Fields({"mask_token_id": token}, parts.outer.place).integer("mask_token_id", least=0)
 
 
 def _fc_bias(parts: Parts, method: str) -> bool:
@@ -257,15 +257,15 @@ def _feature_layers(parts: Parts, fuses: bool) -> tuple[int, ...] | None:
     The ids in the file are indices of states, with one exception. Ids in `eagle_config` whose lowest is 1 are indices
     of layers, unless one id is the target's number of layers. The output of layer j is state j + 1.
     """
-    found = set()
+    lists = set()
     for part in (parts.nested, parts.outer):
         ids = sorted(part.integers(IDS))
         if ids:
             are_layers = part is parts.nested and ids[0] == 1 and ids[-1] not in parts.values(*TARGET_LAYERS)
-            found.add(tuple(i + are_layers for i in ids))
-    if len(found) > 1 or (found and not fuses):
+            lists.add(tuple(i + are_layers for i in ids))
+    if len(lists) > 1 or (lists and not fuses):
         raise CheckpointError(
             IDS, f"expected {'one list' if fuses else 'none, as use_aux_hidden_state is false'}, got the states "
-            f"{short(sorted(found))}; pass feature_layers= with the target state indices",
+            f"{short(sorted(lists))}; pass feature_layers= with the target state indices",
         )  # fmt: skip
-    return next(iter(found), None)
+    return next(iter(lists), None)

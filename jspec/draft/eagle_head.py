@@ -111,9 +111,9 @@ class EagleHead:
     @classmethod
     def from_weights(cls, config: HeadConfig, weights: Mapping[str, Any]) -> EagleHead:
         """Build a head from the tree of weights that `jspec.models.load.read_checkpoint` returns."""
-        own = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
+        others = {name: array for name, array in weights.items() if name not in ("embed", "layers")}
         layers = [EagleLayer(**layer) for layer in weights["layers"]]
-        return cls(embed=weights.get("embed"), layers=layers, config=config, **own)
+        return cls(embed=weights.get("embed"), layers=layers, config=config, **others)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -151,12 +151,12 @@ def head_params(config: HeadConfig, *, has_embed: bool = False, has_head: bool =
             params["fc_bias"] = ParamSpec((hidden,), ("hidden",), init="zeros")
     for index, layer in enumerate(config.layers):
         is_joined = index == 0 and isinstance(config, Eagle3Config)  # reads embedding beside feature
-        own = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
+        specs = layer_params(layer, hidden, 2 * hidden if is_joined else hidden)
         if is_joined or index > 0 or isinstance(config, MTPConfig):
-            own["input_norm"] = norm(hidden)
+            specs["input_norm"] = norm(hidden)
         if is_joined:
-            own["hidden_norm"] = norm(hidden)
-        params |= prefixed(f"layers.{index}", own)
+            specs["hidden_norm"] = norm(hidden)
+        params |= prefixed(f"layers.{index}", specs)
     if isinstance(config, EagleConfig):
         return params
     params["norm"] = norm(hidden)

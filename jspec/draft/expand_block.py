@@ -71,7 +71,7 @@ def expand_corrected(
     def feed(state: Any, level: Level) -> tuple[Logits, Any]:
         parents = level.parents[:, :, None]
         return after(
-            level.depth, level.tokens, jax.tree.map(lambda own: jnp.take_along_axis(own, parents, axis=1), state)
+            level.depth, level.tokens, jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, parents, axis=1), state)
         )
 
     first, state = after(0, view.root[:, None], state)
@@ -94,15 +94,15 @@ def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: P
         logits = reduce_partials(logits, jnp.float32)[None, :, depths]
     ids, probs = choose(logits, 1 + depths, tree.branching)
     with jax.named_scope("scores"):
-        own = sampler.log_prob(reduce_partials(logits, jnp.float32), ids)
+        log_p = sampler.log_prob(reduce_partials(logits, jnp.float32), ids)
     tokens, log_probs, parent_probs, first = [], [], [], 0
     for level, count in zip(levels, counts, strict=True):
         place_of = first + np.minimum(np.arange(level.num_parents), count - 1)
         chosen = (slice(None), place_of[np.array(level.fed_parents)], np.array(level.ranks))
         tokens.append(vocabulary.lift(ids[chosen]))
-        log_probs.append(own[chosen])
+        log_probs.append(log_p[chosen])
         if probs is not None:
-            parent_probs.append([probs[:, place] for place in place_of])
+            parent_probs.append([probs[:, index] for index in place_of])
         first += count
     return static_draft(tree, view, tokens, log_probs, parent_probs, vocabulary.to_target)
 
@@ -110,8 +110,8 @@ def _expand_static(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: P
 def _expand_dynamic(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: PartialSums) -> Draft:
     """Draft the paths of highest probability among those whose every token is one of the k likeliest of its depth."""
     shape = (*logits.shape[1:3], tree.k)
-    found = sampler.most_likely(logits, tree.k, implementation=view.implementation)
-    log_probs, ids = (field.reshape(shape) for field in found)
+    likeliest = sampler.most_likely(logits, tree.k, implementation=view.implementation)
+    log_probs, ids = (field.reshape(shape) for field in likeliest)
     with jax.named_scope("select"):
         tokens, parents, scores = best_tree(
             view.root, vocabulary.lift(ids), log_probs, tree.nodes, implementation=view.implementation

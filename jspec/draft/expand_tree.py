@@ -242,5 +242,5 @@ def _visible_bits(bits: Array | None, parents: Array, first: int) -> Array | Non
     """
     if bits is None:
         return None
-    own = own_bits(first + np.arange(parents.shape[1]), bits.shape[-1] * WORD)
-    return jnp.take_along_axis(bits, parents[:, :, None], axis=1) | own
+    own_row = own_bits(first + np.arange(parents.shape[1]), bits.shape[-1] * WORD)
+    return jnp.take_along_axis(bits, parents[:, :, None], axis=1) | own_row

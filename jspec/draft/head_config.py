@@ -217,9 +217,9 @@ class EagleConfig(HeadConfig):
     def of_method(cls, **fields: Any) -> Self:
         if fields["draft_vocab_size"] != fields["vocab_size"]:
             raise unsupported("draft_vocab_size", fields["draft_vocab_size"], f"the target's {fields['vocab_size']}")
-        given = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
-        _refuse(given, "a head that fuses no states", "norm_before_fc", "fc_norm")
-        _refuse(given, "method 'eagle'", "norm_before_residual", "norm_output")
+        flags = {name: fields.pop(name, False) for name in EAGLE3_FLAGS}
+        _refuse(flags, "a head that fuses no states", "norm_before_fc", "fc_norm")
+        _refuse(flags, "method 'eagle'", "norm_before_residual", "norm_output")
         return cls(**fields)
 
 
@@ -332,8 +332,8 @@ def _check_mask_token(mask_token_id: int, vocab_size: int) -> None:
 
 
 def _refuse(flags: Mapping[str, bool], where: str, *names: str) -> None:
-    if given := [name for name in names if flags.get(name)]:
-        raise unsupported(", ".join(given), True, f"False for {where}")
+    if refused := [name for name in names if flags.get(name)]:
+        raise unsupported(", ".join(refused), True, f"False for {where}")
 
 
 @dataclass(frozen=True)

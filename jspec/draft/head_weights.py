@@ -56,13 +56,13 @@ def head_weights(config: HeadConfig, shapes: Mapping[str, Shape]) -> list[MapRow
     drafts_all = config.draft_vocab_size == config.vocab_size
     has_head = "lm_head.weight" in shapes or not drafts_all
     params = head_params(config, has_embed="embed_tokens.weight" in shapes, has_head=has_head)
-    found = weight_rows(config, params, shapes)
+    map_rows = weight_rows(config, params, shapes)
     if (mask := params.get(MASK)) is not None:
         first = shapes.get(MASK, (1, 1, 0))[:-1]
         if math.prod(first) != 1:
             raise unsupported(MASK, shapes[MASK], f"one vector of {mask.shape[0]} values for all positions")
-        found.append(flat(MASK, MASK, (*first, *mask.shape)))
-    return found
+        map_rows.append(flat(MASK, MASK, (*first, *mask.shape)))
+    return map_rows
 
 
 def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> list[MapRow]:
@@ -80,15 +80,17 @@ def weight_rows(config: HeadConfig, params: Params, names: Collection[str]) -> l
     for index in range(config.num_layers):
         source = "midlayer" if midlayer and index == 0 else f"layers.{index}"
         tensors |= layer_tensors(params, f"layers.{index}", source, layer)
-    found = [in_kernel_order(row, config) for row in rows(params, tensors)]
+    map_rows = [in_kernel_order(row, config) for row in rows(params, tensors)]
     if (states := params.get("fc_norm")) is not None:
-        found.append(side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])}))
+        map_rows.append(
+            side_by_side("fc_norm", {f"fc_norm.{i}.weight": states.shape[1:] for i in range(states.shape[0])})
+        )
     if (ids := params.get("draft_to_target")) is not None:
         maps = {"d2t": ids.shape} if "d2t" in names or not drafts_all else {}
         maps |= {"t2d": (config.vocab_size,)} if "t2d" in names else {}
         fill = partial(_fill_vocabulary, config.vocab_size)
-        found.append(MapRow("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
-    return found
+        map_rows.append(MapRow("draft_to_target", maps, ids.shape, fill, dtype=ids.dtype))
+    return map_rows
 
 
 def _fill_vocabulary(vocab: int, source: Source, row: MapRow, dtype: str) -> np.ndarray:

@@ -231,7 +231,7 @@ def find_ngram_matches(
     groups = min(GROUPS, max(size, count))
     width = size + -size % groups
     padded = jnp.pad(text, ((0, 0), (max_n - 1, width - size + 1)), constant_values=GAP)
-    place = jnp.arange(width)
+    position = jnp.arange(width)
     length = jnp.full((), max_n, jnp.int32)  # the first query token that differs; minimum fuses into one kernel
     for back in range(max_n):
         start = max_n - 1 - back
@@ -239,8 +239,8 @@ def find_ngram_matches(
         length = jnp.minimum(length, jnp.where(agrees, max_n, back))
     priority = 2 * length
     if preferred is not None:
-        priority = priority + ((place >= preferred[:, :1]) & (place < preferred[:, 1:]))
-    score = jnp.where((length >= min_n) & (padded[:, max_n:] >= 0), priority * width + place, -1)
+        priority = priority + ((position >= preferred[:, :1]) & (position < preferred[:, 1:]))
+    score = jnp.where((length >= min_n) & (padded[:, max_n:] >= 0), priority * width + position, -1)
     best, _ = jax.lax.top_k(jnp.max(score.reshape(score.shape[0], -1, groups), axis=1), count)
     return jnp.where(best >= 0, best % width, -1)
 
@@ -289,12 +289,12 @@ def build_trie(tokens: Int[Array, "batch depth matches"], *, by_count: bool) -> 
     """
     depth, matches = tokens.shape[1:]
     match = jnp.arange(matches)
-    own = tokens[:, 0]
-    together = (own[:, :, None] >= 0) & (own[:, None] >= 0)  # whether two matches pass through the same node
+    token = tokens[:, 0]
+    together = (token[:, :, None] >= 0) & (token[:, None] >= 0)  # whether two matches pass through the same node
     levels = []
     for level in range(depth):
-        siblings, own = together, tokens[:, level]
-        together = siblings & (own[:, :, None] == own[:, None]) & (own[:, :, None] >= 0)
+        siblings, token = together, tokens[:, level]
+        together = siblings & (token[:, :, None] == token[:, None]) & (token[:, :, None] >= 0)
         passing = jnp.sum(together, axis=2, dtype=jnp.int32)
         leader = jnp.argmax(together, axis=2).astype(jnp.int32)
         leads = (leader == match) & (passing > 0)

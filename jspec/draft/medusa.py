@@ -169,10 +169,10 @@ class Medusa(Pretrained):
         return (target.config.num_layers + 1,)
 
     def bind(self, target: Model) -> MedusaHeads:
-        own, config = target.config, self.heads.config
+        target_config, config = target.config, self.heads.config
         for size, got, expected in (
-            ("hidden size", config.hidden_size, own.hidden_size),
-            ("vocabulary", config.vocab_size, own.vocab_size),
+            ("hidden size", config.hidden_size, target_config.hidden_size),
+            ("vocabulary", config.vocab_size, target_config.vocab_size),
         ):
             if got != expected:
                 raise ValueError(

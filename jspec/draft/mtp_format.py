@@ -90,5 +90,5 @@ def read_mtp(fields: Fields, *, norm_output: bool = True) -> tuple[MTPConfig, Ll
     layers = fields.integer("num_hidden_layers") + 1
     read = FAMILIES[kind].decoder(Fields({**fields, "num_hidden_layers": layers}, fields.place))
     sizes = {"draft_vocab_size": read["vocab_size"], "target_hidden_size": read["hidden_size"]}
-    own = {**read, **sizes, "layers": read["layers"][-1:], "norm_output": norm_output}
-    return MTPConfig(**own, feature_layers=None, source_format="the model's own"), FAMILIES[kind]
+    options = {**read, **sizes, "layers": read["layers"][-1:], "norm_output": norm_output}
+    return MTPConfig(**options, feature_layers=None, source_format="the model's own"), FAMILIES[kind]

@@ -55,15 +55,15 @@ class Pretrained(Drafter):
             overrides: config values that replace those of the checkpoint.
             dequantize: whether quantised weights are widened.
         """
-        given = overrides or Overrides()
-        form = cls.file_format(kind, given, dequantize)
+        replacements = overrides or Overrides()
+        form = cls.file_format(kind, replacements, dequantize)
 
         def from_hf(fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
-            given.check(cls.method)
+            replacements.check(cls.method)
             return form.from_hf(fields, source)
 
         def override(config: Any) -> Any:
-            given.check(cls.method)
+            replacements.check(cls.method)
             return form.override(config)
 
         return replace(form, from_hf=from_hf, override=override)
@@ -91,9 +91,9 @@ class Pretrained(Drafter):
         return cls.weights_of(load.read_checkpoint(path, format_of, kind=cls.kind or cls.method, **options), mesh)
 
     @classmethod
-    def weights_of(cls, found: Checkpoint, mesh: Mesh | None = None) -> Any:
+    def weights_of(cls, checkpoint: Checkpoint, mesh: Mesh | None = None) -> Any:
         """Return the record of the weights of a checkpoint that was read for a mesh."""
-        weights = cls.weights_type.from_weights(found.config, found.weights)
+        weights = cls.weights_type.from_weights(checkpoint.config, checkpoint.weights)
         return weights.replace(mesh=mesh) if isinstance(weights, Weights) else weights
 
     @staticmethod

@@ -107,8 +107,8 @@ class Suffix(LookupDrafter):
             )
         history = write_roots(state.history, view)
         query = newest_tokens(history, view, self.max_n)
-        text, own = search_text(history, state.corpus, view)
-        draft = self.find_tree(view, text, query, by_count=True, preferred=own)
+        text, interval = search_text(history, state.corpus, view)
+        draft = self.find_tree(view, text, query, by_count=True, preferred=interval)
         return draft, replace(state, history=history)
 
 
@@ -124,8 +124,8 @@ def search_text(
     """
     if corpus is None:
         return history_rows(history, view.slots), None
-    own = corpus.size + view.slots[:, None] * history.shape[1] + jnp.array([0, history.shape[1]])
-    return jnp.concatenate([corpus, history.reshape(-1)])[None], own
+    interval = corpus.size + view.slots[:, None] * history.shape[1] + jnp.array([0, history.shape[1]])
+    return jnp.concatenate([corpus, history.reshape(-1)])[None], interval
 
 
 def append_to_corpus(
@@ -146,9 +146,9 @@ def append_to_corpus(
         is_prefix = jnp.all((old < 0) | (old == view.token_history[:, : old.shape[1]]), axis=1)
         is_first = ~(is_prefix & (sizes <= batch.starts))
     ends = jnp.cumsum(jnp.where(is_first & (sizes > 0), sizes + 1, 0))  # of each text, after those before it
-    place = jnp.arange(corpus.size) + ends[-1]  # in the corpus followed by the texts
-    after = place - corpus.size
+    position = jnp.arange(corpus.size) + ends[-1]  # in the corpus followed by the texts
+    after = position - corpus.size
     row = jnp.minimum(jnp.searchsorted(ends, after, side="right"), old.shape[0] - 1)
     column = after - jnp.where(row > 0, ends[row - 1], 0)
     added = old.at[row, column].get(mode="fill", fill_value=GAP)
-    return jnp.where(after < 0, corpus[jnp.minimum(place, corpus.size - 1)], added)
+    return jnp.where(after < 0, corpus[jnp.minimum(position, corpus.size - 1)], added)

@@ -38,8 +38,8 @@ def from_json(record: type[R], fields: Fields) -> R:
 
 def to_json(record: Any) -> dict[str, Any]:
     """Return the fields of a config record as JSON values; fields with their default value are left out."""
-    found = {field: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {field.name: _json(value) for field, value in found.items() if value != field.default}
+    values = {field: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {field.name: _json(value) for field, value in values.items() if value != field.default}
 
 
 def _json(value: Any) -> Any:
@@ -203,7 +203,7 @@ class DecoderConfig:
         count = changes.pop("num_layers", self.num_layers)
         if count != self.num_layers and len(set(self.layers)) > 1:
             raise unsupported("num_layers", count, f"{self.num_layers}, because the layers differ")
-        attention = {own: changes.pop(name) for name, own in ATTENTION.items() if name in changes}
+        attention = {field: changes.pop(name) for name, field in ATTENTION.items() if name in changes}
         mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
         layers = [
             replace(layer, mixer=replace(layer.gqa, **attention), mlp=replace(layer.mlp, **mlp))

@@ -27,10 +27,11 @@ def mesh_over(name: str, place: Place) -> Mesh:
     """
     mesh = _mesh_over(name, place)
     if mesh.is_multi_process:
-        own = ", ".join(map(str, jax.local_devices()))
+        local_devices = ", ".join(map(str, jax.local_devices()))
         raise ValueError(
-            f"{name}: expected devices of this process ({own}), got {short([*mesh.devices.flat])}; take others, or "
-            "leave it out and set tensor_parallel= of the engine, which divides the draft model over several processes"
+            f"{name}: expected devices of this process ({local_devices}), got {short([*mesh.devices.flat])}; take "
+            "others, or leave it out and set tensor_parallel= of the engine, which divides the draft model over "
+            "several processes"
         )
     return mesh
 

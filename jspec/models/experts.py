@@ -62,13 +62,13 @@ def mix_experts(
     assert not isinstance(gate_up, Shard), "each device has whole experts"
     experts = ExpertMlp(gate_up, down, layer.experts_gate_up_bias, layer.experts_down_bias)
     parts = expert_mlp(inputs, experts, chosen, gate=gate, factors=factors, shared=shared, **numerics.options)
-    found: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
+    sums: tuple[Array, ...] = (parts.reshape(-1, *x.shape),)
     if config.shared and not shared:
-        found += (shared_sums(x, layer, config, numerics),)
+        sums += (shared_sums(x, layer, config, numerics),)
     if isinstance(layer.experts_down, Shard):
-        total = sum_f32(part for parts in found for part in parts)[None]
+        total = sum_f32(part for parts in sums for part in parts)[None]
         return (layer.experts_down.join(total, x.dtype, deterministic=numerics.deterministic),)
-    return found
+    return sums
 
 
 def shared_sums(x: Array, layer: LayerWeights, config: Experts, numerics: Numerics) -> Array:

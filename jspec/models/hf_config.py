@@ -100,10 +100,10 @@ def read_layer_types(fields: Fields, default: list[str], *, limited: str = SLIDI
 def read_rope_layers(fields: Fields) -> list[bool]:
     """Read whether each layer has a rotary embedding; without `no_rope_layers`, every fourth layer has none."""
     count, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
-    given = fields.integers("no_rope_layers") or [(i + 1) % interval for i in range(count)]
-    if len(given) < count:
+    flags = fields.integers("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    if len(flags) < count:
         raise fields.error("no_rope_layers", f"{count} numbers, one for each layer; 0: no rotary embedding")
-    return [bool(one) for one in given[:count]]
+    return [bool(flag) for flag in flags[:count]]
 
 
 def all_layers(fields: Fields, kind: str) -> list[str]:

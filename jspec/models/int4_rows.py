@@ -98,10 +98,10 @@ class FusedPart:
         """Read a tensor, unpack its words if neighbours along an axis are packed, and return it as [out, columns]."""
         name = f"{self.module}.{end}"
         pieces = [piece if axis is None else self._unpacked(piece, axis) for piece in source.pieces(name)]
-        found = np.concatenate(pieces)
+        values = np.concatenate(pieces)
         if axis is None:
-            check_scales(source, name, found, is_signed=True)  # AutoRound writes negative scales into these formats
-        return (found.T if self.layout.is_transposed else found)[: self.out, :columns]
+            check_scales(source, name, values, is_signed=True)  # AutoRound writes negative scales into these formats
+        return (values.T if self.layout.is_transposed else values)[: self.out, :columns]
 
     def _unpacked(self, words: np.ndarray, axis: int) -> np.ndarray:
         shifts = np.array(self.layout.places, np.uint32) * 4
@@ -123,15 +123,15 @@ class FusedPart:
                 raise _damage(source, self.shape, f"the shape {[self.out, self.columns]}", stored.tolist())
         if self.order is None:
             return np.arange(self.columns) // (self.columns // self.groups)
-        found = np.concatenate(list(source.pieces(self.order)))
-        if (wrong := found[(found < 0) | (found >= self.groups)]).size:
+        groups = np.concatenate(list(source.pieces(self.order)))
+        if (wrong := groups[(groups < 0) | (groups >= self.groups)]).size:
             raise _damage(source, self.order, f"groups from 0 to {self.groups - 1}", wrong[0])
-        return found
+        return groups
 
     def check_order(self, source: Source) -> None:
         """Raise NotImplementedError unless each group is the next columns."""
-        found = self.group_of(source)
-        if not np.array_equal(found, np.arange(self.columns) // (self.columns // self.groups)):
+        groups = self.group_of(source)
+        if not np.array_equal(groups, np.arange(self.columns) // (self.columns // self.groups)):
             expected = "groups of consecutive columns (desc_act: false), or quantize='none', which widens the weights"
             raise unsupported(short(self.order), "groups in another order", expected)
 
@@ -229,14 +229,14 @@ def _fill_scale(
     for name in zero_biases:
         if any(piece.any() for piece in source.pieces(name)):
             raise _damage(source, name, "zeros, as the model has no such bias", "other values")
-    found = [part.read(source, part.layout.scale, part.groups, None).astype(np.float32) for part in parts]
-    return _joined(parts, found, by_column, source).reshape(row.shape)
+    scales = [part.read(source, part.layout.scale, part.groups, None).astype(np.float32) for part in parts]
+    return _joined(parts, scales, by_column, source).reshape(row.shape)
 
 
 def _fill_zeros(parts: list[FusedPart], by_column: bool, source: Source, row: MapRow, dtype: str) -> np.ndarray:
     axis = parts[0].layout.axes[1]
-    found = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
-    return _joined(parts, found, by_column, source).reshape(row.shape)
+    zeros = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
+    return _joined(parts, zeros, by_column, source).reshape(row.shape)
 
 
 def _joined(parts: list[FusedPart], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:

@@ -365,8 +365,8 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
         kind: required kind of checkpoint; None: any.
     """
 
-    def read_format(found: str, fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
-        return format_of(found).from_hf(fields, source)
+    def read_format(stored_kind: str, fields: Fields, source: Source) -> tuple[Any, list[MapRow]]:
+        return format_of(stored_kind).from_hf(fields, source)
 
     return plan_folder(folder, read_format, kind=kind, families=families.model_types())
 
@@ -390,26 +390,26 @@ def dtype_name(dtype: Any) -> str:
 
 def _read_manifest(folder: Path, format_of: FormatOf, kind: str | None) -> Header:
     """Read the header of a converted folder, with its config as a record that has the caller's overrides."""
-    found = orbax.read_header(folder)
-    check_kind(folder, found.kind, kind)
-    form = format_of(found.kind)
+    header = orbax.read_header(folder)
+    check_kind(folder, header.kind, kind)
+    form = format_of(header.kind)
     with named(folder / orbax.MANIFEST):
-        config = form.from_json(found.config)
-        _check_parameters(form, config, found)
-    return replace(found, config=form.override(config))
+        config = form.from_json(header.config)
+        _check_parameters(form, config, header)
+    return replace(header, config=form.override(config))
 
 
-def _check_parameters(form: Format, config: Any, found: Header) -> None:
+def _check_parameters(form: Format, config: Any, header: Header) -> None:
     """Raise CheckpointError unless the arrays of a converted folder are those of its config."""
-    stored = found.parameters
-    arrays = {name: {part: f"{name}.{part}" for part in orbax.QUANTIZED} for name in found.quantized}
+    stored = header.parameters
+    arrays = {name: {part: f"{name}.{part}" for part in orbax.QUANTIZED} for name in header.quantized}
     names = stored.keys() - {array for named in arrays.values() for array in named.values()} | arrays.keys()
     params = form.params(config, names)
     wanted: dict[str, Shape] = {}
     for name, spec in params.items():
         if name in arrays:
             parts = {part: stored[array] for part, array in arrays[name].items() if array in stored}
-            parts_shapes = quantized_shapes(spec.shape, parts, found.quantized[name])
+            parts_shapes = quantized_shapes(spec.shape, parts, header.quantized[name])
             wanted |= {arrays[name][part]: shape for part, shape in parts_shapes.items()}
         else:
             wanted[name] = spec.shape
@@ -422,5 +422,5 @@ def _check_parameters(form: Format, config: Any, found: Header) -> None:
         "not floating point": [name for name in floats if not jnp.issubdtype(stored[name].dtype, jnp.floating)],
     }
     if any(faults.values()):
-        text = "; ".join(f"{fault}: {listed(wrong)}" for fault, wrong in faults.items() if wrong)
-        raise CheckpointError("", f"the weights are not those of the config ({text}); convert the model again")
+        summary = "; ".join(f"{fault}: {listed(wrong)}" for fault, wrong in faults.items() if wrong)
+        raise CheckpointError("", f"the weights are not those of the config ({summary}); convert the model again")

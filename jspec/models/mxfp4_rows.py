@@ -89,10 +89,10 @@ def mxfp4_rows(rows: Iterable[MapRow], tensors: Mapping[str, Tensor], *, dequant
         CheckpointError: no tensor is in mxfp4.
         NotImplementedError: a width is no multiple of 32.
     """
-    found = [own for row in rows for own in _rows_of(row, tensors, dequantize)]
+    new_rows = [part for row in rows for part in _rows_of(row, tensors, dequantize)]
     if not any(name.endswith(BLOCKS) for name in tensors):
         raise CheckpointError("quantization_config", "expected experts in mxfp4, got none; delete quantization_config")
-    return found
+    return new_rows
 
 
 def _rows_of(row: MapRow, tensors: Mapping[str, Tensor], dequantize: bool) -> list[MapRow]:
@@ -106,14 +106,14 @@ def _rows_of(row: MapRow, tensors: Mapping[str, Tensor], dequantize: bool) -> li
     sources = {f"{name}{BLOCKS}": (*shape, BLOCK // 2), f"{name}{SCALES}": shape}
 
     def made(parameter: str, columns: int, dtype: str | None, ends: tuple[str, ...], function: Function) -> MapRow:
-        def fill(source: Source, own: MapRow, wanted: str) -> np.ndarray:
+        def fill(source: Source, map_row: MapRow, wanted: str) -> np.ndarray:
             file, stored = source.tensors[f"{name}{ends[0]}"].file, (experts, columns, out)
             derived = _Derived(source, name, Tensor(stored, dtype or "float32", file), ends, function)
             values = row.fill(derived, replace(row, sources={name: stored}, shape=stored), wanted)
             if ends == (SCALES,) and (count := int((values == NAN).sum())):
                 got = f"{NAN}, which is NaN (values of this kind: {count})"
                 raise CheckpointError(file, f"{short(name + SCALES)}: expected scales below {NAN}, got {got}; {REMEDY}")
-            return values.reshape(own.shape)
+            return values.reshape(map_row.shape)
 
         shapes = {f"{name}{end}": sources[f"{name}{end}"] for end in ends}
         filled = row.shape if dtype is None else (*row.shape[:-1], *next(iter(shapes.values()))[2:])

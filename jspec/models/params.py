@@ -79,10 +79,10 @@ def model_params(config: ModelConfig) -> dict[str, ParamSpec]:
     params = {"embed": vocab if config.tie_word_embeddings else replace(vocab, axes=("tokens", "hidden"))}
     hidden, norm_dtype = config.hidden_size, "float32" if config.norms_in_float32 else None
     for index, layer in enumerate(config.layers):
-        own = layer_params(layer, hidden, hidden, norm_dtype)
+        specs = layer_params(layer, hidden, hidden, norm_dtype)
         if layer.has_pre_norms:
-            own["attn_norm"] = norm(hidden, dtype=norm_dtype)
-        params |= prefixed(f"layers.{index}", own)
+            specs["attn_norm"] = norm(hidden, dtype=norm_dtype)
+        params |= prefixed(f"layers.{index}", specs)
     params["norm"] = norm(hidden, dtype=norm_dtype)
     return params if config.tie_word_embeddings else params | {"head": vocab}
 
@@ -137,8 +137,8 @@ def random_weights(
     keys = jax.random.split(jax.random.key(seed), len(params))
     weights: dict[str, Any] = {}
     for key, (name, spec) in zip(keys, params.items(), strict=True):
-        own = {name: put(name, make(key, spec, dtype))}
-        weights |= own if quantize is None else quantize_parameters(own, quantize)
+        drawn = {name: put(name, make(key, spec, dtype))}
+        weights |= drawn if quantize is None else quantize_parameters(drawn, quantize)
     return unflatten(weights)
 
 

@@ -83,11 +83,11 @@ def check_stored(tree: Any, kind: str | None) -> None:
     """
     if kind is None:
         return
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_quantized)
-    names = [_check_experts(path, kind) for path, _ in found]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_quantized)
+    names = [_check_experts(path, kind) for path, _ in leaves]
     if not set(names) & set(_names(kind)):
         raise ValueError(f"quantize: expected weights named {', '.join(_names(kind))}, got none; leave it out")
-    for name, (_, leaf) in zip(names, found, strict=True):
+    for name, (_, leaf) in zip(names, leaves, strict=True):
         if _is_quantized(leaf) and name in _names(kind):
             _of_kind(leaf, kind)
 
@@ -146,9 +146,9 @@ def widened_bytes(tree: Any, rows: int) -> int:
     if rows <= MOST_ROWS:
         return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
-    dense = [one for one in weights if one.kind == "int4" and len(one.shape) == 2]
-    copied = [one for one in dense if packed_tiles(rows, one, jnp.dtype("bfloat16")) is None]
-    return max((2 * widened_rows(*one.shape) * one.shape[1] for one in copied), default=0)
+    dense = [weight for weight in weights if weight.kind == "int4" and len(weight.shape) == 2]
+    copied = [weight for weight in dense if packed_tiles(rows, weight, jnp.dtype("bfloat16")) is None]
+    return max((2 * widened_rows(*weight.shape) * weight.shape[1] for weight in copied), default=0)
 
 
 def _is_record(node: Any) -> bool:
@@ -157,7 +157,7 @@ def _is_record(node: Any) -> bool:
 
 
 def quantized_shapes(
-    weight: tuple[int, ...], found: Mapping[str, jax.ShapeDtypeStruct], kind: Kind
+    weight: tuple[int, ...], stored: Mapping[str, jax.ShapeDtypeStruct], kind: Kind
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the stored arrays of a quantised weight must have, by the arrays' names.
 
@@ -166,12 +166,12 @@ def quantized_shapes(
 
     Args:
         weight: shape of the weight.
-        found: stored arrays of the weight, by name.
+        stored: stored arrays of the weight, by name.
         kind: kind of the weight.
     """
     form, (*rows, inner) = FORMATS[kind], weight
     shapes: dict[str, tuple[int, ...]] = {"values": weight, "scale": tuple(rows)}
-    values, scale = found.get("values"), found.get("scale")
+    values, scale = stored.get("values"), stored.get("scale")
     if values is None or scale is None or len(scale.shape) != len(weight):
         return shapes
     is_packed = form.is_packed and len(values.shape) == len(weight) + 1
@@ -183,7 +183,7 @@ def quantized_shapes(
     width = 2 * values.shape[-1]
     if width and inner % width == 0:
         shapes["values"] = (*rows, inner // width, values.shape[-1])
-    return shapes | ({"zeros": shapes["scale"]} if "zeros" in found else {})
+    return shapes | ({"zeros": shapes["scale"]} if "zeros" in stored else {})
 
 
 def quantized_as(tree: Any) -> str | None:

@@ -84,17 +84,17 @@ def read_scheme(fields: Fields, folder: Path) -> Scheme | None:
         CheckpointError: a value is missing, impossible or of another type.
         NotImplementedError: the format or an option of it is not supported; the message names the option.
     """
-    found, place = fields.object(CONFIG), folder / "config.json"
-    if not found and (folder / MODELOPT).is_file():
-        place = folder / MODELOPT
-        found = Fields({**read_json(place), "quant_method": "modelopt"}, str(place))
-    if not found:
+    config, file = fields.object(CONFIG), folder / "config.json"
+    if not config and (folder / MODELOPT).is_file():
+        file = folder / MODELOPT
+        config = Fields({**read_json(file), "quant_method": "modelopt"}, str(file))
+    if not config:
         return None
-    with named(place):
-        method = found.text("quant_method", "")
+    with named(file):
+        method = config.text("quant_method", "")
         if method not in READERS:
-            raise unsupported(CONFIG, dict(found), SUPPORTED)
-        return READERS[method](found)
+            raise unsupported(CONFIG, dict(config), SUPPORTED)
+        return READERS[method](config)
 
 
 def _compressed_tensors(config: Fields) -> Scheme:
@@ -190,10 +190,10 @@ def _mxfp4(config: Fields) -> Scheme:
 
 def _pack_quantized(config: Fields) -> Scheme:
     groups = config.object("config_groups")
-    found = {_read_int4_group(groups.object(name)) for name in groups}
-    if len(found) != 1:
+    schemes = {_read_int4_group(groups.object(name)) for name in groups}
+    if len(schemes) != 1:
         raise unsupported("config_groups", dict(groups), "one group, or several that quantise alike")
-    (scheme,) = found
+    (scheme,) = schemes
     return replace(scheme, unquantized=_modules(config, "ignore"))
 
 
@@ -236,10 +236,10 @@ READERS: dict[str, Callable[[Fields], Scheme]] = {
 def _group_of(config: Fields) -> tuple[str, tuple[int, int] | None, str | None]:
     """Return granularity, block and activations of the config groups, which must be alike."""
     groups = config.object("config_groups")
-    found = {_read_group(groups.object(name)) for name in groups}
-    if len(found) != 1:
+    formats = {_read_group(groups.object(name)) for name in groups}
+    if len(formats) != 1:
         raise unsupported("config_groups", dict(groups), "one group, or several that quantise alike")
-    return found.pop()
+    return formats.pop()
 
 
 def _read_group(group: Fields) -> tuple[str, tuple[int, int] | None, str | None]:

@@ -62,29 +62,29 @@ def quantized_rows(
     if scheme.method == "mxfp4":
         return mxfp4_rows(rows, tensors, dequantize=dequantize)
     rows = list(rows)
-    found: list[MapRow] = []
+    new_rows: list[MapRow] = []
     known = {name for row in rows for name in row.sources}
     unused = {name: tensor.shape for name, tensor in tensors.items() if name.endswith(UNUSED)}
     count = 0
     for row in rows:
         quantized = [name for name in row.sources if _is_quantized(name, tensors)]
         if not quantized:
-            found.append(row)
+            new_rows.append(row)
             continue
         whole, index = unselected(row)
         widens = dequantize or row.parameter.rpartition(".")[2] in WIDENED
         _check(whole, quantized, scheme, tensors, widens=widens)
         if scheme.bits == 4:
-            own = split_int4(whole, scheme, tensors, known, by_column=widens)
+            parts = split_int4(whole, scheme, tensors, known, by_column=widens)
         else:
-            own = _split(whole, scheme, tensors, {} if count else unused)  # one row names them all, so each is known
-        own = [_dequantized(whole, own)] if widens else own
-        found += own if index is None else [selected(part, index) for part in own]
+            parts = _split(whole, scheme, tensors, {} if count else unused)  # one row names them all, so each is known
+        parts = [_dequantized(whole, parts)] if widens else parts
+        new_rows += parts if index is None else [selected(part, index) for part in parts]
         count += 1
     if not count and not is_part:
         expected = f"{'float8' if scheme.bits == 8 else '4-bit'} weights ({scheme.method})"
         raise CheckpointError(CONFIG, f"expected {expected}, got none; delete {CONFIG}")
-    return found
+    return new_rows
 
 
 def _dequantized(row: MapRow, parts: list[MapRow]) -> MapRow:
@@ -93,7 +93,7 @@ def _dequantized(row: MapRow, parts: list[MapRow]) -> MapRow:
     sources = {name: shape for part in parts for name, shape in part.sources.items()}
     is_int4 = parts[0].quantized == "int4"
 
-    def fill(source: Source, own: MapRow, dtype: str) -> np.ndarray:
+    def fill(source: Source, map_row: MapRow, dtype: str) -> np.ndarray:
         values, *per_group = (part.fill(source, part, str(part.dtype)) for part in parts)
         if is_int4:
             values = expert_bytes.unpack(values) if len(row.shape) == 3 else unpack(values)
@@ -155,14 +155,14 @@ def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: M
     ]
 
 
-def _scale_shape(scheme: Scheme, weight: Shape, found: Tensor | None) -> Shape:
+def _scale_shape(scheme: Scheme, weight: Shape, stored: Tensor | None) -> Shape:
     """Return the shape that the scales of a weight must have; of several spellings, the one that is found."""
     out, inner = weight
     if scheme.block is not None:
         rows, columns = scheme.block
         return -(-out // rows), -(-inner // columns)
     spellings: list[Shape] = [(out, 1), (out,)] if scheme.granularity == "channel" else [(1,), ()]
-    return found.shape if found is not None and found.shape in spellings else spellings[0]
+    return stored.shape if stored is not None and stored.shape in spellings else spellings[0]
 
 
 def _fill_scales(

@@ -148,24 +148,24 @@ def tables(
     compute = partial(_tables, rope, head_dim)
     if not numerics.deterministic:
         return compute(positions)
-    found = row_by_row_off_gpu(
-        lambda own: compute(own).swapaxes(0, 1), positions.ravel(), implementation=numerics.implementation
+    by_row = row_by_row_off_gpu(
+        lambda rows: compute(rows).swapaxes(0, 1), positions.ravel(), implementation=numerics.implementation
     )
-    return found.swapaxes(0, 1).reshape(-1, *positions.shape, head_dim // 2)
+    return by_row.swapaxes(0, 1).reshape(-1, *positions.shape, head_dim // 2)
 
 
 def _tables(rope: Rope, head_dim: int, positions: Int[Array, "*rows"]) -> Float[Array, "tables *rows half"]:
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse_frequencies(rope, head_dim))
     factor = np.ones(head_dim // 2, np.float32)
     factor[: rope.rotated(head_dim) // 2] = rope.attention_factor
-    found = jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+    cos_sin = jnp.stack([jnp.cos(angles), jnp.sin(angles)])
     if rope.attention_factor != 1.0:
-        found = found * factor
+        cos_sin = cos_sin * factor
     if not rope.temperature:
-        return found
+        return cos_sin
     contexts = (positions + rope.temperature_offset) // rope.original_max_position
     scales = 1 + rope.temperature * jnp.log1p(contexts.astype(jnp.float32))
-    return jnp.concatenate([found, found * scales[..., None]])
+    return jnp.concatenate([cos_sin, cos_sin * scales[..., None]])
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "half"]:

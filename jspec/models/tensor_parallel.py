@@ -67,18 +67,21 @@ def mesh_of(devices: int) -> Mesh:
     Raises:
         ValueError: there are fewer devices, or they cannot be divided by the processes.
     """
-    found, processes = jax.devices(), jax.process_count()
-    if devices > len(found):
+    available, processes = jax.devices(), jax.process_count()
+    if devices > len(available):
         raise ValueError(
-            f"tensor_parallel: expected at most {len(found)}, the number of {found[0].platform} devices, got {devices}"
+            f"tensor_parallel: expected at most {len(available)}, the number of {available[0].platform} devices, got "
+            f"{devices}"
         )
     if devices % processes:
         raise ValueError(
             f"tensor_parallel: expected a multiple of {processes}, the number of processes, got {devices}; take as "
             "many devices of each"
         )
-    taken = [[one for one in found if one.process_index == i][: devices // processes] for i in range(processes)]
-    if short := [i for i, own in enumerate(taken) if len(own) < devices // processes]:
+    taken = [
+        [device for device in available if device.process_index == i][: devices // processes] for i in range(processes)
+    ]
+    if short := [i for i, of_process in enumerate(taken) if len(of_process) < devices // processes]:
         raise ValueError(
             f"tensor_parallel: expected at most {processes * len(taken[short[0]])}, as process {short[0]} has "
             f"{len(taken[short[0]])} devices, got {devices}"
@@ -99,13 +102,13 @@ def device_rows(param: ParamSpec, devices: int) -> np.ndarray | None:
     """Return the indices of the rows of all devices, device after device; None: they are in this order already."""
     if devices == 1 or param.axes[:1] == () or param.axes[0] not in DIVIDED:
         return None
-    own, first = [], 0
+    indices, first = [], 0
     units = param.unit if isinstance(param.unit, tuple) else (param.unit,) * len(param.parts)
     for rows, unit in zip(param.parts, units, strict=True):
         pieces = np.arange(first, first + rows).reshape(min(rows // unit, devices), -1)
-        own.append(np.repeat(pieces, devices // len(pieces), axis=0))
+        indices.append(np.repeat(pieces, devices // len(pieces), axis=0))
         first += rows
-    return np.concatenate(own, axis=1).reshape(-1) if own else None
+    return np.concatenate(indices, axis=1).reshape(-1) if indices else None
 
 
 def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -> Any:
@@ -128,10 +131,10 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
-    own = array if order is None else array[order]
+    ordered = array if order is None else array[order]
     if not sharding.is_fully_addressable:
-        _compare_later(sample(own))
-    return to_devices(own, sharding)
+        _compare_later(sample(ordered))
+    return to_devices(ordered, sharding)
 
 
 def compare_folder(header: Header, mesh: Mesh) -> None:
@@ -161,8 +164,8 @@ def to_devices(array: Any, sharding: NamedSharding) -> jax.Array:
     """Divide an array of this process over devices; of other processes' devices only the sharding is used."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
-    own = np.asarray(array)
-    return jax.make_array_from_callback(own.shape, sharding, lambda part: own[part])
+    on_host = np.asarray(array)
+    return jax.make_array_from_callback(on_host.shape, sharding, lambda part: on_host[part])
 
 
 def put_named(name: str, array: Any, params: Params, mesh: Mesh, kinds: Mapping[str, str] | None = None) -> jax.Array:
@@ -311,12 +314,12 @@ def _local(node: Any, specs: Any, *, devices: int, gathers: bool) -> Any:
         return node.replace(mesh=None)
 
     def shard(leaf: Any, spec: Any, param: ParamSpec) -> Any:
-        own = tuple(spec.values if isinstance(spec, Quantized) else spec)
+        mesh_axes = tuple(spec.values if isinstance(spec, Quantized) else spec)
         if param.axes == EXPERTS_DOWN:
             return Shard(leaf, "columns", param.shape[1])  # of all experts' down projections side by side
-        if len(param.axes) == 2 and own[:1] == (AXIS,) and param.axes[0] not in (*INNER, "experts"):
+        if len(param.axes) == 2 and mesh_axes[:1] == (AXIS,) and param.axes[0] not in (*INNER, "experts"):
             return Shard(leaf, "rows", param.shape[0], gathers)
-        is_inner = own[1:2] == (AXIS,) and param.axes[1] in INNER
+        is_inner = mesh_axes[1:2] == (AXIS,) and param.axes[1] in INNER
         return Shard(leaf, "columns", param.shape[0]) if is_inner else leaf
 
     return _map(shard, node, specs).replace(config=local_config(node.config, devices), mesh=None)
@@ -327,8 +330,8 @@ def local_shapes(tree: Any, mesh: Mesh) -> Any:
     made: dict[int, jax.ShapeDtypeStruct] = {}
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        own = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        return made.setdefault(id(leaf), own)
+        local_shape = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        return made.setdefault(id(leaf), local_shape)
 
     return local(jax.tree.map(shape, tree), layout(tree), mesh.size)
 

@@ -55,8 +55,8 @@ def model_rows(
     if config.tie_word_embeddings:
         del tensors["embed"]
         both = [TENSORS[name] for name in ("embed", "head")]
-        found = [name for name in both if name in names] or both[:1]
-        tied = [same("embed", dict.fromkeys(found, params["embed"].shape))]
+        stored = [name for name in both if name in names] or both[:1]
+        tied = [same("embed", dict.fromkeys(stored, params["embed"].shape))]
     made = [*tied, *rows(params, tensors)]
     if norms_less_one:
         made = [mapped(row, _plus_one) if row.parameter.rpartition(".")[2] in NORMS else row for row in made]

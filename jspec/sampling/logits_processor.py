@@ -53,14 +53,14 @@ class LogitsContext:
     def newest(self, count: int) -> Int[Array, "batch nodes count"]:
         """Return the last ``count`` tokens of each node's context, oldest first; shorter contexts begin with -1."""
         back = jnp.arange(count - 1, -1, -1)
-        place = self.size[:, None, None] + self.depth[..., None] - 1 - back
-        nodes, path_place = self.path.shape[1], place - self.size[:, None, None]
+        position = self.size[:, None, None] + self.depth[..., None] - 1 - back
+        nodes, path_place = self.path.shape[1], position - self.size[:, None, None]
         text = jnp.broadcast_to(self.text[:, None], (len(self.text), nodes, self.text.shape[1]))
-        tokens = jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[-1] - 1), axis=-1)
+        tokens = jnp.take_along_axis(text, jnp.clip(position, 0, text.shape[-1] - 1), axis=-1)
         if self.path.shape[-1]:
             from_path = jnp.take_along_axis(self.path, jnp.clip(path_place, 0, self.path.shape[-1] - 1), axis=-1)
             tokens = jnp.where(path_place >= 0, from_path, tokens)
-        return jnp.where(place >= 0, tokens, NO_TOKEN)
+        return jnp.where(position >= 0, tokens, NO_TOKEN)
 
 
 LogitsProcessor = Callable[[Array, LogitsContext], Array]
@@ -119,14 +119,14 @@ def _trace(processor: LogitsProcessor, nodes: int, depth: int, vocab: int, args:
     shapes["args"] = jax.ShapeDtypeStruct((2, max(args, 1)), jnp.float32)
     logits = jax.ShapeDtypeStruct((2, nodes, vocab), jnp.float32)
     try:
-        found: Any = jax.eval_shape(lambda x, named: processor(x, LogitsContext(**named)), logits, shapes)
+        output: Any = jax.eval_shape(lambda x, named: processor(x, LogitsContext(**named)), logits, shapes)
     except Exception as error:
         raise ValueError(
             f"logits_processor: expected a function of jax operations on arrays, got {type(error).__name__} when it "
             f"was traced for logits {logits.shape} and paths of {depth} tokens: {error!s:.200}"
         ) from error
-    if getattr(found, "shape", None) != logits.shape or getattr(found, "dtype", None) != logits.dtype:
+    if getattr(output, "shape", None) != logits.shape or getattr(output, "dtype", None) != logits.dtype:
         raise ValueError(
-            f"logits_processor: expected logits of shape {logits.shape} and type float32 back, got {found}; return an "
+            f"logits_processor: expected logits of shape {logits.shape} and type float32 back, got {output}; return an "
             "array like the one that it is given"
         )

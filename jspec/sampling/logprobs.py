@@ -35,8 +35,8 @@ def score(logits: Float[Array, "*places vocab"], tokens: Int[Array, "*places"], 
         tokens: token id at each position; the results for negative ids are undefined.
     """
     rows = (logits.reshape(-1, logits.shape[-1]), jnp.maximum(tokens, 0).reshape(-1, 1))
-    one = partial(_score, implementation=view.implementation)
-    scores = row_by_row(one, *rows) if view.deterministic else one(*rows)
+    scorer = partial(_score, implementation=view.implementation)
+    scores = row_by_row(scorer, *rows) if view.deterministic else scorer(*rows)
     return jax.tree.map(lambda field: field.reshape(*tokens.shape, *field.shape[1:]), scores)
 
 
@@ -115,7 +115,7 @@ def of_prompts(
     padding = -size % block
     rows = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, block, flat.shape[-1])
     ids = jnp.pad(next_tokens, (0, padding)).reshape(-1, block)
-    scores = jax.lax.map(lambda one: score(logits_of(one[0]), one[1], view), (rows, ids))
+    scores = jax.lax.map(lambda chunk: score(logits_of(chunk[0]), chunk[1], view), (rows, ids))
     return jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:])[:size], scores)
 
 

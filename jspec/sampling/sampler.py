@@ -122,8 +122,8 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
         return _sample(one_part, root, offset, sampling, None, None, view.implementation)
 
     # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
-    own = logits.own if isinstance(logits, OwnColumns) else logits
-    sums = reduce_partials(own, jnp.float32).reshape(offset.size, -1)
+    partials = logits.own if isinstance(logits, OwnColumns) else logits
+    sums = reduce_partials(partials, jnp.float32).reshape(offset.size, -1)
     rows = replace(logits, own=sums) if isinstance(logits, OwnColumns) else sums
     shared = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), (view.lengths, view.sampling))
     arguments = rows, shared[0], offset.reshape(-1), shared[1]
@@ -170,9 +170,12 @@ def _sample(
             index.
         noise: the target's noise for each row; None: it is computed.
     """
-    place, options = (sampling.seed, root, offset), {"purpose": int(Purpose.TOKEN), "implementation": implementation}
+    key_fields, options = (
+        (sampling.seed, root, offset),
+        {"purpose": int(Purpose.TOKEN), "implementation": implementation},
+    )
     sample = divided.sample_tokens_of_devices if isinstance(logits, OwnColumns) else sample_tokens
-    return sample(logits, *place, *_filters(sampling), ids=ids, noise=noise, **options)
+    return sample(logits, *key_fields, *_filters(sampling), ids=ids, noise=noise, **options)
 
 
 def processed_probs(
@@ -273,8 +276,8 @@ def _draw_children(
         return ids, jax.nn.one_hot(ids[..., 0], partial_logits.shape[-1], dtype=jnp.float32)
     logits = reduce_partials(partial_logits, jnp.float32)
     probs = processed_probs(logits, view.sampling, view.implementation)
-    place = (view.lengths[:, None], jnp.atleast_1d(jnp.asarray(depth))[None], jnp.arange(logits.shape[1])[None])
-    noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), logits.shape[-1])
+    key_fields = (view.lengths[:, None], jnp.atleast_1d(jnp.asarray(depth))[None], jnp.arange(logits.shape[1])[None])
+    noise = gumbel(keys(view.sampling.seed[:, None], Purpose.DRAFT, *key_fields), logits.shape[-1])
     is_sampled = view.sampling.temperature[:, None, None] > 0
     return _largest(jnp.where(is_sampled, jnp.log(probs) + noise, logits)[None], count, view), probs
 

@@ -30,10 +30,10 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the order in which to try them; one that is full passes the request on."""
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
-        load = {one.replica_id: self.replica_queue_len_cache.get(one.replica_id) or 0 for one in shuffled}
-        ranked = sorted(shuffled, key=lambda one: load[one.replica_id])
+        load = {replica.replica_id: self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in shuffled}
+        ranked = sorted(shuffled, key=lambda replica: load[replica.replica_id])
         if pending_request is None or not ranked:
-            return [[one] for one in ranked]
+            return [[replica] for replica in ranked]
         pending_request.routing_context.should_backoff = True  # all replicas are tried in each round
         marks = marks_of(pending_request.args[0].text)
         least = ranked[0].replica_id
@@ -45,7 +45,7 @@ class PrefixRouter(RequestRouter):
             self._homes.move_to_end(mark)
         while len(self._homes) > MOST_HOMES:
             self._homes.popitem(last=False)
-        return [[one] for one in sorted(ranked, key=lambda one: one.replica_id != chosen)]
+        return [[replica] for replica in sorted(ranked, key=lambda replica: replica.replica_id != chosen)]
 
 
 def marks_of(text: str) -> list[bytes]:

@@ -76,9 +76,9 @@ class Options:
         keys = keys_of_environment()
         if bool(keys) == self.no_auth:
             raise ValueError("no_auth: expected a key in JSPEC_API_KEY or no_auth=true, got both or neither")
-        given: dict[str, Any] = {"names": (self.target,)}
-        given |= {name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()}
-        return Settings(**given | {"host": "0.0.0.0", "keys": tuple(map(digest_of, keys))})
+        options: dict[str, Any] = {"names": (self.target,)}
+        options |= {name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()}
+        return Settings(**options | {"host": "0.0.0.0", "keys": tuple(map(digest_of, keys))})
 
     def limit(self, settings: Settings) -> int:
         """Return the number of completions that one engine may run or keep waiting."""
@@ -127,7 +127,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _options(args: Mapping[str, Any]) -> Options:
-    known = [one.name for one in fields(Options)]
+    known = [option.name for option in fields(Options)]
     if wrong := [name for name in args if name not in known] or ([] if "target" in args else ["no target"]):
         raise ValueError(f"args: expected target and some of {', '.join(known[1:])}, got {wrong[0]}")
     return Options(**args)

@@ -151,9 +151,11 @@ class Shared(Calls):
         self.job.check_same("Engine", {**compared(program, params, config), VALUES: f"{sampled} {sample(params)}"})
 
     def least(self, memory: DeviceMemory) -> DeviceMemory:
-        found = [DeviceMemory(**values) for values in self.job.exchange("memory", asdict(memory))]
-        is_reported = all(one.is_reported for one in found)
-        return DeviceMemory(min(one.limit for one in found), max(one.in_use for one in found), is_reported)
+        reports = [DeviceMemory(**values) for values in self.job.exchange("memory", asdict(memory))]
+        is_reported = all(report.is_reported for report in reports)
+        return DeviceMemory(
+            min(report.limit for report in reports), max(report.in_use for report in reports), is_reported
+        )
 
     def make(self, call: Callable[[], dict[str, str]]) -> None:
         """Raise the error of one process in all, so that all may make an engine with other options."""

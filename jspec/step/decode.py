@@ -46,7 +46,7 @@ def spec_step(
     def body(index: Int[Array, ""], carry: Any) -> Any:
         state, outputs = carry
         state, *result = spec_round(program, params, state, slots)
-        return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, tuple(result))
+        return state, jax.tree.map(lambda all_, of_round: all_.at[index].set(of_round), outputs, tuple(result))
 
     shapes = jax.eval_shape(lambda s: spec_round(program, params, s, slots)[1:], state)
     empty = jax.tree.map(lambda x: jnp.zeros((program.rounds, *x.shape), x.dtype), shapes)

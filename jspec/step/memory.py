@@ -48,9 +48,9 @@ class DeviceMemory:
 def device_memory(*devices: jax.Device) -> DeviceMemory:
     """Read the smallest memory limit and the largest memory usage of devices, by default of the default device."""
     stats = [device.memory_stats() or {} for device in devices or jax.local_devices()[:1]]
-    if all(own.get("bytes_limit") for own in stats):  # 0 or None: the allocator has no limit
-        in_use = max(own.get("bytes_in_use") or 0 for own in stats)
-        return DeviceMemory(min(own["bytes_limit"] for own in stats), in_use, is_reported=True)
+    if all(values.get("bytes_limit") for values in stats):  # 0 or None: the allocator has no limit
+        in_use = max(values.get("bytes_in_use") or 0 for values in stats)
+        return DeviceMemory(min(values["bytes_limit"] for values in stats), in_use, is_reported=True)
     return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0, is_reported=False)
 
 
@@ -118,8 +118,8 @@ class MemoryPlan:
         }
         rows |= {"exchanges": self.exchanges} if self.exchanges else {}
         parts = ", ".join(f"{name} {size(count)}" for name, count in rows.items())
-        place = "" if self.target_weights else " of the draft model's devices"
-        return f"memory{place}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
+        whose = "" if self.target_weights else " of the draft model's devices"
+        return f"memory{whose}: {parts}; total {size(self.total)} of {size(self.limit)} (device: {size(self.device)})"
 
 
 def size(count: int) -> str:
@@ -175,13 +175,13 @@ class MemoryPlanner:
         with packed weights also write a widened copy of a weight, except on a Hopper GPU.
         """
         assert self.config.prefill_buckets is not None
-        own, tree = self.params.main.config, self.program.drafter.tree
-        heads = max(layer.mixer.row_size for layer in own.layers)
-        features = len(self.program.feature_layers) * own.hidden_size
-        inner = max(layer.mlp.row_size(own.hidden_size) for layer in own.layers)
-        token = 2 * (inner + 2 * heads + 4 * own.hidden_size + features)
+        model_config, tree = self.params.main.config, self.program.drafter.tree
+        heads = max(layer.mixer.row_size for layer in model_config.layers)
+        features = len(self.program.feature_layers) * model_config.hidden_size
+        inner = max(layer.mlp.row_size(model_config.hidden_size) for layer in model_config.layers)
+        token = 2 * (inner + 2 * heads + 4 * model_config.hidden_size + features)
         token *= self.params.main.embed.dtype.itemsize
-        node = token + (3 + self.program.controls) * 4 * own.vocab_size
+        node = token + (3 + self.program.controls) * 4 * model_config.vocab_size
         size = self.config.prefill_buckets[-1]
         pieces = min(block_rows(size)[0], pool.slots)
         nodes = pool.slots * max(tree.nodes, tree.k)
@@ -231,18 +231,18 @@ class MemoryPlanner:
         def fits(other: PoolShape) -> bool:
             return self.fewest_pages(other) <= self.pages_that_fit(other, limit)
 
-        found = []
+        remedies = []
         if not (is_started and self.is_auto_sized):  # else the next engine fills freed memory with pages
             largest = {
                 "max_len": _largest(pool.max_len - 1, lambda value: fits(replace(pool, max_len=value))),
                 "slots": _largest(pool.slots - 1, lambda value: fits(replace(pool, slots=value))),
             }
-            found = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
+            remedies = [f"lower {name} to at most {most}" for name, most in largest.items() if most]
         if (pages := self.pages_that_fit(pool, limit)) >= 2:
-            found.append(f"pass pages={pages}")
-        if not found:
+            remedies.append(f"pass pages={pages}")
+        if not remedies:
             return "not one page is left beside the weights; take quantize= or a smaller model"
-        return ", or ".join(found)
+        return ", or ".join(remedies)
 
     def refuse(self, plan: MemoryPlan, pool: PoolShape) -> NoReturn:
         """Raise an error that names the needed memory, the available memory and smaller settings that fit."""
@@ -287,10 +287,10 @@ def measured(planner: MemoryPlanner, pool: PoolShape, programs: Iterable[Program
         ValueError: the total exceeds the device's memory.
     """
     plan, programs = planner.plan(pool), list(programs)
-    known = [one.workspace for one in programs if one.workspace is not None]
+    known = [program.workspace for program in programs if program.workspace is not None]
     if not known:
         return plan
-    workspace, exchanges = max(known) + planner.received(pool), sum(one.exchanges for one in programs)
+    workspace, exchanges = max(known) + planner.received(pool), sum(program.exchanges for program in programs)
     plan = replace(plan, workspace=workspace, exchanges=exchanges, is_measured=True)
     if plan.total > plan.device:
         over = plan.total - plan.device
@@ -327,8 +327,8 @@ def explain_oom(planner: MemoryPlanner, pool: PoolShape) -> Iterator[None]:
 
 def _bytes_asked(message: str) -> int | None:
     """Read the size of the failed allocation, in bytes, from the allocator's message; None if it has no size."""
-    found = re.search(r"alloca\w+ ([\d.]+) ?(bytes|[KMGT]iB)", message)
-    return None if found is None else int(float(found[1]) * UNITS[found[2]])
+    match = re.search(r"alloca\w+ ([\d.]+) ?(bytes|[KMGT]iB)", message)
+    return None if match is None else int(float(match[1]) * UNITS[match[2]])
 
 
 def _caches(tree: object) -> list[object]:

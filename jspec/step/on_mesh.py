@@ -39,12 +39,12 @@ def mesh_for(config: EngineConfig, target: Model | None = None) -> Mesh | None:
     Raises:
         ValueError: there are fewer devices than asked for, or the target is on another mesh.
     """
-    found = None if target is None else target.mesh
-    mesh = config.mesh or found
+    target_mesh = None if target is None else target.mesh
+    mesh = config.mesh or target_mesh
     if mesh is None:
         return mesh_of(config.tensor_parallel) if config.tensor_parallel > 1 else None
-    if found not in (None, mesh):
-        raise ValueError(f"mesh: expected {found}, over which the target is divided, got {mesh}; leave it out")
+    if target_mesh not in (None, mesh):
+        raise ValueError(f"mesh: expected {target_mesh}, over which the target is divided, got {mesh}; leave it out")
     if config.tensor_parallel not in (1, mesh.size):
         raise ValueError(
             f"tensor_parallel: expected {mesh.size}, the number of devices of the mesh, got {config.tensor_parallel}; "
@@ -68,17 +68,17 @@ def meshes_of(devices: Devices, size: int) -> list[Mesh]:
     Raises:
         TypeError, ValueError: these are no devices, none, more than there are, one twice, or no multiple of ``size``.
     """
-    found = jax.local_devices()
+    available = jax.local_devices()
     if devices is None or type(devices) is int:
-        count = len(found) if devices is None else devices
-        if not 1 <= count <= len(found):
+        count = len(available) if devices is None else devices
+        if not 1 <= count <= len(available):
             raise ValueError(
-                f"devices: expected 1 to {len(found)}, the number of {found[0].platform} devices, got {count}"
+                f"devices: expected 1 to {len(available)}, the number of {available[0].platform} devices, got {count}"
             )
-        devices = found[:count]
+        devices = available[:count]
     if not isinstance(devices, Sequence) or not all(isinstance(each, jax.Device) for each in devices):
         raise TypeError(f"devices: expected jax devices, such as jax.devices(), or their number, got {short(devices)}")
-    if twice := [each for place, each in enumerate(devices) if each in devices[:place]]:
+    if twice := [each for index, each in enumerate(devices) if each in devices[:index]]:
         raise ValueError(f"devices: expected each device once, got {twice[0]} twice")
     if not devices:
         raise ValueError("devices: expected at least one device, got none")
@@ -142,10 +142,10 @@ def make_state(program: Program, params: Params, pool: PoolShape) -> SlotState:
     """Make the initial slot state on the devices of the program's mesh, or on one device."""
     if program.mesh is None:
         return init_state(program, params, pool)
-    one, specs = on_one(program, params), layout(params)
-    pools = state_layout(jax.eval_shape(lambda: init_state(*one, pool)))
+    of_device, specs = on_one(program, params), layout(params)
+    pools = state_layout(jax.eval_shape(lambda: init_state(*of_device, pool)))
     devices = program.mesh.size
-    make = partial(_init_local, one[0], specs, devices, pool)
+    make = partial(_init_local, of_device[0], specs, devices, pool)
     return jax.jit(_shard_map(make, program.mesh, (specs,), pools))(params)
 
 
@@ -167,8 +167,8 @@ def shapes_of(tree: Any, mesh: Mesh | None) -> Any:
     everywhere = NamedSharding(mesh, EVERYWHERE)
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        own = getattr(leaf, "sharding", None)
-        sharding = own if isinstance(own, NamedSharding) else everywhere
+        leaf_sharding = getattr(leaf, "sharding", None)
+        sharding = leaf_sharding if isinstance(leaf_sharding, NamedSharding) else everywhere
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(shape, tree)

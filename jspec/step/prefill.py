@@ -111,9 +111,9 @@ def _admit(state: SlotState, pieces: PromptPiece) -> SlotState:
     )
 
 
-def _put(pieces: PromptPiece, all_: Array, own: Array) -> Array:
+def _put(pieces: PromptPiece, all_: Array, values: Array) -> Array:
     """Return the values of all slots with those of the pieces' slots replaced."""
-    return all_.at[pieces.slot].set(own, mode="drop")
+    return all_.at[pieces.slot].set(values, mode="drop")
 
 
 @jax.named_scope("blocks")

@@ -21,10 +21,10 @@ class ProgramMemory(NamedTuple):
 
 def program_memory(program: Any, devices: int) -> ProgramMemory:
     """Read the memory of a compiled program that runs on a number of devices; this takes tens of milliseconds."""
-    found = program.memory_analysis()
-    if found is None:
+    analysis = program.memory_analysis()
+    if analysis is None:
         return ProgramMemory(None, 0)
-    workspace = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    workspace = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return ProgramMemory(workspace, exchange_bytes(program.as_text(), devices) if devices > 1 else 0)
 
 

@@ -20,8 +20,8 @@ ADDRESS = r" at 0x[0-9a-f]+"  # in representations of functions and of drafters 
 def compared(program: Program, params: Params, config: EngineConfig) -> dict[str, str]:
     """Return options, devices in their order, models, drafter and shapes of the weights, as texts by name."""
     assert program.mesh is not None
-    about = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in OWN}
-    about |= {one.name: getattr(program, one.name) for one in fields(program) if one.name != "mesh"}
+    about = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in OWN}
+    about |= {field.name: getattr(program, field.name) for field in fields(program) if field.name != "mesh"}
     about |= {"mesh": [device.id for device in program.mesh.devices.flat], "model": params.main.config}
     about |= {name: _shape(leaf) for name, leaf in _named(params)}
     return {name: re.sub(ADDRESS, "", repr(value)) for name, value in about.items()}

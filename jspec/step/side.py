@@ -186,7 +186,7 @@ class Side:
             first = [self._slots_of(slots)]
         if key.kind in ("verify", "commit"):
             first, self.draft = [*first, self.draft], None
-        return first + [one if isinstance(one, jax.Array) else self.send(one) for one in inputs]
+        return first + [value if isinstance(value, jax.Array) else self.send(value) for value in inputs]
 
     def _slots_of(self, rows: np.ndarray) -> jax.Array:
         """Return the slot of each batch row as a device array, kept until it changes because a copy takes 20 us."""
@@ -226,8 +226,8 @@ def sides_of(program: Program, params: Params, config: EngineConfig, calls: Call
     """
     drafter = program.drafter
     if drafter.mesh is None:
-        one = Side(program, params, config, calls)
-        return one, one
+        side = Side(program, params, config, calls)
+        return side, side
     verifying = replace(program, drafter=Elsewhere(drafter.tree))
     drafting = replace(program, mesh=drafter.mesh, controls=False, grammar_cells=0, processor=None, processor_args=0)
     logger.info("the draft model is on %s", ", ".join(map(str, drafter.mesh.devices.flat)))

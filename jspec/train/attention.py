@@ -61,8 +61,8 @@ def split_heads(
     cos_sin = tables(attention.rope, attention.head_dim, positions)
     transform = HeadTransform(cos_sin, layer.qkv_bias, layer.q_norm, layer.k_norm, eps=eps)
     sizes = {"heads": attention.heads, "kv_heads": attention.kv_heads}
-    q, *own = split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype)
-    return q, Keys(*own)
+    q, *kv = split_qkv(qkv, cos_sin, transform, **sizes, dtype=dtype)
+    return q, Keys(*kv)
 
 
 def attend(
@@ -90,41 +90,41 @@ def attend(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scale: float, q: Array, rows: Keys, own: list[Keys], starts: Array, ends: Array) -> Array:
+def _attend(scale: float, q: Array, rows: Keys, later: list[Keys], starts: Array, ends: Array) -> Array:
     """Attend to the rows of step 0 from ``starts`` on, and to one's own column of later steps.
 
     Args:
         scale: factor of the scores.
         q: queries.
         rows: keys and values of step 0.
-        own: keys and values of later steps.
+        later: keys and values of later steps.
         starts: first row that each column sees.
         ends: a place after all columns that see each row.
     """
-    return _forward(scale, q, rows, own, starts, ends)[0]
+    return _forward(scale, q, rows, later, starts, ends)[0]
 
 
-def _forward(scale: float, q: Array, rows: Keys, own: list[Keys], starts: Array, ends: Array) -> tuple[Array, Any]:
-    found, lse = interval_attention(q, rows.k, rows.v, starts, scale=scale)
-    scores = _diagonals(scale, q, own)
+def _forward(scale: float, q: Array, rows: Keys, later: list[Keys], starts: Array, ends: Array) -> tuple[Array, Any]:
+    attended, lse = interval_attention(q, rows.k, rows.v, starts, scale=scale)
+    scores = _diagonals(scale, q, later)
     total = jnp.moveaxis(lse, 1, 2)
     for score in scores:
         total = jnp.logaddexp(total, score)
-    out = found.astype(jnp.float32) * jnp.exp(jnp.moveaxis(lse, 1, 2) - total)[..., None]
-    for score, step in zip(scores, own, strict=True):
+    out = attended.astype(jnp.float32) * jnp.exp(jnp.moveaxis(lse, 1, 2) - total)[..., None]
+    for score, step in zip(scores, later, strict=True):
         out += jnp.exp(score - total)[..., None] * _of_queries(step.v, q)
     out, total = checkpoint_name(out.astype(q.dtype), ATTENDED), checkpoint_name(total, ATTENDED)
-    return out, (q, rows, own, starts, ends, out, total)
+    return out, (q, rows, later, starts, ends, out, total)
 
 
 def _backward(scale: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
-    q, rows, own, starts, ends, out, total = kept
+    q, rows, later, starts, ends, out, total = kept
     dout = gradient.astype(jnp.float32)
     delta = jnp.sum(out.astype(jnp.float32) * dout, axis=-1)
     sums = jnp.moveaxis(total, 2, 1), jnp.moveaxis(delta, 2, 1)
     dq, dk, dv = interval_attention_gradient(q, rows.k, rows.v, gradient, starts, ends, *sums, scale=scale)
     of_own = []
-    for score, step in zip(_diagonals(scale, q, own), own, strict=True):
+    for score, step in zip(_diagonals(scale, q, later), later, strict=True):
         p = jnp.exp(score - total)
         ds = p * (jnp.sum(dout * _of_queries(step.v, q), axis=-1) - delta) * scale
         dq += ds[..., None] * _of_queries(step.k, q)
@@ -136,9 +136,9 @@ def _backward(scale: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
 _attend.defvjp(_forward, _backward)
 
 
-def _diagonals(scale: float, q: Array, own: list[Keys]) -> list[Float[Array, "rows size heads"]]:
+def _diagonals(scale: float, q: Array, later: list[Keys]) -> list[Float[Array, "rows size heads"]]:
     """Return the score of each column with itself at each later step, in float32."""
-    return [scale * jnp.sum(q.astype(jnp.float32) * _of_queries(step.k, q), axis=-1) for step in own]
+    return [scale * jnp.sum(q.astype(jnp.float32) * _of_queries(step.k, q), axis=-1) for step in later]
 
 
 def _of_queries(keys: Array, q: Array) -> Float[Array, "rows size heads head_dim"]:

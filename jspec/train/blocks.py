@@ -99,7 +99,7 @@ def run_blocks(
         blocks: the blocks.
     """
     model, (count, anchors, depth) = head.model, blocks.labels.shape
-    context = [Keys(*own) for own in context_keys(head, rows.positions, features)]
+    context = [Keys(*pair) for pair in context_keys(head, rows.positions, features)]
     first = 0 if config.sample_from_anchor else 1
     size = depth + first
     mask = jnp.full((count, anchors, size - 1), config.mask_token_id, jnp.int32)
@@ -108,10 +108,10 @@ def run_blocks(
     positions = (start[..., None] + jnp.arange(size)).reshape(count, -1)
 
     def attend(index: int, normed: Array) -> Array:
-        layer, own = model.layers[index], model.config.layers[index]
+        layer, layer_config = model.layers[index], model.config.layers[index]
         qkv = split_matmul(normed, layer.qkv, implementation=REFERENCE.implementation)
-        q, keys = split_heads(layer, own, qkv, positions, model.config.norm_eps, features.dtype)
-        return attend_blocks(own.gqa, q, keys, context[index], rows, blocks.anchors)
+        q, keys = split_heads(layer, layer_config, qkv, positions, model.config.norm_eps, features.dtype)
+        return attend_blocks(layer_config.gqa, q, keys, context[index], rows, blocks.anchors)
 
     x = model.embedded(tokens).astype(features.dtype)
     first_norm = model.layers[0].attn_norm
@@ -124,7 +124,7 @@ def run_blocks(
 def attend_blocks(
     config: GQA,
     q: Float[Array, "rows tokens heads head_dim"],
-    own: Keys,
+    keys: Keys,
     context: Keys,
     rows: Rows,
     anchors: Int[Array, "rows anchors"],
@@ -133,7 +133,7 @@ def attend_blocks(
 
     Args:
         config: config of the layer's attention.
-        q, own: queries, keys and values of the tokens of all blocks.
+        q, keys: queries, keys and values of the tokens of all blocks.
         context: keys and values of the target's states at each place.
         rows: packed rows.
         anchors: place of each anchor.
@@ -149,7 +149,7 @@ def attend_blocks(
     def cut(values: Array, *shape: int) -> Array:
         return jnp.moveaxis(values.reshape(count, blocks // part, part, *shape), 1, 0)
 
-    parts = cut(q, size, kv, heads // kv, dim), cut(own.k, size, kv, dim), cut(own.v, size, kv, dim), cut(anchors)
+    parts = cut(q, size, kv, heads // kv, dim), cut(keys.k, size, kv, dim), cut(keys.v, size, kv, dim), cut(anchors)
     run = jax.checkpoint(partial(_attend_part, config, context, rows.segments))
     out = jax.lax.map(lambda of: run(*of), parts)
     return jnp.moveaxis(out, 0, 1).reshape(count, tokens, heads * dim)
@@ -181,12 +181,12 @@ def _attend_part(
         return jnp.where(visible, scores, -jnp.inf)
 
     before = limit(einsum32("batkgd,bskd->bakgts", q, context.k), seen[:, :, None, None])
-    own = limit(einsum32("batkgd,baukd->bakgtu", q, k), inside)
-    top = jnp.maximum(jnp.max(before, axis=-1, keepdims=True), jnp.max(own, axis=-1, keepdims=True))
-    before, own = (jnp.exp(scores - jax.lax.stop_gradient(top)) for scores in (before, own))
-    total = jnp.sum(before, axis=-1) + jnp.sum(own, axis=-1)
+    within = limit(einsum32("batkgd,baukd->bakgtu", q, k), inside)
+    top = jnp.maximum(jnp.max(before, axis=-1, keepdims=True), jnp.max(within, axis=-1, keepdims=True))
+    before, within = (jnp.exp(scores - jax.lax.stop_gradient(top)) for scores in (before, within))
+    total = jnp.sum(before, axis=-1) + jnp.sum(within, axis=-1)
     out = einsum32("bakgts,bskd->batkgd", before.astype(v.dtype), context.v)
-    out += einsum32("bakgtu,baukd->batkgd", own.astype(v.dtype), v)
+    out += einsum32("bakgtu,baukd->batkgd", within.astype(v.dtype), v)
     return (out / jnp.moveaxis(total, 4, 2)[..., None]).astype(q.dtype)
 
 

@@ -79,9 +79,9 @@ class Checkpoints:
         folder = self.folder / str(self.steps[-1])
         stored = ocp.metadata(folder).metadata
         sums = {name: np.zeros(stored[name].shape, stored[name].dtype) for name in stored.keys() - shapes.keys()}
-        found = ocp.load(folder, shapes | sums)
-        state = jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in shapes])
-        return state, Measured(**{name[1:]: found[name] for name in sums}) if sums else None
+        arrays = ocp.load(folder, shapes | sums)
+        state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in shapes])
+        return state, Measured(**{name[1:]: arrays[name] for name in sums}) if sums else None
 
 
 @contextlib.contextmanager

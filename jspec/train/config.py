@@ -183,14 +183,14 @@ class TrainConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-def refuse_unused(config: TrainConfig, given: Iterable[str]) -> None:
+def refuse_unused(config: TrainConfig, names: Iterable[str]) -> None:
     """Raise ValueError if an option has no effect beside the others.
 
     Args:
         config: all options.
-        given: names of the options that the caller gave; None and False ask for nothing.
+        names: names of the options that the caller gave; None and False ask for nothing.
     """
-    for name in given:
+    for name in names:
         value, others = getattr(config, name), HAVE.get(name, METHODS)
         if value is None or value is False:
             continue
@@ -213,7 +213,7 @@ def _unused(name: str, why: str, got: Any, remedy: str) -> ValueError:
 
 def _indices(value: Any) -> tuple[int, ...]:
     """Return a list or tuple of indices as a tuple."""
-    if not isinstance(value, list | tuple) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
+    if not isinstance(value, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
         raise _wrong("feature_layers", "a list of ints", value)
     return tuple(value)
 

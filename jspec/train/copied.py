@@ -31,8 +31,8 @@ def copied(weights: dict[str, Array], config: Eagle3Config, target: Model) -> di
     if count > len(target.layers):
         raise ValueError(f"train: layers: expected at most {len(target.layers)}, those of the target, got {count}")
     layers, configs = target.layers[-count:], target.config.layers[-count:]
-    for own, theirs in zip(config.layers, configs, strict=True):
-        _check(own, theirs)
+    for ours, theirs in zip(config.layers, configs, strict=True):
+        _check(ours, theirs)
     begun = weights | {"norm": in_float32(target.norm), "fc": weights["fc"].at[:, -hidden:].add(jnp.eye(hidden))}
     for index, layer in enumerate(layers):
         begun |= {f"layers.{index}.{name}": value for name, value in _layer(weights, index, layer).items()}
@@ -46,7 +46,7 @@ def _layer(weights: dict[str, Array], index: int, layer: Layer) -> dict[str, Arr
     width, own_width = down.shape[1], random["down"].shape[1]
     gate, up = (random["gate_up"][own_width * part :][:own_width] for part in range(2))
     halves = (gate.at[:width].set(gate_up[:width]), up.at[:width].set(gate_up[width:]))
-    found = {
+    copies = {
         "o": in_float32(layer.o),
         "mlp_norm": in_float32(layer.mlp_norm),
         "gate_up": jnp.concatenate(halves),
@@ -54,16 +54,17 @@ def _layer(weights: dict[str, Array], index: int, layer: Layer) -> dict[str, Arr
     }
     norm = in_float32(layer.attn_norm)
     if index:
-        return found | {"qkv": qkv, "input_norm": norm}
-    return found | {"qkv": random["qkv"].at[:, -qkv.shape[1] :].set(qkv), "hidden_norm": norm}
+        return copies | {"qkv": qkv, "input_norm": norm}
+    return copies | {"qkv": random["qkv"].at[:, -qkv.shape[1] :].set(qkv), "hidden_norm": norm}
 
 
-def _check(own: LayerConfig, theirs: LayerConfig) -> None:
+def _check(ours: LayerConfig, theirs: LayerConfig) -> None:
     """Raise ValueError if the weights of a target's layer do not fit a layer of the head."""
-    is_wide = isinstance(own.mlp, Dense) and isinstance(theirs.mlp, Dense) and own.mlp.width >= theirs.mlp.width
-    fits = own.attention == theirs.attention and is_wide and own.norms == theirs.norms
+    is_wide = isinstance(ours.mlp, Dense) and isinstance(theirs.mlp, Dense) and ours.mlp.width >= theirs.mlp.width
+    fits = ours.attention == theirs.attention and is_wide and ours.norms == theirs.norms
     if not fits:
         raise ValueError(
-            f"train: copy_layers: expected layers of the target like the head's, {own}, at most as wide, got {theirs}; "
-            "give rope_theta and intermediate_size that fit, or leave it out, so that the head begins at random"
+            f"train: copy_layers: expected layers of the target like the head's, {ours}, at most as wide, got "
+            f"{theirs}; give rope_theta and intermediate_size that fit, or leave it out, so that the head begins at "
+            "random"
         )

@@ -164,9 +164,9 @@ def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
 
 def _check_messages(messages: list[Any], role: str) -> None:
     """Raise DataError if messages are no objects with a role, or none is of a role."""
-    if not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+    if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
         raise DataError('messages: expected objects with "role" and "content"')
-    if not any(one["role"] == role for one in messages):
+    if not any(message["role"] == role for message in messages):
         raise DataError(f"messages: expected one of the role {role}, got none")
 
 
@@ -177,8 +177,8 @@ def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
             tokens, counted = _conversation(messages, tokenizer)
         case {"prompt": prompt, "completion": completion}:
             before = tokenizer.encode(prompt)
-            own = tokenizer.encode(completion, add_special_tokens=False)
-            tokens, counted = [*before, *own], [False] * len(before) + [True] * len(own)
+            after = tokenizer.encode(completion, add_special_tokens=False)
+            tokens, counted = [*before, *after], [False] * len(before) + [True] * len(after)
         case {"text": text}:
             tokens = tokenizer.encode(text)
             counted = [True] * len(tokens)
@@ -190,7 +190,7 @@ def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
 
 def _conversation(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Format a conversation up to its last answer, and mark the assistant's tokens."""
-    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     tokens = tokenizer.chat(messages[: answers[-1] + 1], add_generation_prompt=False)
     counted = [False] * len(tokens)
     for index in answers:

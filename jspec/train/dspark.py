@@ -80,11 +80,11 @@ def _of_blocks(
     log_p = jax.nn.log_softmax(logits, axis=-1)
     q = jax.lax.stop_gradient(jax.nn.softmax(target_logits(target, teachers, None), axis=-1))
     distance = jnp.sum(jnp.abs(jnp.exp(log_p) - q), axis=-1)
-    found = -CROSS_ENTROPY * jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0] + DISTANCE * distance
+    losses = -CROSS_ENTROPY * jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0] + DISTANCE * distance
     if head.confidence is not None:
         depths = jnp.broadcast_to(1 + jnp.arange(states.shape[1]), states.shape[:2])
         embedded = head.markov.embed[before] if head.config.reads_markov and head.markov is not None else None
         confidence = head.confidence.logits(states, depths, embedded)
         label = jax.lax.stop_gradient(1 - distance / 2)
-        found += CONFIDENCE * (jax.nn.softplus(confidence) - label * confidence)  # binary cross entropy
-    return found, jnp.argmax(logits, axis=-1) == choices
+        losses += CONFIDENCE * (jax.nn.softplus(confidence) - label * confidence)  # binary cross entropy
+    return losses, jnp.argmax(logits, axis=-1) == choices

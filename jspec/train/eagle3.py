@@ -89,7 +89,7 @@ def unroll(
     drafted = is_drafted(seen.choices, ids, vocab)
     features = fuse(cast(head, seen.features.dtype), seen.features)
     before: list[list[Keys]] = []  # keys and values of each layer, by step
-    found = []
+    outputs = []
     for step in range(options.steps):
         by = step + 1
         places = rows.reaches(by) & ahead(rows.counted, by)
@@ -98,8 +98,8 @@ def unroll(
         run = run if options.keeps else jax.checkpoint(run, policy=KEPT)
         features, keys, *results = run(head, features, before, rows, (teacher, seen.choices, weights))
         before.append(keys)
-        found.append((*(ahead(of, by) for of in results), places))
-    lost, hits, placed = zip(*found, strict=True)
+        outputs.append((*(ahead(of, by) for of in results), places))
+    lost, hits, placed = zip(*outputs, strict=True)
     return jnp.stack(lost), jnp.stack(hits), jnp.stack(placed)
 
 
@@ -129,19 +129,19 @@ def _run_step(
         The features of the next step; the keys and values of each layer; at the place of each teacher, the loss, and
         whether the head's argmax is the target's.
     """
-    own, keys, by = cast(head, features.dtype), list[Keys](), step + 1
+    cast_head, keys, by = cast(head, features.dtype), list[Keys](), step + 1
     positions = rows.positions + step
 
     def attend_rows(index: int, qkv: PartialSums) -> Array:
-        layer, config = own.layers[index], own.config.layers[index]
+        layer, config = cast_head.layers[index], cast_head.config.layers[index]
         q, new = split_heads(layer, config, qkv, positions, head.config.norm_eps, features.dtype)
         keys.append(new)
         return attend(config, q, [*(earlier[index] for earlier in before), new], rows)
 
-    residual, qkv = project_inputs(own, ahead(rows.tokens, by), features, REFERENCE)
-    attended, residual = run_layers(own, residual, qkv, attend_rows, REFERENCE)
-    assert own.norm is not None
-    features, normed = finish_layers(own, attended, residual, [(own.norm, None)], REFERENCE)
+    residual, qkv = project_inputs(cast_head, ahead(rows.tokens, by), features, REFERENCE)
+    attended, residual = run_layers(cast_head, residual, qkv, attend_rows, REFERENCE)
+    assert cast_head.norm is not None
+    features, normed = finish_layers(cast_head, attended, residual, [(cast_head.norm, None)], REFERENCE)
     # States move to the places of their teachers, because probabilities are wider.
     flat = [of.reshape(-1, *of.shape[2:]) for of in (behind(normed[0], by), *teacher)]
     lost, hits = in_blocks(partial(_of_block, head, kind), teacher[0].shape[-1], *flat)

@@ -42,9 +42,9 @@ class Journal:
     @property
     def best(self) -> Figures | None:
         """The best evaluation (`Figures.rank`), or else the last measurement; None: there is none."""
-        found = [entry for entry in self.entries if entry["kind"] == "eval"] or self.entries[-1:]
-        figures = [Figures(entry["loss"], tuple(entry["hits"]), entry["acceptance"]) for entry in found]
-        return max(figures, key=lambda one: one.rank, default=None)
+        entries = [entry for entry in self.entries if entry["kind"] == "eval"] or self.entries[-1:]
+        figures = [Figures(entry["loss"], tuple(entry["hits"]), entry["acceptance"]) for entry in entries]
+        return max(figures, key=lambda figure: figure.rank, default=None)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

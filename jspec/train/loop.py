@@ -47,8 +47,8 @@ class Meter:
 
     def add(self, measured: Measured, tokens: int) -> None:
         """Add the measurement of an update, which waits for the update."""
-        own = jax.tree.map(np.asarray, measured)
-        self.total = own if self.total is None else jax.tree.map(np.add, self.total, own)
+        values = jax.tree.map(np.asarray, measured)
+        self.total = values if self.total is None else jax.tree.map(np.add, self.total, values)
         self.tokens += tokens
 
     @property

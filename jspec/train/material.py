@@ -116,10 +116,10 @@ def _pack(path: Path, tokenizer: Tokenizer, vocab: int, config: TrainConfig, fol
         divided.count(len(document.tokens), left_out)
 
     waiting: tuple[int, Document] | None = None  # the last document is held out if no other was
-    for found in read_documents(path, tokenizer, vocab):
+    for numbered in read_documents(path, tokenizer, vocab):
         if waiting is not None:
             add(*waiting, is_held_out=draws.random() < config.held_out)
-        waiting = found
+        waiting = numbered
     if waiting is not None:
         is_needed = config.held_out > 0 and bool(corpora[TRAIN].sizes) and not corpora[HELD_OUT].sizes
         add(*waiting, is_held_out=is_needed or draws.random() < config.held_out)

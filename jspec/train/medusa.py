@@ -50,8 +50,8 @@ def predict(
         by = index + 2
         places = rows.reaches(by) & ahead(rows.counted, by)
         asked = states, ahead(rows.tokens, by).reshape(-1), ahead(seen.choices, by - 1).reshape(-1)
-        own, right = in_blocks(partial(_of_block, head), len(head.output), *asked)
-        lost.append(own.reshape(places.shape) * places)
+        losses, right = in_blocks(partial(_of_block, head), len(head.output), *asked)
+        lost.append(losses.reshape(places.shape) * places)
         hits.append(right.reshape(places.shape))
         placed.append(places)
     return jnp.stack(lost), jnp.stack(hits), jnp.stack(placed)

@@ -123,8 +123,8 @@ def layer_sizes(target: Model) -> dict[str, Any]:
     layer, hidden = target.config.layers[0], target.config.hidden_size
     width = layer.mlp.width if isinstance(layer.mlp, Dense) else WIDTH * hidden
     if isinstance(layer.attention, GQA):
-        own = layer.attention
-        heads = dict(num_heads=own.heads, num_kv_heads=own.kv_heads, head_dim=own.head_dim)
+        attention = layer.attention
+        heads = dict(num_heads=attention.heads, num_kv_heads=attention.kv_heads, head_dim=attention.head_dim)
     else:
         count = max(1, hidden // HEAD_DIM)
         heads = dict(num_heads=count, num_kv_heads=count, head_dim=HEAD_DIM)
@@ -133,10 +133,14 @@ def layer_sizes(target: Model) -> dict[str, Any]:
 
 def target_sizes(target: Model, config: TrainConfig) -> dict[str, Any]:
     """Return the values that the config of a head has in common with its target, unless the options have others."""
-    own = target.config
-    sizes = dict(vocab_size=own.vocab_size, hidden_size=own.hidden_size, target_hidden_size=own.hidden_size)
+    target_config = target.config
+    sizes = dict(
+        vocab_size=target_config.vocab_size,
+        hidden_size=target_config.hidden_size,
+        target_hidden_size=target_config.hidden_size,
+    )
     sizes |= {} if config.intermediate_size is None else dict(intermediate_size=config.intermediate_size)
-    return layer_sizes(target) | sizes | dict(norm_eps=own.norm_eps, source_format="jspec")
+    return layer_sizes(target) | sizes | dict(norm_eps=target_config.norm_eps, source_format="jspec")
 
 
 def random_weights(params: Params, seed: int) -> dict[str, Array]:

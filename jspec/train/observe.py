@@ -52,9 +52,9 @@ def observe(target: Model, rows: Rows, states: tuple[int, ...]) -> Observed:
     wanted = (*states, target.config.num_layers + 1)
     out, _ = forward(target, cache, batch, feature_layers=wanted, with_logits=False)
     assert out.features is not None
-    found = jax.lax.stop_gradient(out.features.reshape(*rows.tokens.shape, -1))
-    normed = found[..., -hidden:]
-    return Observed(features=found[..., :-hidden], normed=normed, choices=choose(target, normed))
+    features = jax.lax.stop_gradient(out.features.reshape(*rows.tokens.shape, -1))
+    normed = features[..., -hidden:]
+    return Observed(features=features[..., :-hidden], normed=normed, choices=choose(target, normed))
 
 
 def _blocks(rows: Rows) -> PromptBatch:

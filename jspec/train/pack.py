@@ -61,8 +61,8 @@ class Corpus:
         """
         left_out = 0
         for first in range(0, len(document.tokens), length):
-            own = slice(first, first + length)
-            tokens, counted = document.tokens[own], document.counted[own]
+            part = slice(first, first + length)
+            tokens, counted = document.tokens[part], document.counted[part]
             if len(tokens) < LEAST or not counted.any():
                 left_out += len(tokens)
                 continue
@@ -127,11 +127,11 @@ def pack(corpus: Corpus, folder: Path, name: str, length: int) -> Packed:
     shape = (max(rows, default=-1) + 1, length)
     filled = {field: _new_array(folder / f"{name}.{field}.npy", dtype, shape) for field, dtype in FIELDS.items()}
     held, at = np.zeros(shape[0], np.int64), 0
-    for row, place, size in zip(rows, places, corpus.sizes, strict=True):
+    for row, start, size in zip(rows, places, corpus.sizes, strict=True):
         held[row] += 1
-        own, source = (row, slice(place, place + size)), slice(at, at + size)
-        filled["tokens"][own], filled["counted"][own] = tokens[source], counted[source]
-        filled["segments"][own] = held[row]
+        destination, source = (row, slice(start, start + size)), slice(at, at + size)
+        filled["tokens"][destination], filled["counted"][destination] = tokens[source], counted[source]
+        filled["segments"][destination] = held[row]
         at += size
     for array in filled.values():
         array.flush()
@@ -174,11 +174,11 @@ class Order:
         return np.array([self._row(step * size + index) for index in range(size)])
 
     def _row(self, index: int) -> int:
-        epoch, place = divmod(index, self._rows)
+        epoch, index_in_epoch = divmod(index, self._rows)
         if epoch != self._epoch:
             self._epoch = epoch
             self._permutation = np.random.default_rng((self._seed, epoch)).permutation(self._rows)
-        return int(self._permutation[place])
+        return int(self._permutation[index_in_epoch])
 
 
 def fingerprint(packed: Packed) -> str:

@@ -26,13 +26,13 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
         target: the target.
         head: the head, as `jspec.train.methods.Method.create` makes it.
     """
-    own, trained = head.config, replace(head, embed=None, draft_to_target=None)
+    head_config, trained = head.config, replace(head, embed=None, draft_to_target=None)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     width, tokens = target.embed.dtype.itemsize, config.batch * config.length
-    layers = [layer.gqa for layer in own.layers]
-    kept = own.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
-    states = own.num_features * own.target_hidden_size + 2 * target.config.hidden_size
-    activations = 4 * own.intermediate_size + 6 * own.hidden_size
+    layers = [layer.gqa for layer in head_config.layers]
+    kept = head_config.hidden_size + sum(2 * layer.kv_size + layer.q_size for layer in layers)
+    states = head_config.num_features * head_config.target_hidden_size + 2 * target.config.hidden_size
+    activations = 4 * head_config.intermediate_size + 6 * head_config.hidden_size
     cache = sum(layer.attention.cached_heads * sum(layer.attention.pool_dims) for layer in target.config.layers)
     return {
         "target": tree_bytes(target),
@@ -41,10 +41,10 @@ def memory_plan(config: TrainConfig, target: Model, head: EagleHead) -> dict[str
         "gradient": 4 * count,
         "states of the target": width * tokens * states,
         "cache of the target": width * tokens * cache,
-        "probabilities of the target": width * tokens * own.draft_vocab_size,
+        "probabilities of the target": width * tokens * head_config.draft_vocab_size,
         "kept between steps": width * tokens * kept * config.ttt,
         "activations": width * tokens * activations * (config.ttt if config.keep_activations else 1),
-        "logits": 4 * LOGITS * min(observe.LOGITS, tokens * own.draft_vocab_size),
+        "logits": 4 * LOGITS * min(observe.LOGITS, tokens * head_config.draft_vocab_size),
     }
 
 
@@ -54,13 +54,13 @@ def head_flops(config: TrainConfig, head: EagleHead) -> float:
     The gradient computes logits again, and all other products of a step unless activations are kept. Of the scores of a
     row, half are visible on average; their gradient computes them again.
     """
-    own = head.config
+    head_config = head.config
     weights: list[Any] = []
     for layer in head.layers:
         weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
     products = sum(2 * weight.size for weight in weights)
-    logits = 2 * own.draft_vocab_size * own.hidden_size
-    scores = sum(4 * layer.gqa.q_size * config.length / 2 for layer in own.layers)
+    logits = 2 * head_config.draft_vocab_size * head_config.hidden_size
+    scores = sum(4 * layer.gqa.q_size * config.length / 2 for layer in head_config.layers)
     fused = 0 if head.fc is None else 2 * head.fc.size  # type: ignore[union-attr]
     step = (PASSES + (not config.keep_activations)) * products + (PASSES + 1) * logits + PASSES * scores + scores / 2
     return config.ttt * step + PASSES * fused

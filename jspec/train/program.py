@@ -55,10 +55,10 @@ def mesh_of(devices: int) -> Mesh | None:
     Raises:
         ValueError: there are fewer devices.
     """
-    found = jax.devices()
-    if devices > len(found):
-        raise ValueError(f"train: devices: expected at most {len(found)}, the number of devices, got {devices}")
-    return None if devices == 1 else Mesh(np.array(found[:devices]), (AXIS,))
+    available = jax.devices()
+    if devices > len(available):
+        raise ValueError(f"train: devices: expected at most {len(available)}, the number of devices, got {devices}")
+    return None if devices == 1 else Mesh(np.array(available[:devices]), (AXIS,))
 
 
 class TrainingProgram:
@@ -137,8 +137,8 @@ class TrainingProgram:
             keys = self._keys(state.step, rows)
             return self._method.loss(weights.replace(**rest), target, seen, rows, keys)
 
-        found, gradient = jax.value_and_grad(loss, has_aux=True)(state.weights)
-        (value, measured), gradient = self._sum((found, gradient))
+        outputs, gradient = jax.value_and_grad(loss, has_aux=True)(state.weights)
+        (value, measured), gradient = self._sum((outputs, gradient))
         value, gradient = jax.tree.map(lambda x: x / size, (value, gradient))  # in float32; small terms are not lost
         is_finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         changes, optimizer = self._optimizer.update(gradient, state.optimizer, state.weights)

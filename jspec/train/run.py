@@ -168,19 +168,19 @@ def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> 
 
 def _eos(pair: TrainingTarget) -> tuple[int, ...]:
     """Return the tokens that end texts: those of the target's folder; without a folder, the tokenizer's."""
-    vocab, own = pair.target.config.vocab_size, getattr(pair.tokenizer, "eos_id", None)
+    vocab, eos_id = pair.target.config.vocab_size, getattr(pair.tokenizer, "eos_id", None)
     if pair.folder is not None:
         return eos_ids(pair.folder, pair.tokenizer, vocab)
-    return () if own is None or not 0 <= own < vocab else (own,)
+    return () if eos_id is None or not 0 <= eos_id < vocab else (eos_id,)
 
 
 def _answers(method: Method, pair: TrainingTarget, data: Path, folder: Path, about: dict[str, Any]) -> Path:
     """Return the file of the data with the target's answers; answers that were made otherwise are deleted first."""
     answers, described = (folder / f"{ANSWERS}.{kind}" for kind in ("jsonl", "json"))
-    own = {name: about[name] for name in ANSWERED}
-    if not described.is_file() or json.loads(described.read_text(encoding="utf-8")) != own:
+    options = {name: about[name] for name in ANSWERED}
+    if not described.is_file() or json.loads(described.read_text(encoding="utf-8")) != options:
         answers.unlink(missing_ok=True)
-        write_text(described, json.dumps(own))
+        write_text(described, json.dumps(options))
     return regenerate(data, answers, pair.target, pair.tokenizer, _eos(pair), method.config)
 
 

@@ -120,7 +120,7 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     Raises:
         ValueError: the arrays do not describe one tree, or there are fewer uniforms than tried children.
     """
-    probs, given = np.asarray(p, np.float32), np.asarray(uniforms, np.float32)
+    probs, recorded = np.asarray(p, np.float32), np.asarray(uniforms, np.float32)
     node_tokens, node_parents = np.asarray(tokens, np.int32), np.asarray(parents, np.int32)
     _check_tree(probs.shape, node_tokens, node_parents)
     nodes = len(node_parents)
@@ -135,14 +135,14 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     ancestor_mask = ancestors(draft.parents)
     trial = np.asarray(_trial_index(draft, ancestor_mask)[0])
     draws = np.full(nodes, np.nan, np.float32)  # the last entry is the root's
-    draws[:-1][: len(given)] = given[: nodes - 1]
+    draws[:-1][: len(recorded)] = recorded[: nodes - 1]
     result = jax.jit(multi_candidate_accept)(
         jnp.asarray(probs)[None], draft, ancestor_mask, jnp.asarray(draws[trial])[None]
     )
     last_node = int(result.last_node[0])
     num_tried = np.append(trial[node_parents == last_node], trial[last_node]).max() + 1
     if np.isnan(draws[:num_tried]).any():
-        raise ValueError(f"uniforms: expected one for each of {num_tried} tried children, got {given}")
+        raise ValueError(f"uniforms: expected one for each of {num_tried} tried children, got {recorded}")
     path = np.flatnonzero(np.asarray(ancestor_mask[0, last_node]))
     return Candidate(len(path) - 1, path, np.asarray(result.residual_probs[0]))
 

@@ -68,8 +68,8 @@ def draw_and_accept(
         The last accepted node [batch], and the token after that node [batch].
     """
     seed, root, depth = view.sampling.seed, view.lengths, depths(ancestor_mask)
-    place = jnp.sum(jnp.tril(depth[:, :, None] == depth[:, None], -1), axis=-1, dtype=jnp.int32)
-    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depth, place)
+    index_in_level = jnp.sum(jnp.tril(depth[:, :, None] == depth[:, None], -1), axis=-1, dtype=jnp.int32)
+    keys = sampler.keys(seed[:, None], Purpose.ACCEPT, root[:, None], depth, index_in_level)
     target_probs = sampler.processed_probs(logits, view.sampling, view.implementation)
     result = accept_function(target_probs, draft, ancestor_mask, sampler.uniform(keys))
     noise = sampler.gumbel(sampler.keys(seed, Purpose.RESIDUAL, root), logits.shape[-1])

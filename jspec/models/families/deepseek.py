@@ -38,7 +38,7 @@ class Deepseek(Llama):
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         plain, rotated = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
-        own = MLA(
+        attention = MLA(
             heads.heads,
             latent=fields.integer("kv_lora_rank", 512),
             rotated=rotated,
@@ -48,7 +48,7 @@ class Deepseek(Llama):
             query_latent=None if fields["q_lora_rank"] is None else fields.integer("q_lora_rank"),
             is_interleaved=bool(fields.flag("rope_interleave", True)),
         )
-        return [replace(own, rope=rope) for rope in ropes]
+        return [replace(attention, rope=rope) for rope in ropes]
 
     def layer_names(self, config: DecoderConfig) -> Names:
         attention = config.layers[0].attention

@@ -138,7 +138,7 @@ class Gemma4(Gemma2):
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         made = super().mixers(fields, heads, ropes, types)
-        return [_with_sizes(fields, index, own) for index, own in enumerate(made) if isinstance(own, GQA)]
+        return [_with_sizes(fields, index, mixer) for index, mixer in enumerate(made) if isinstance(mixer, GQA)]
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         if fields.get("use_bidirectional_attention") == "all":
@@ -157,15 +157,15 @@ def _with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
         index: index of the layer.
         heads: attention with the sizes of sliding layers.
     """
-    given = fields.object("per_layer_config").object(str(index))
-    if unknown := sorted(given.keys() - {"head_dim", "num_key_value_heads"}):
-        raise unsupported(given.place, unknown, "head_dim and num_key_value_heads")
+    sizes = fields.object("per_layer_config").object(str(index))
+    if unknown := sorted(sizes.keys() - {"head_dim", "num_key_value_heads"}):
+        raise unsupported(sizes.place, unknown, "head_dim and num_key_value_heads")
     is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads
     has_one = is_full and fields.flag("attention_k_eq_v")
     if is_full and fields.get("per_layer_config") is None:
         dim = fields.integer("global_head_dim")
         count = fields.integer("num_global_key_value_heads", count) if has_one else count
-    dim, count = given.integer("head_dim", dim), given.integer("num_key_value_heads", count)
+    dim, count = sizes.integer("head_dim", dim), sizes.integer("num_key_value_heads", count)
     return replace(heads, head_dim=dim, kv_heads=count, values_are_keys=has_one)
 
 

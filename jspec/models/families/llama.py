@@ -122,8 +122,8 @@ class Llama:
             ropes, types: rotary embedding and type of each layer.
         """
         windows = {FULL: None, SLIDING: fields.integer("sliding_window") if SLIDING in types else None}
-        own = replace(heads, **self.attention(fields))
-        return [replace(own, rope=rope, window=windows[kind]) for rope, kind in zip(ropes, types, strict=True)]
+        attention = replace(heads, **self.attention(fields))
+        return [replace(attention, rope=rope, window=windows[kind]) for rope, kind in zip(ropes, types, strict=True)]
 
     def attention(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of `GQA` that differ from their defaults, except sizes, rope and window."""

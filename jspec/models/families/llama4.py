@@ -66,11 +66,11 @@ class Llama4(Llama):
 
     def mixers(self, fields: Fields, heads: GQA, ropes: Sequence[Rope], types: Sequence[str]) -> Sequence[Mixer]:
         chunks = {FULL: None, CHUNKED: fields.integer("attention_chunk_size") if CHUNKED in types else None}
-        own = replace(heads, **self.attention(fields), is_interleaved=True)
+        attention = replace(heads, **self.attention(fields), is_interleaved=True)
         norm, still = "unit" if fields.flag("use_qk_norm") else None, _without_rotation(fields)
         each = zip(read_rope_layers(fields), ropes, types, strict=True)
         return [
-            replace(own, chunk=chunks[kind], rope=rope if has_rope else still, qk_norm=norm if has_rope else None)
+            replace(attention, chunk=chunks[kind], rope=rope if has_rope else still, qk_norm=norm if has_rope else None)
             for has_rope, rope, kind in each
         ]
 

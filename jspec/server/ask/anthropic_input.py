@@ -28,14 +28,14 @@ def read_messages(name: str, value: Any, system: Any) -> list[dict[str, Any]]:
     """
     made = [] if system is None else [{"role": "system", "content": join_texts("system", system, TEXT)}]
     for index, message in enumerate(listing(MAX_MESSAGES)(name, value)):
-        place = f"{name}[{index}]"
-        role = one_of("user", "assistant")(f"{place}.role", mapping(place, message).get("role"))
+        field = f"{name}[{index}]"
+        role = one_of("user", "assistant")(f"{field}.role", mapping(field, message).get("role"))
         content = message.get("content")
         if isinstance(content, str):
             made.append({"role": role, "content": content})
             continue
-        blocks = listing(MAX_MESSAGES)(f"{place}.content", content)
-        named = [(f"{place}.content[{i}]", mapping(f"{place}.content[{i}]", block)) for i, block in enumerate(blocks)]
+        blocks = listing(MAX_MESSAGES)(f"{field}.content", content)
+        named = [(f"{field}.content[{i}]", mapping(f"{field}.content[{i}]", block)) for i, block in enumerate(blocks)]
         made += [_assistant(named)] if role == "assistant" else _user(named)
     return made
 
@@ -49,11 +49,11 @@ def _user(blocks: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
             content = join_texts(f"{name}.content", block.get("content") or "", TEXT)
             made.append({"role": "tool", "tool_call_id": call, "content": content})
             continue
-        own = text(f"{name}.text", block.get("text"))
+        block_text = text(f"{name}.text", block.get("text"))
         if made and made[-1]["role"] == "user":
-            made[-1]["content"] += f"\n{own}"
+            made[-1]["content"] += f"\n{block_text}"
         else:
-            made.append({"role": "user", "content": own})
+            made.append({"role": "user", "content": block_text})
     return made
 
 
@@ -64,8 +64,8 @@ def _assistant(blocks: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     for name, block in blocks:
         kind = one_of("text", "thinking", "tool_use")(f"{name}.type", block.get("type"))
         if kind == "tool_use":
-            given = json.dumps(mapping(f"{name}.input", block.get("input")), ensure_ascii=False)
-            function = {"name": text(f"{name}.name", block.get("name")), "arguments": given}
+            arguments = json.dumps(mapping(f"{name}.input", block.get("input")), ensure_ascii=False)
+            function = {"name": text(f"{name}.name", block.get("name")), "arguments": arguments}
             calls.append({"id": text(f"{name}.id", block.get("id")), "type": "function", "function": function})
         else:
             texts[kind].append(text(f"{name}.{kind}", block.get(kind)))
@@ -98,11 +98,11 @@ def read_tool_choice(name: str, value: Any) -> dict[str, Any]:
 
 def read_format(name: str, value: Any) -> dict[str, Any] | None:
     """Return the schema of the field output_config, if it has one."""
-    given = mapping(name, value).get("format")
-    if given is None:
+    output_format = mapping(name, value).get("format")
+    if output_format is None:
         return None
-    one_of("json_schema")(f"{name}.format.type", mapping(f"{name}.format", given).get("type"))
-    return mapping(f"{name}.format.schema", given.get("schema"))
+    one_of("json_schema")(f"{name}.format.type", mapping(f"{name}.format", output_format).get("type"))
+    return mapping(f"{name}.format.schema", output_format.get("schema"))
 
 
 def read_thinking(name: str, value: Any, template: str) -> dict[str, Any]:

@@ -145,12 +145,12 @@ def _logit_bias(name: str, value: Any) -> dict[str, Any]:
 def _stream_options(name: str, value: Any) -> dict[str, bool]:
     keys = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     check_keys(name, mapping(name, value), keys)
-    return {key: boolean(f"{name}.{key}", own) for key, own in value.items() if own is not None}
+    return {key: boolean(f"{name}.{key}", option) for key, option in value.items() if option is not None}
 
 
 def _jspec(name: str, value: Any) -> dict[str, bool]:
     check_keys(name, mapping(name, value), ("rounds",))
-    return {key: boolean(f"{name}.{key}", own) for key, own in value.items()}
+    return {key: boolean(f"{name}.{key}", option) for key, option in value.items()}
 
 
 def _modalities(name: str, value: Any) -> Any:

@@ -18,11 +18,11 @@ def messages(name: str, value: Any) -> list[dict[str, Any]]:
     Contents may be lists of parts {"type": "text", "text": ...}, which are joined with line ends, as vLLM does for
     templates that take texts.
     """
-    return [_message(f"{name}[{i}]", one) for i, one in enumerate(listing(MAX_MESSAGES)(name, value))]
+    return [_message(f"{name}[{i}]", message) for i, message in enumerate(listing(MAX_MESSAGES)(name, value))]
 
 
 def _message(name: str, value: Any) -> dict[str, Any]:
-    message = {key: own for key, own in mapping(name, value).items() if own is not None}
+    message = {key: item for key, item in mapping(name, value).items() if item is not None}
     text(f"{name}.role", message.get("role"))
     if "tool_calls" in message:
         message["tool_calls"] = [

@@ -34,7 +34,7 @@ def read_input(name: str, value: Any, instructions: str | None) -> list[dict[str
     made: list[dict[str, Any]] = [] if not instructions else [{"role": "system", "content": instructions}]
     for index, item in enumerate(items):
         _add(made, f"{name}[{index}]", mapping(f"{name}[{index}]", item))
-    return [one if "tool_calls" in one else {"content": "", **one} for one in made]
+    return [message if "tool_calls" in message else {"content": "", **message} for message in made]
 
 
 def _add(made: list[dict[str, Any]], name: str, item: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def _add(made: list[dict[str, Any]], name: str, item: dict[str, Any]) -> None:
     if kind == "message":
         role = ROLES[one_of(*ROLES)(f"{name}.role", item.get("role"))]
         content = join_texts(f"{name}.content", item.get("content"), TEXTS)
-        if role == "system" and [one["role"] for one in made] == ["system"]:
+        if role == "system" and [message["role"] for message in made] == ["system"]:
             made[0]["content"] += f"\n\n{content}"
         elif role == "assistant" and made and made[-1].keys() == {"role", "reasoning_content"}:
             made[-1]["content"] = content
@@ -81,7 +81,7 @@ def join_texts(name: str, value: Any, kinds: dict[str, str]) -> str:
     """
     if isinstance(value, str):
         return value
-    found = []
+    texts = []
     for index, part in enumerate(listing(MAX_MESSAGES)(name, value)):
         kind = mapping(f"{name}[{index}]", part).get("type")
         if kind not in kinds:
@@ -89,8 +89,8 @@ def join_texts(name: str, value: Any, kinds: dict[str, str]) -> str:
                 f"{name}[{index}].type",
                 f"expected one of {', '.join(kinds)}, because models of texts alone are supported, got {short(kind)}",
             )
-        found.append(text(f"{name}[{index}].{kinds[kind]}", part.get(kinds[kind])))
-    return "\n".join(found)
+        texts.append(text(f"{name}[{index}].{kinds[kind]}", part.get(kinds[kind])))
+    return "\n".join(texts)
 
 
 def read_tools(name: str, value: Any) -> list[dict[str, Any]]:
@@ -125,10 +125,10 @@ def read_text(name: str, value: Any) -> dict[str, Any] | None:
     check_keys(name, mapping(name, value), ("format", "verbosity"))
     if value.get("format") is None:
         return None
-    given = mapping(f"{name}.format", value["format"])
-    if given.get("type") != "json_schema":
-        return given
-    schema = {key: own for key, own in given.items() if key != "type"}
+    text_format = mapping(f"{name}.format", value["format"])
+    if text_format.get("type") != "json_schema":
+        return text_format
+    schema = {key: item for key, item in text_format.items() if key != "type"}
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -143,6 +143,6 @@ def read_reasoning(name: str, value: Any) -> dict[str, Any]:
 
 def included(name: str, value: Any) -> list[str]:
     """Check what the response shall include."""
-    for index, one in enumerate(listing(MAX_MESSAGES)(name, value) if value else ()):
-        one_of(*INCLUDED)(f"{name}[{index}]", one)
+    for index, item in enumerate(listing(MAX_MESSAGES)(name, value) if value else ()):
+        one_of(*INCLUDED)(f"{name}[{index}]", item)
     return value

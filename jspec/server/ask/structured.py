@@ -42,15 +42,15 @@ def structured_outputs(name: str, value: Any) -> dict[str, Any]:
         value: an object with one of the keys "regex", "grammar", "json" (a schema, or its text) and "choice" (texts).
     """
     check_keys(name, mapping(name, value), CONSTRAINTS)
-    asked = {key: own for key, own in value.items() if own is not None}
+    asked = {key: item for key, item in value.items() if item is not None}
     if len(asked) != 1:
         raise invalid(name, f"expected one of the keys {', '.join(CONSTRAINTS)}, got {len(asked)} of them")
-    ((key, own),) = asked.items()
+    ((key, constraint),) = asked.items()
     if key == "choice":
-        return {"regex": _choice(f"{name}.choice", own)}
+        return {"regex": _choice(f"{name}.choice", constraint)}
     if key == "json":
-        return {"json_schema": own if isinstance(own, str) else mapping(f"{name}.json", own)}
-    return {key: own}
+        return {"json_schema": constraint if isinstance(constraint, str) else mapping(f"{name}.json", constraint)}
+    return {key: constraint}
 
 
 def _choice(name: str, texts: Any) -> str:

@@ -65,5 +65,5 @@ class CountRequests:
             method = scope["method"] if scope["method"] in ("GET", "POST", "OPTIONS", "HEAD") else "other"
             self._counts.add(method, route, status)
             answer = scope.get("jspec.answer")
-            own = "" if answer is None else f" {answer.id}: {answer.num_tokens} tokens,"
-            logger.info("%s %s %d,%s %.3f s", method, route, status, own, time.monotonic() - began)
+            about_answer = "" if answer is None else f" {answer.id}: {answer.num_tokens} tokens,"
+            logger.info("%s %s %d,%s %.3f s", method, route, status, about_answer, time.monotonic() - began)

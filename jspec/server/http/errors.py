@@ -91,11 +91,11 @@ def refused(
         default: the field of an error that begins with no field's name; None: it has no field.
     """
     message = str(error)
-    found = FIELD.match(message)
-    field = None if found is None else names.get(found[1], found[1])
-    if found is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
-        is_named = message[found.end() - 2 : found.end()] == ": "
-        return invalid(field + found[2], message[found.end() :] if is_named else message)
+    match = FIELD.match(message)
+    field = None if match is None else names.get(match[1], match[1])
+    if match is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
+        is_named = message[match.end() - 2 : match.end()] == ": "
+        return invalid(field + match[2], message[match.end() :] if is_named else message)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)

@@ -74,8 +74,8 @@ class EventStream:
 async def send_json(send: Send, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
     """Send a response with a JSON body."""
     raw = dumps(body).encode()
-    own = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
-    await send(start(status, own))
+    all_headers = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
+    await send(start(status, all_headers))
     await send({"type": "http.response.body", "body": raw, "more_body": False})
 
 

@@ -42,9 +42,9 @@ class Guard:
         if not self._settings.keys or scope["path"] in OPEN:
             return None
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = [key] if kind.lower() == "bearer" else []
-        given += headers.getlist("x-api-key")  # of Anthropic's API
-        if any(self._settings.accepts_key(key.strip().encode("latin-1")) for key in given):
+        keys = [key] if kind.lower() == "bearer" else []
+        keys += headers.getlist("x-api-key")  # of Anthropic's API
+        if any(self._settings.accepts_key(key.strip().encode("latin-1")) for key in keys):
             return None
         return ApiError(
             401,

@@ -93,9 +93,9 @@ class Settings:
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         return name.strip("[]").lower() in (*LOOPBACK_NAMES, *map(str.lower, (self.host, *self.allowed_hosts)))
 
-    def accepts_key(self, given: bytes) -> bool:
+    def accepts_key(self, api_key: bytes) -> bool:
         """Return whether a key is one of the keys; the time does not tell which or how far."""
-        digest = hashlib.sha256(given).digest()
+        digest = hashlib.sha256(api_key).digest()
         matches = [hmac.compare_digest(digest, key) for key in self.keys]
         return any(matches)
 
@@ -114,4 +114,4 @@ def digest_of(key: str) -> bytes:
 
 def keys_of_environment() -> list[str]:
     """Return the API keys of the environment, which are separated by commas."""
-    return [key for one in os.environ.get(KEY_VARIABLE, "").split(",") if (key := one.strip())]
+    return [key for part in os.environ.get(KEY_VARIABLE, "").split(",") if (key := part.strip())]

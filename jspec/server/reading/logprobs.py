@@ -65,8 +65,8 @@ def chat_entries(records: Sequence[TokenLogprob], texts: ShownTokens) -> list[di
 
 
 def _entry(token: int, logprob: float, texts: ShownTokens) -> dict[str, Any]:
-    own = texts.bytes_of(token)
-    return {"token": own.decode("utf-8", errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(own)}
+    encoded = texts.bytes_of(token)
+    return {"token": encoded.decode("utf-8", errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(encoded)}
 
 
 def completion_logprobs(
@@ -89,9 +89,9 @@ def completion_logprobs(
 
 def _top(record: TokenLogprob, texts: ShownTokens) -> dict[str, float]:
     """Return the likeliest tokens and the token itself by text; of tokens with one text, the likeliest counts."""
-    own = {record.token_id: record.logprob}
+    chosen = {record.token_id: record.logprob}
     top: dict[str, float] = {}
-    for token, logprob in {**record.top, **own}.items():
+    for token, logprob in {**record.top, **chosen}.items():
         text = texts.text_of(token)
         top[text] = max(logprob, top.get(text, LEAST))
     return top
@@ -104,8 +104,8 @@ def prompt_entries(records: Sequence[TokenLogprob | None], texts: ShownTokens) -
 
 def _by_id(record: TokenLogprob, texts: ShownTokens) -> dict[str, Any]:
     ranks = {token: rank for rank, token in enumerate(record.top, 1)} | {record.token_id: record.rank}
-    found = {**record.top, record.token_id: record.logprob}
+    logprobs = {**record.top, record.token_id: record.logprob}
     return {
-        str(token): {"logprob": max(found[token], LEAST), "rank": rank, "decoded_token": texts.text_of(token)}
+        str(token): {"logprob": max(logprobs[token], LEAST), "rank": rank, "decoded_token": texts.text_of(token)}
         for token, rank in ranks.items()
     }

@@ -134,19 +134,19 @@ class Answer(ABC):
         self.count_output(outputs)
         choices = [self.choice(index, chunk) for index, chunk in outputs]
         if self.is_traced:
-            self._unsent_rounds = [one for _, chunk in outputs for one in rounds_json(chunk, self.service.texts)]
+            self._unsent_rounds = [entry for _, chunk in outputs for entry in rounds_json(chunk, self.service.texts)]
         return {**self._envelope(self.kind, choices), "usage": self.usage(), **self._take_rounds()}
 
     def events(self, outputs: Sequence[Output]) -> str:
         """Return the events of new output, as text."""
         self.count_output(outputs)
-        found: list[dict[str, Any]] = []
+        bodies: list[dict[str, Any]] = []
         for index, chunk in outputs:
             if self.is_traced:
                 self._unsent_rounds += rounds_json(chunk, self.service.texts)
-            found += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
+            bodies += [self._envelope(self.chunk_kind, [d]) | self._take_rounds() for d in self.deltas(index, chunk)]
         usage = {"usage": self.usage()} if self.options.get("continuous_usage_stats") else {}
-        return "".join(event(one | usage) for one in found)
+        return "".join(event(body | usage) for body in bodies)
 
     def last_events(self) -> str:
         """Return the events after a stream's last output: the usage, if the request asked for it, and the end."""
@@ -159,8 +159,8 @@ class Answer(ABC):
         return event(error.body) + DONE
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        own = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
-        return {**own, "choices": choices}
+        header = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+        return {**header, "choices": choices}
 
     def _take_rounds(self) -> dict[str, Any]:
         """Return the recorded rounds that no event has; they wait while a parser holds their text back."""

@@ -78,8 +78,8 @@ class MessageAnswer(ChatAnswer):
         return steps
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        own = {"id": self.id, "type": "message", "role": "assistant", "model": self.service.name}
-        return {**own, "content": content, **self._ending, "usage": self._usage()}
+        header = {"id": self.id, "type": "message", "role": "assistant", "model": self.service.name}
+        return {**header, "content": content, **self._ending, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
         usage = self.usage()
@@ -118,45 +118,45 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ask = await self._service.read(scope, receive, MESSAGES)
         translate(self._service, ask)
-        engine, own = self._service.engine, ask.own
-        check_conversation(engine, own)
+        engine, fields = self._service.engine, ask.own
+        check_conversation(engine, fields)
         try:
-            tokens = await self._service.in_thread(lambda: render(engine.tokenizer, own))
+            tokens = await self._service.in_thread(lambda: render(engine.tokenizer, fields))
         except (TypeError, ValueError) as error:
-            raise refused(error, template_names(own), MESSAGES, "messages") from error
+            raise refused(error, template_names(fields), MESSAGES, "messages") from error
         await send_json(send, {"input_tokens": len(tokens)})
 
 
 def translate(service: Service, ask: Ask) -> None:
     """Turn the fields of a request into those of chat completions."""
-    own = ask.own
-    if "messages" not in own:
+    fields = ask.own
+    if "messages" not in fields:
         raise invalid("messages", "expected a list of messages, got nothing")
-    made = read.read_messages("messages", own["messages"], own.pop("system", None))
-    own["messages"] = messages("messages", made)
+    made = read.read_messages("messages", fields["messages"], fields.pop("system", None))
+    fields["messages"] = messages("messages", made)
     if made[-1]["role"] == "assistant" and "tool_calls" not in made[-1]:
-        own["continue_final_message"] = True
-    if "tools" in own:
-        own["tools"] = read.read_tools("tools", own["tools"])
-    if "tool_choice" in own:
-        own |= read.read_tool_choice("tool_choice", own.pop("tool_choice"))
-    schema = read.read_format("output_config", own.pop("output_config", {}))
+        fields["continue_final_message"] = True
+    if "tools" in fields:
+        fields["tools"] = read.read_tools("tools", fields["tools"])
+    if "tool_choice" in fields:
+        fields |= read.read_tool_choice("tool_choice", fields.pop("tool_choice"))
+    schema = read.read_format("output_config", fields.pop("output_config", {}))
     if schema is not None:
         ask.set("output_config", {"json_schema": schema})
-    if "thinking" in own:
+    if "thinking" in fields:
         template = str(getattr(service.engine.tokenizer, "chat_template", None))
-        variables = read.read_thinking("thinking", own.pop("thinking"), template)
-        own["chat_template_kwargs"] = variables | own.get("chat_template_kwargs", {})
+        variables = read.read_thinking("thinking", fields.pop("thinking"), template)
+        fields["chat_template_kwargs"] = variables | fields.get("chat_template_kwargs", {})
 
 
 def _content(block: AnswerBlock) -> dict[str, Any]:
     """Return a whole block of content; a call whose arguments are no JSON object is text."""
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    given = _object_of(block.text) if block.kind == CALL else None
-    if given is None:
+    arguments = _object_of(block.text) if block.kind == CALL else None
+    if arguments is None:
         return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:

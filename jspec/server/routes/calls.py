@@ -92,10 +92,10 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
         return chunks[0]
     first, last = chunks[0], chunks[-1]
     joined: dict[str, Any] = {
-        name: None if getattr(first, name) is None else [entry for one in chunks for entry in getattr(one, name)]
+        name: None if getattr(first, name) is None else [entry for chunk in chunks for entry in getattr(chunk, name)]
         for name in ("token_ids", "from_draft", "logprobs", "pieces", "rounds")
     }
-    text = None if first.text is None else "".join(one.text or "" for one in chunks)
+    text = None if first.text is None else "".join(chunk.text or "" for chunk in chunks)
     return replace(last, text=text, prompt_logprobs=first.prompt_logprobs, **joined)
 
 

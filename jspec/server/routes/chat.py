@@ -25,24 +25,24 @@ PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-def render(tokenizer: Tokenizer | None, own: dict[str, Any]) -> list[int]:
+def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     """Return the token ids of the conversation of a request.
 
     Args:
-        own: the fields ``messages``, ``tools`` and others of the chat template.
+        fields: the fields ``messages``, ``tools`` and others of the chat template.
 
     Raises:
         TypeError, ValueError: the conversation cannot be rendered.
     """
-    options = {name: own[name] for name in TEMPLATE_OPTIONS if name in own}
-    if "reasoning_effort" in own:
-        kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": own["reasoning_effort"]}
+    options = {name: fields[name] for name in TEMPLATE_OPTIONS if name in fields}
+    if "reasoning_effort" in fields:
+        kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    (ids,) = format_conversations(tokenizer, [own["messages"]], options)
+    (ids,) = format_conversations(tokenizer, [fields["messages"]], options)
     return ids
 
 
-def check_conversation(engine: TextGenerator, own: dict[str, Any], field: str = "messages") -> None:
+def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
     """Check that there are messages, a template to render them, and not too many characters in what it renders.
 
     Args:
@@ -51,12 +51,12 @@ def check_conversation(engine: TextGenerator, own: dict[str, Any], field: str = 
     Raises:
         ApiError: one of the two is missing, or there are too many characters.
     """
-    if "messages" not in own:
+    if "messages" not in fields:
         raise invalid(field, "expected a list of messages, got nothing")
     if getattr(engine.tokenizer, "chat_template", "unknown") is None:
         raise invalid(field, "expected a model with a chat template, got one without; use /v1/completions with a text")
     for name in ("messages", *TEMPLATE_OPTIONS):
-        check_length(engine, field if name == "messages" else name, count_characters(own.get(name)))
+        check_length(engine, field if name == "messages" else name, count_characters(fields.get(name)))
 
 
 def check_length(engine: TextGenerator, field: str, size: int) -> None:
@@ -84,9 +84,9 @@ def count_characters(value: Any) -> int:
     return count
 
 
-def template_names(own: dict[str, Any]) -> dict[str, str]:
+def template_names(fields: dict[str, Any]) -> dict[str, str]:
     """Return the field of the request for each name that an error of the chat template may begin with."""
-    variables = own.get("chat_template_kwargs", {})
+    variables = fields.get("chat_template_kwargs", {})
     return {"chat": "messages", "prompt": "messages"} | {name: f"chat_template_kwargs.{name}" for name in variables}
 
 
@@ -114,10 +114,10 @@ class ChatAnswer(Answer):
 
     def _read_tools(self, ask: Ask) -> ToolChoice:
         """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
-        own, field = ask.own, ask.names.get("json_schema")
+        fields, field = ask.own, ask.names.get("json_schema")
         try:
-            choice = read_choice(own.get("tools"), own.get("tool_choice"))
-            grammar = tool_grammar(choice, own.get("parallel_tool_calls"))
+            choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
+            grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, {}) from error
         if grammar is not None:
@@ -165,11 +165,11 @@ class ChatAnswer(Answer):
         reasoning = "".join(part.reasoning for part in parts)
         content = "".join(part.content for part in parts)
         calls = whole_calls([part.call for part in parts if part.call is not None])
-        own: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        own |= {"refusal": None}  # never one
-        own |= {self.service.settings.reasoning_field: reasoning} if reasoning else {}
-        own |= {"tool_calls": calls} if calls else {}
-        return {"index": index, "message": own, **self._scores([chunk]), **self._end(message, chunk)}
+        body: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        body |= {"refusal": None}  # never one
+        body |= {self.service.settings.reasoning_field: reasoning} if reasoning else {}
+        body |= {"tool_calls": calls} if calls else {}
+        return {"index": index, "message": body, **self._scores([chunk]), **self._end(message, chunk)}
 
     def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         message = self._messages[index]

@@ -31,9 +31,9 @@ def read_prompts(value: Any) -> list[Prompt]:
         raise invalid("prompt", f"expected a text, texts, token ids or lists of token ids, got {short(value)}")
     if all(map(is_int, value)):
         return [value]
-    for index, one in enumerate(value):
-        if not isinstance(one, type(value[0])) or not (isinstance(one, str) or _are_ids(one)):
-            raise invalid(f"prompt[{index}]", f"expected a text or token ids like the first, got {short(one)}")
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, type(value[0])) or not (isinstance(prompt, str) or _are_ids(prompt)):
+            raise invalid(f"prompt[{index}]", f"expected a text or token ids like the first, got {short(prompt)}")
     return value
 
 
@@ -65,12 +65,12 @@ class CompletionAnswer(Answer):
         ask.params.setdefault("prompt_logprobs", ask.params["logprobs"])
 
     def make_requests(self) -> list[Request]:
-        engine, found = self.service.engine, []
+        engine, requests = self.service.engine, []
         for index, prompt in enumerate(self.prompts):
             if len(self.prompts) > 1:
                 self.names["prompt"] = f"prompt[{index}]"
-            found.append(engine.prepare(self._ids(prompt), self.params, trace=self.is_traced))
-        return found
+            requests.append(engine.prepare(self._ids(prompt), self.params, trace=self.is_traced))
+        return requests
 
     def _ids(self, prompt: Prompt) -> Prompt:
         tokenizer = self.service.engine.tokenizer

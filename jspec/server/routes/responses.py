@@ -111,11 +111,11 @@ class ResponseAnswer(ChatAnswer):
     def _settings(self) -> dict[str, Any]:
         """Return the request's fields as they are repeated in a response."""
         params = self.params
-        own: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
-        own |= {"max_output_tokens": params.max_tokens}
-        own |= {"background": False, "truncation": "disabled", "previous_response_id": None}
-        own |= {"instructions": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None, "tools": []}
-        return own | {"text": {"format": {"type": "text"}}, "tool_choice": "auto"} | self._echo
+        fields: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
+        fields |= {"max_output_tokens": params.max_tokens}
+        fields |= {"background": False, "truncation": "disabled", "previous_response_id": None}
+        fields |= {"instructions": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None, "tools": []}
+        return fields | {"text": {"format": {"type": "text"}}, "tool_choice": "auto"} | self._echo
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage()
@@ -165,27 +165,27 @@ class ResponseAnswer(ChatAnswer):
     def _step(self, step: Step, block: AnswerBlock, text: str) -> str:
         """Return the events of what happens to a block."""
         item = self._item(block, "in_progress" if step == "begin" else None)
-        place = {"item_id": item["id"], "output_index": block.index}
+        location = {"item_id": item["id"], "output_index": block.index}
         if block.kind != CALL:
-            place["content_index"] = 0
+            location["content_index"] = 0
         if step == "add":
             kind = "function_call_arguments" if block.kind == CALL else PARTS[block.kind]
             more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
-            return self._event(f"response.{kind}.delta", **place, delta=text, **more)
+            return self._event(f"response.{kind}.delta", **location, delta=text, **more)
         whole = {"output_index": block.index, "item": item}
         if step == "begin":
             begun = self._event("response.output_item.added", **whole)
             if block.kind == CALL:
                 return begun
-            return begun + self._event("response.content_part.added", **place, part=_part(block))
-        return self._done(block, place) + self._event("response.output_item.done", **whole)
+            return begun + self._event("response.content_part.added", **location, part=_part(block))
+        return self._done(block, location) + self._event("response.output_item.done", **whole)
 
-    def _done(self, block: AnswerBlock, place: dict[str, Any]) -> str:
+    def _done(self, block: AnswerBlock, location: dict[str, Any]) -> str:
         if block.kind == CALL:
-            return self._event("response.function_call_arguments.done", **place, arguments=block.text)
+            return self._event("response.function_call_arguments.done", **location, arguments=block.text)
         more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
-        done = self._event(f"response.{PARTS[block.kind]}.done", **place, text=block.text, **more)
-        return done + self._event("response.content_part.done", **place, part=_part(block))
+        done = self._event(f"response.{PARTS[block.kind]}.done", **location, text=block.text, **more)
+        return done + self._event("response.content_part.done", **location, part=_part(block))
 
 
 def _part(block: AnswerBlock) -> dict[str, Any]:
@@ -197,15 +197,15 @@ def _part(block: AnswerBlock) -> dict[str, Any]:
 
 def _translate(ask: Ask) -> None:
     """Turn the fields of a request into those of chat completions."""
-    own = ask.own
-    if "input" not in own:
+    fields = ask.own
+    if "input" not in fields:
         raise invalid("input", "expected a text or a list of items, got nothing")
-    own["messages"] = messages("input", read_input("input", own.pop("input"), own.pop("instructions", None)))
-    if "tools" in own:
-        own["tools"] = read_tools("tools", own["tools"])
-    if "tool_choice" in own:
-        own["tool_choice"] = read_tool_choice("tool_choice", own["tool_choice"])
-    asked = read_text("text", own.pop("text", {}))
+    fields["messages"] = messages("input", read_input("input", fields.pop("input"), fields.pop("instructions", None)))
+    if "tools" in fields:
+        fields["tools"] = read_tools("tools", fields["tools"])
+    if "tool_choice" in fields:
+        fields["tool_choice"] = read_tool_choice("tool_choice", fields["tool_choice"])
+    asked = read_text("text", fields.pop("text", {}))
     if asked is not None:
         ask.set("text", response_format("text.format", asked))
-    own |= read_reasoning("reasoning", own.pop("reasoning", {}))
+    fields |= read_reasoning("reasoning", fields.pop("reasoning", {}))

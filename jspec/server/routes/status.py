@@ -64,8 +64,8 @@ class Status:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    own = {"id": name, "object": "model", "created": 0, "owned_by": "jspec"}
-    return own | {"max_model_len": service.engine.config.max_len}
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "jspec"}
+    return entry | {"max_model_len": service.engine.config.max_len}
 
 
 def _stats(service: Service) -> dict[str, Any]:

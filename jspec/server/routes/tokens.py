@@ -34,20 +34,20 @@ class Tokenize:
             body["token_strs"] = [self._service.texts.text_of(token) for token in tokens]
         await send_json(send, body)
 
-    def _work(self, own: dict[str, Any]) -> Callable[[], list[int]]:
+    def _work(self, fields: dict[str, Any]) -> Callable[[], list[int]]:
         """Return the function that tokenises, for a worker thread."""
         tokenizer = _tokenizer(self._service)
-        if "prompt" in own:
-            check_length(self._service.engine, "prompt", len(own["prompt"]))
-            options = {} if own.get("add_special_tokens", True) else {"add_special_tokens": False}
-            return lambda: tokenizer.encode(own["prompt"], **options)
-        check_conversation(self._service.engine, own)
+        if "prompt" in fields:
+            check_length(self._service.engine, "prompt", len(fields["prompt"]))
+            options = {} if fields.get("add_special_tokens", True) else {"add_special_tokens": False}
+            return lambda: tokenizer.encode(fields["prompt"], **options)
+        check_conversation(self._service.engine, fields)
 
         def work() -> list[int]:
             try:
-                return render(tokenizer, own)
+                return render(tokenizer, fields)
             except (TypeError, ValueError) as error:
-                raise refused(error, template_names(own), TOKENIZE, "messages") from error
+                raise refused(error, template_names(fields), TOKENIZE, "messages") from error
 
         return work
 

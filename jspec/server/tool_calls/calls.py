@@ -73,27 +73,27 @@ class AnswerCalls:
             is_bare: whether no marker announces the call. Only `BARE_KEYS` are allowed then, so that other JSON is soon
                 known to be none.
         """
-        reader, found, begun = self._reader, dict[str, str](), False
+        reader, values, begun = self._reader, dict[str, str](), False
         more = yield from reader.take("{")
         while more:
             key = yield from self._read_key()
-            if key is None or key in found or (is_bare and key not in BARE_KEYS):
+            if key is None or key in values or (is_bare and key not in BARE_KEYS):
                 return False
-            if key == "arguments" and "name" in found:
-                begun = yield from self.stream_arguments(json.loads(found["name"]))
+            if key == "arguments" and "name" in values:
+                begun = yield from self.stream_arguments(json.loads(values["name"]))
                 value = "{}" if begun else None
             else:
                 value = yield from reader.json_value()
             if value is None or not self._may_have(key, value):
                 return False
-            found[key] = value
+            values[key] = value
             yield from reader.skip_blanks()
             more = yield from reader.take(",")
-        if not {"name", "arguments"} <= found.keys() or not (yield from reader.take("}")):
+        if not {"name", "arguments"} <= values.keys() or not (yield from reader.take("}")):
             return False
         if not begun:
-            self.begin(json.loads(found["name"]))
-            self.add(found["arguments"])
+            self.begin(json.loads(values["name"]))
+            self.add(values["arguments"])
         reader.commit()
         return True
 

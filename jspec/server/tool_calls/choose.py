@@ -65,8 +65,8 @@ def _format_of(
 ) -> tuple[Callable[[Reader, AnswerCalls], Reading[None]], Callable[[], str]]:
     """Return what reads an answer, and what makes the ids of its calls."""
     check_name(name)
-    found = name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")
-    new_id = mistral.make_id if found == "mistral" else make_id
+    format_name = name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")
+    new_id = mistral.make_id if format_name == "mistral" else make_id
     if choice.mode == "none":
         return lambda reader, calls: reader.pass_all(), new_id
     if choice.mode == "named":
@@ -74,10 +74,10 @@ def _format_of(
         return lambda reader, calls: forced.read_named(reader, calls, tool), new_id
     if choice.mode == "required":
         return forced.read_required, new_id
-    if not found:
+    if not format_name:
         raise ValueError(
             f"tools: expected a chat template with tool calls in one of the formats {', '.join(FORMATS)}, got "
             f"{'none' if chat_template is None else 'another'}; name the format (tool_parser), or set tool_choice to "
             '"required" or a tool, which needs no format'
         )
-    return FORMATS[found], new_id
+    return FORMATS[format_name], new_id

@@ -57,11 +57,11 @@ def _call_schema(name: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a checked schema, without annotations, whose references hold when it stands at ``place``."""
+def _moved(schema: Any, pointer: str) -> Any:
+    """Return a checked schema, without annotations, whose references hold when it stands at ``pointer``."""
     if not isinstance(schema, Mapping):
         return schema
-    moved = json_schema.with_subschemas(schema, lambda part, _: _moved(part, place), "")
+    moved = json_schema.with_subschemas(schema, lambda part, _: _moved(part, pointer), "")
     if "$ref" in moved:
-        moved["$ref"] = place + moved["$ref"][1:]
+        moved["$ref"] = pointer + moved["$ref"][1:]
     return {key: value for key, value in moved.items() if key not in ("$id", "id", "$schema")}

@@ -11,9 +11,9 @@ from jspec.server.tool_calls.calls import AnswerCalls
 
 def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer with calls and text."""
-    found = is_bare = True
-    while found:
+    has_more = is_bare = True
+    while has_more:
         yield from reader.skip_blanks()
         if (yield from calls.read_list(";", is_bare=is_bare)):
             yield from reader.drop_blanks_at_end()
-        found, is_bare = (yield from reader.pass_until("<|python_tag|>")), False
+        has_more, is_bare = (yield from reader.pass_until("<|python_tag|>")), False

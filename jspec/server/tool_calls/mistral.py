@@ -45,9 +45,9 @@ def _read_named(reader: Reader, calls: AnswerCalls) -> Reading[None]:
 def _read_run(reader: Reader, letters: re.Pattern[str]) -> Reading[str]:
     """Read the characters that a pattern allows, up to the first other one; return them."""
     while True:
-        found = letters.match(reader.text, reader.at)
-        assert found is not None
-        if found.end() < len(reader.text) or reader.ended:
-            reader.at = found.end()
-            return found.group()
+        match = letters.match(reader.text, reader.at)
+        assert match is not None
+        if match.end() < len(reader.text) or reader.ended:
+            reader.at = match.end()
+            return match.group()
         yield

@@ -35,8 +35,8 @@ ESCAPES = "\n\\'\"abfnrtvxuUN01234567"  # what may follow a backslash; Python wa
 
 def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read an answer that is a list of calls, or has lists of calls between markers."""
-    found = True
-    while found:
+    has_more = True
+    while has_more:
         yield from reader.skip_blanks()
         text = yield from _read_list(reader, calls.names)
         made = [] if text is None else _parsed(text)
@@ -46,7 +46,7 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
                 calls.begin(name)
                 calls.add(arguments)
             yield from reader.drop_blanks_at_end()
-        found = yield from reader.pass_until(START)
+        has_more = yield from reader.pass_until(START)
 
 
 def _read_list(reader: Reader, names: Collection[str]) -> Reading[str | None]:
@@ -80,16 +80,16 @@ def _read_token(reader: Reader, names: Collection[str] | None) -> Reading[str | 
         return first
     whole, begun = (STRING, STRING_BEGUN) if first in ("'", '"') else (RUN, RUN)
     while True:
-        found = whole.match(reader.text, reader.at)
-        if found is not None and (found.end() < len(reader.text) or reader.ended):
-            reader.at = found.end()
-            return found.group() or None
+        match = whole.match(reader.text, reader.at)
+        if match is not None and (match.end() < len(reader.text) or reader.ended):
+            reader.at = match.end()
+            return match.group() or None
         rest = reader.text[reader.at :]
-        if reader.ended or len(rest) > MAX_CHARACTERS or not (found or begun.fullmatch(rest)):
+        if reader.ended or len(rest) > MAX_CHARACTERS or not (match or begun.fullmatch(rest)):
             return None
         if names is not None and not any(name.startswith(rest) for name in names):
             return None
-        yield from _wait(reader, "" if found else f"{first}\n")
+        yield from _wait(reader, "" if match else f"{first}\n")
 
 
 def _wait(reader: Reader, characters: str) -> Reading[None]:
@@ -129,7 +129,7 @@ def _is_literal(token: str) -> bool:
 
 def _parsed(text: str) -> list[tuple[str, str]]:
     """Return the name and the arguments, as JSON, of each call of a list; [] if this is no list of calls."""
-    escaped = re.sub(r"\\(.)", lambda found: found[0] if found[1] in ESCAPES else f"\\{found[0]}", text, flags=re.S)
+    escaped = re.sub(r"\\(.)", lambda match: match[0] if match[1] in ESCAPES else f"\\{match[0]}", text, flags=re.S)
     try:
         tree = ast.parse(escaped, mode="eval").body
         assert isinstance(tree, ast.List)
