@@ -35,6 +35,7 @@ from pallas_kernels.layers.quantized import Quantized, reduce_partials
 from tests.draft import test_borrowed_head as borrowed
 from tests.draft.test_head_options import TOKENS, computed
 from tests.support import engines, tiny
+from tests.support.arrays import on_device
 from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
@@ -154,7 +155,7 @@ def test_dspark_head_with_a_reduced_vocabulary_corrects_the_logits_of_the_kept_i
 
 def test_eagle3_head_with_a_reduced_vocabulary_drafts_as_one_with_these_rows_in_its_file() -> None:
     target = engines.target()
-    head, ids = eagle3_head(target), jnp.asarray(KEPT)
+    head, ids = eagle3_head(target), on_device(KEPT)
     config = replace(head.config, draft_vocab_size=len(KEPT))
     own = head.replace(head=target.output_head[ids], draft_to_target=ids, config=config)
     one = run(target, Eagle3(head, "topk:6,3,2", draft_vocab=IDS))
@@ -175,9 +176,9 @@ def test_quantised_output_head_with_a_reduced_vocabulary_has_the_rows_of_the_kep
 
 def test_rows_of_a_weight_with_scales_for_groups_of_columns_keep_their_values() -> None:
     rng = np.random.default_rng(0)
-    weight = Quantized(jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32))
+    weight = Quantized(on_device(rng.integers(-9, 9, (6, 8)), jnp.int8), on_device(rng.random((6, 2)), jnp.float32))
     values = np.asarray(weight.values) * np.repeat(np.asarray(weight.scale), 4, axis=1)
-    part = weight.rows(jnp.asarray([5, 1]))
+    part = weight.rows(on_device([5, 1]))
     np.testing.assert_array_equal(
         np.asarray(part.values) * np.repeat(np.asarray(part.scale), 4, axis=1), values[[5, 1]]
     )
@@ -226,7 +227,7 @@ def test_drafter_with_a_window_keeps_its_reduced_vocabulary() -> None:
 def test_draft_vocabulary_given_in_each_form_has_these_ids_in_ascending_order(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.array(IDS))
     (tmp_path / "ids.json").write_text(str(IDS))
-    for given in (IDS, tuple(IDS), np.array(IDS, np.uint16), jnp.asarray(IDS), tmp_path / "ids.npy"):
+    for given in (IDS, tuple(IDS), np.array(IDS, np.uint16), on_device(IDS), tmp_path / "ids.npy"):
         assert read_draft_vocab("Eagle", given, 16).tolist() == KEPT
     assert read_draft_vocab("Eagle", str(tmp_path / "ids.json"), 16).tolist() == KEPT
     assert read_draft_vocab("Eagle", 3, 16).tolist() == [0, 1, 2]

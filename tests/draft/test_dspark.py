@@ -22,6 +22,7 @@ from tests.reference import dflash as block_reference
 from tests.reference import dspark as reference
 from tests.reference.head import norm
 from tests.support import byte_pair, folders, recordings, tiny
+from tests.support.arrays import on_device
 from tests.support.folders import without
 from tests.support.recordings import TOLERANCE, recording
 from tests.support.views import prefilled, view_of_rows
@@ -298,7 +299,7 @@ def test_logits_before_and_after_the_correction_are_those_of_the_authors_code(
     np.testing.assert_allclose(logits, recorded["base_logits"][0], atol=TOLERANCE)
     corrected, state = [], params.markov.start(1)
     for depth, token in enumerate(tokens[:-1]):
-        change, state = params.markov.correct(jnp.array([[token]]), found.hidden[:, depth], state, "reference")
+        change, state = params.markov.correct(on_device([[token]]), found.hidden[:, depth], state, "reference")
         corrected.append(logits[depth] + np.asarray(change[0, 0]))
     np.testing.assert_allclose(corrected, recorded["block_logits"][0], atol=TOLERANCE)
     np.testing.assert_array_equal(np.argmax(corrected, axis=-1), tokens[1:])

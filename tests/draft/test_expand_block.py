@@ -11,6 +11,7 @@ import pytest
 from jspec import Tree
 from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
+from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -47,7 +48,7 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
 def test_dynamic_tree_over_a_block_has_the_paths_of_highest_probability(nodes: int, k: int, scale: float) -> None:
     """Flat distributions give wide trees, in which a level has more than k nodes with children."""
     logits, tree = block(scale), Tree.topk(nodes, DEPTH, k)
-    draft = expand_block(tree, view_of_rows([1, 2, 3]), Vocabulary(None, VOCAB), jnp.asarray(logits)[None])
+    draft = expand_block(tree, view_of_rows([1, 2, 3]), Vocabulary(None, VOCAB), on_device(logits)[None])
     for row in range(ROWS):
         expected = best_paths(logits[row], nodes, k)
         found = paths_of(np.asarray(draft.tokens[row]), np.asarray(draft.parents[row]))
@@ -59,8 +60,8 @@ def test_dynamic_tree_over_a_block_has_the_paths_of_highest_probability(nodes: i
 def test_static_tree_over_a_block_has_the_likeliest_tokens_of_each_depth(tree: str) -> None:
     """Ids are those of the draft vocabulary's map; a node's children do not depend on the node."""
     logits, shape = block(1.0), Tree.parse(tree)
-    vocabulary = Vocabulary(jnp.arange(VOCAB) * 2 + 1, 2 * VOCAB + 1)
-    given = jnp.asarray(logits[:, : shape.depth])[None]
+    vocabulary = Vocabulary(on_device(np.arange(VOCAB)) * 2 + 1, 2 * VOCAB + 1)
+    given = on_device(logits[:, : shape.depth])[None]
     draft = expand_block(shape, view_of_rows([1, 2, 3]), vocabulary, given)
     assert shape.paths is not None
     for row in range(ROWS):
@@ -74,7 +75,7 @@ def test_static_tree_over_a_block_draws_the_children_of_each_node_independently(
     """Two nodes of one depth have the same two children, in the same order, as often as by chance."""
     rows, tree = 2000, Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
     probs = np.array([[0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]])
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (rows, 2, 4))
+    logits = jnp.broadcast_to(jnp.log(on_device(probs)), (rows, 2, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
     draft = expand_block(tree, view, Vocabulary(None, 4), logits[None])
     assert draft.probs is not None
@@ -93,6 +94,6 @@ def test_static_tree_over_a_block_draws_the_children_of_each_node_independently(
 @pytest.mark.parametrize("accept", ["coupled", "multi_candidate"])
 def test_static_tree_over_a_block_shares_the_children_of_a_depth_that_are_not_drawn(accept: str) -> None:
     tree, view = Tree.static([(0,), (1,), (0, 0), (1, 0)]), view_of_rows([0, 1, 2], temperature=1.0, accept=accept)
-    draft = expand_block(tree, view, Vocabulary(None, VOCAB), jnp.asarray(block(1.0)[:, :2])[None])
+    draft = expand_block(tree, view, Vocabulary(None, VOCAB), on_device(block(1.0)[:, :2])[None])
     assert draft.probs is None
     np.testing.assert_array_equal(draft.tokens[:, 3], draft.tokens[:, 4])

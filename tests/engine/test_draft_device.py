@@ -22,6 +22,7 @@ from jspec.step import memory
 from jspec.step.executable_key import ExecutableKey
 from pallas_kernels.layers.shard import AXIS
 from tests.support import engines, folders, lettered
+from tests.support.arrays import on_device
 from tests.support.brittle import Fault
 from tests.support.grammar_cases import MASKS, TABLE, GrammarCase, check_decoding
 
@@ -173,7 +174,7 @@ def test_step_that_fails_on_one_device_loses_running_requests_and_both_states(
 
 def stale(program: Callable[..., Any], params: Any, state: Any, *inputs: Any) -> Any:
     """Run a step and keep the roots from before it."""
-    root = jnp.array(state.root)
+    root = on_device(state.root)
     return replace(program(params, state, *inputs), root=root)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import ancestor_bits, causal_bits
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
+from tests.support.arrays import on_device
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "queries": (1, 5, 17, 60),
@@ -160,15 +161,15 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
         # Page table columns after the last used row are never read.
         page_table[b, (length + case.queries - 1) // case.page + 1 :] = 0
     q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
-    q = jnp.asarray(q, case.dtype)
-    k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
-    sinks = jnp.asarray(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
+    q = on_device(q, case.dtype)
+    k_pool, v_pool = (on_device(x, case.pool or case.dtype) for x in (k_pool, v_pool))
+    sinks = on_device(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
     options = {name: getattr(case, name) for name in ("start", "window", "chunk", "scale", "softcap")} | {
         "sinks": sinks
     }
-    chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
+    chain = on_device(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
     block = jnp.broadcast_to(chain[:, -1:], chain.shape)
-    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
-    arrays = (q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits)
+    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(on_device(parents)))
+    arrays = (q, k_pool, v_pool, on_device(page_table), on_device(lengths), bits)
     problem = Problem(*arrays, options, new_rows, np.zeros(()), real)
     return dataclasses.replace(problem, expected=problem.expected_with())

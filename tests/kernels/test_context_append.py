@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from tests.kernels.test_rope_append import arguments, oracle, problem
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 SHAPES = [(2, 16, 4), (1, 80, 16), (3, 64, 16)]  # kv heads, head_dim, page
@@ -24,7 +25,7 @@ def layers_of(shape: tuple[int, int, int], dtype: str, count: int, **options: An
     made = [problem((0, *shape), dtype, **options) for _ in range(count)]
     for index, own in enumerate(made):
         rng = np.random.default_rng(index)
-        own["qkv"] = jnp.asarray(rng.normal(size=own["qkv"].shape), own["qkv"].dtype)
+        own["qkv"] = on_device(rng.normal(size=own["qkv"].shape), own["qkv"].dtype)
         own["inv_freq"] = own["inv_freq"] * (1 + index)  # each layer has a rotation and norms of its own
         for name in ("bias", "k_norm", "v_norm"):
             if name in own:

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.attention import interval_reference as module
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -33,16 +34,16 @@ def problem(case: tuple[Any, ...], dtype: Any = jnp.float32) -> tuple[list[jax.A
     batch, size, heads, kv_heads, dim, lengths = case
     rng = np.random.default_rng(size)
     shapes = [(batch, size, count, dim) for count in (heads, kv_heads, kv_heads)]
-    arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    arrays = [on_device(rng.normal(size=shape), dtype) for shape in shapes]
     first = np.repeat(np.cumsum((0, *lengths[:-1])), lengths)
     starts = np.tile(np.maximum(first, np.arange(size) - 39), (batch, 1))  # a window too
     starts[:, 3] = size  # a query that sees nothing
     ends = np.tile(first + np.repeat(lengths, lengths), (batch, 1))
-    return arrays, jnp.asarray(starts, jnp.int32), jnp.asarray(ends, jnp.int32), dim**-0.5
+    return arrays, on_device(starts, jnp.int32), on_device(ends, jnp.int32), dim**-0.5
 
 
 def dense(q: Any, k: Any, v: Any, starts: Any, scale: float) -> tuple[Any, Any]:
-    group, place = q.shape[2] // k.shape[2], jnp.arange(q.shape[1])
+    group, place = q.shape[2] // k.shape[2], on_device(np.arange(q.shape[1]))
     k, v = (jnp.repeat(x, group, axis=2).astype(jnp.float32) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q.astype(jnp.float32), k, precision="highest") * scale
     seen = (place >= starts[..., None]) & (place <= place[:, None])
@@ -66,7 +67,7 @@ def test_output_and_log_sum_exp_equal_dense_attention(case: tuple[Any, ...], imp
 @pytest.mark.parametrize(("case", "implementation"), PARAMETERS)
 def test_gradient_equals_that_of_dense_attention(case: tuple[Any, ...], implementation: str) -> None:
     arrays, starts, ends, scale = problem(case)
-    dout = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
+    dout = on_device(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
     out, lse = dense(*arrays, starts, scale)
     delta = jnp.einsum("bthd,bthd->bht", out, dout)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
@@ -85,7 +86,7 @@ def test_bfloat16_differs_from_float32_by_rounding_alone(implementation: str) ->
     expected = dense(*arrays, starts, scale)
     np.testing.assert_allclose(np.asarray(out, np.float32), expected[0], atol=0.03)
     np.testing.assert_allclose(lse, expected[1], atol=1e-2)
-    dout = jnp.ones(arrays[0].shape, jnp.bfloat16)
+    dout = on_device(np.ones(arrays[0].shape, jnp.bfloat16))
     delta = jnp.einsum("bthd,bthd->bht", expected[0], dout.astype(jnp.float32))
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     found = interval_attention_gradient(*arrays, dout, starts, ends, expected[1], delta, **options)
@@ -99,7 +100,7 @@ def test_bfloat16_differs_from_float32_by_rounding_alone(implementation: str) ->
 @pytest.mark.parametrize("tile", [8, 24, 512])
 def test_tiles_of_the_reference_change_nothing(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, starts, ends, scale = problem(CASES[0])
-    dout = jnp.ones(arrays[0].shape)
+    dout = on_device(np.ones(arrays[0].shape))
 
     def both() -> Any:
         out, lse = module.attend(*arrays, starts, scale=scale)

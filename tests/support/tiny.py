@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from convert.orbax import unflatten
@@ -74,7 +74,7 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
 
 def on_device(weights: dict[str, np.ndarray]) -> Any:
     """Return the tree of named weights as jax arrays."""
-    return unflatten({name: jnp.asarray(values) for name, values in weights.items()})
+    return unflatten({name: jax.device_put(values) for name, values in weights.items()})
 
 
 # Values are drawn in this order; tests depend on the weights that a seed gives.

@@ -16,6 +16,7 @@ from jspec.train.methods import Eagle3Method
 from jspec.train.pack import first_fit
 from jspec.train.rows import Rows
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 STATES = (0, 2, 3)
 
@@ -56,4 +57,4 @@ def packed(found: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> Rows:
         own = (row, slice(place, place + len(tokens)))
         fields["segments"][own] = fields["segments"][row].max() + 1
         fields["tokens"][own], fields["counted"][own] = tokens, counted
-    return Rows(*(jnp.asarray(fields[name]) for name in ("tokens", "segments")), jnp.asarray(fields["counted"], bool))
+    return Rows(*(on_device(fields[name]) for name in ("tokens", "segments")), on_device(fields["counted"], bool))

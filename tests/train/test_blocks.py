@@ -18,6 +18,7 @@ from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
 from tests.reference import dflash, dspark
 from tests.reference.head import norm
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -73,7 +74,7 @@ class BlockCase:
         self.labels: dict[tuple[int, int, int], float] = {}  # of the confidences, by the weights of the first call
         for tokens, _ in self.documents:
             states = made.states(self.head, target) or (1,)
-            out = run_texts(target, jnp.asarray(tokens[None], jnp.int32), (*states, 3))
+            out = run_texts(target, on_device(tokens[None], jnp.int32), (*states, 3))
             found = np.asarray(out.features[0], np.float64)  # type: ignore[index]
             self.outputs.append((found[:, :-16], found[:, -16:], np.asarray(out.logits[0], np.float64)))
 

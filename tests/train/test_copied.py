@@ -15,6 +15,7 @@ from jspec.train import eagle3
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.observe import observe
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -32,7 +33,7 @@ def without_random_part(head: EagleHead) -> EagleHead:
     width = support.target().config.layers[0].mlp.width
     layers = [layer.replace(down=layer.down.at[:, width:].set(0)) for layer in head.layers]
     layers[0] = layers[0].replace(qkv=layers[0].qkv.at[:, :HIDDEN].set(0))
-    identity = jnp.concatenate([jnp.zeros((HIDDEN, 2 * HIDDEN)), jnp.eye(HIDDEN)], axis=1)
+    identity = jnp.concatenate([on_device(np.zeros((HIDDEN, 2 * HIDDEN))), on_device(np.eye(HIDDEN))], axis=1)
     return head.replace(layers=layers, fc=identity)
 
 
@@ -47,7 +48,7 @@ def test_head_without_its_random_part_computes_the_targets_last_layers(
     width = target.config.layers[0].mlp.width + wider
     head = without_random_part(made(**options, intermediate_size=width, copy_layers=True))
     seen, out = observe(target, rows, (states[-1],)), observe(target, rows, (2,))
-    teacher = jnp.zeros((*rows.tokens.shape, 40)), seen.choices, jnp.zeros(rows.tokens.shape)
+    teacher = on_device(np.zeros((*rows.tokens.shape, 40))), seen.choices, on_device(np.zeros(rows.tokens.shape))
     valid = np.asarray(rows.segments > 0)
 
     def run(head: EagleHead) -> np.ndarray:
