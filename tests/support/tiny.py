@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from convert.orbax import unflatten
@@ -28,6 +27,7 @@ from jspec.models.decoder import Model
 from jspec.models.layer_config import Rope
 from jspec.models.params import Params, ParamSpec, model_params
 from jspec.tools import check_head
+from tests.support.arrays import on_device
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: Any) -> ModelConfig:
@@ -69,12 +69,12 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
         is_norm = spec.init == "ones"
         values = rng.uniform(0.5, 1.5, spec.shape) if is_norm else _normal(rng, spec, gains.get(kind, 1.0))
         weights[name] = values.astype(np.float32)
-    return Model.from_weights(c, on_device(weights))
+    return Model.from_weights(c, tree_of(weights))
 
 
-def on_device(weights: dict[str, np.ndarray]) -> Any:
+def tree_of(weights: dict[str, np.ndarray]) -> Any:
     """Return the tree of named weights as jax arrays."""
-    return unflatten({name: jax.device_put(values) for name, values in weights.items()})
+    return unflatten({name: on_device(values) for name, values in weights.items()})
 
 
 # Values are drawn in this order; tests depend on the weights that a seed gives.
@@ -121,7 +121,7 @@ def eagle_head(
     weights = _draw(rng, params, *HEAD_LAYER, *later)
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
     weights |= _draw(rng, params, "fc", "head") | {"draft_to_target": ids}
-    return EagleHead.from_weights(c, on_device(weights))
+    return EagleHead.from_weights(c, tree_of(weights))
 
 
 def peagle_head(
@@ -134,7 +134,7 @@ def peagle_head(
     weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
     weights |= {"draft_to_target": ids, "mask_hidden": 5 * weights["mask_hidden"]}
-    return EagleHead.from_weights(c, on_device(weights))
+    return EagleHead.from_weights(c, tree_of(weights))
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
@@ -143,13 +143,13 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
     weights = _draw(rng, head_params(c), "fc")
     weights["fc_bias"] = rng.normal(0, 0.1, c.hidden_size).astype(np.float32)
-    return EagleHead.from_weights(c, on_device(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
+    return EagleHead.from_weights(c, tree_of(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
 
 
 def mtp_head(target: Model, *, seed: int = 1) -> EagleHead:
     """Return a random MTP layer, which uses the target's final norm output, vocabulary and output head."""
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="mtp")
-    return EagleHead.from_weights(c, on_device(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
+    return EagleHead.from_weights(c, tree_of(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
 
 
 def dflash_head(
@@ -157,7 +157,7 @@ def dflash_head(
 ) -> DFlashHead:
     """Return a random DFlash head, whose mask token is the last id of the vocabulary."""
     c = block_config(DFlashConfig, target, block_size=block_size, feature_layers=feature_layers, num_layers=layers)
-    return DFlashHead.from_weights(c, on_device(_block_weights(c, seed)))
+    return DFlashHead.from_weights(c, tree_of(_block_weights(c, seed)))
 
 
 def dspark_head(
@@ -168,7 +168,7 @@ def dspark_head(
     c = block_config(DSparkConfig, target, **fields, markov_rank=4, markov_head_type=markov)
     weights = _block_weights(c, seed)
     weights["markov.embed"] *= 6
-    return DSparkHead.from_weights(c, on_device(weights))
+    return DSparkHead.from_weights(c, tree_of(weights))
 
 
 def _sizes(target: Model) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
             weights[name] = np.zeros(spec.shape, np.float32)
         else:  # all heads share the block of the first head
             weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
-    return MedusaHeads.from_weights(c, on_device(weights))
+    return MedusaHeads.from_weights(c, tree_of(weights))
 
 
 def head_config(
