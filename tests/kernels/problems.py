@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,6 +26,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "lengths": ("ragged", "zero", "full"),
 }
 ROWS = 320  # rows that a sequence can have: more than two of the kernel's splits
+
+bits_of = jax.jit(ancestor_bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Problem:
 
     def finite(self) -> Problem:
         """Return the problem with 0.5 instead of NaN, so that a wrong row leads to a wrong number and not to NaN."""
-        pools = {name: jnp.nan_to_num(getattr(self, name), nan=0.5) for name in ("k_pool", "v_pool")}
+        pools = {name: np.array(getattr(self, name)) for name in ("k_pool", "v_pool")}
+        pools = {name: on_device(np.where(np.isnan(pool), pool.dtype.type(0.5), pool)) for name, pool in pools.items()}
         return dataclasses.replace(self, **pools)
 
     def expected_with(self, **changed: Any) -> np.ndarray:
@@ -168,8 +172,8 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
         "sinks": sinks
     }
     chain = on_device(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
-    block = jnp.broadcast_to(chain[:, -1:], chain.shape)
-    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(on_device(parents)))
+    block = on_device(np.broadcast_to(np.asarray(chain)[:, -1:], chain.shape))
+    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, bits_of(parents))
     arrays = (q, k_pool, v_pool, on_device(page_table), on_device(lengths), bits)
     problem = Problem(*arrays, options, new_rows, np.zeros(()), real)
     return dataclasses.replace(problem, expected=problem.expected_with())

@@ -35,7 +35,7 @@ def layers_of(shape: tuple[int, int, int], dtype: str, count: int, **options: An
 
 def append_all(layers: list[dict[str, Any]], implementation: str) -> tuple[list[jax.Array], list[jax.Array]]:
     pools = ([own[name] for own in layers] for name in ("k_pool", "v_pool"))
-    projected = jnp.concatenate([own["qkv"][0] for own in layers], axis=-1)
+    projected = np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1)
     transforms, rows = [arguments(own)["transform"] for own in layers], (layers[0][name] for name in ROWS)
     return append_layers(*pools, projected, transforms, *rows, implementation=implementation)
 
@@ -76,7 +76,7 @@ def test_rows_of_float8_pools_are_rounded_and_clipped(implementation: str) -> No
 
 def test_split_layers_equal_the_rows_that_are_written() -> None:
     layers = layers_of((2, 16, 4), "float32", 2, weights="float32")
-    projected = jnp.concatenate([own["qkv"][0] for own in layers], axis=-1)
+    projected = np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1)
     found = split_layers(projected, [arguments(own)["transform"] for own in layers], 2)
     for own, (k, v), *pools in zip(layers, found, *append_all(layers, "reference"), strict=True):
         row = int(own["first_row"][2]) + int(np.argmax(own["valid"][2]))

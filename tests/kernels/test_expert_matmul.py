@@ -243,8 +243,9 @@ def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(i
     chosen = on_device(choices("any", 5, 2, 150))
     options: dict[str, Any] = {"bias": bias, "deterministic": True, "implementation": implementation}
     whole = np.asarray(expert_matmul(x, weight, chosen, factors=factors, **options))
+    x, chosen, factors = map(np.asarray, (x, chosen, factors))
     for rows in ([7], [149, 3], list(range(40, 110))):
-        own = expert_matmul(x[np.array(rows)], weight, chosen[:, rows], factors=factors[:, rows], **options)
+        own = expert_matmul(x[rows], weight, chosen[:, rows], factors=factors[:, rows], **options)
         np.testing.assert_array_equal(own, whole[:, rows])
 
 

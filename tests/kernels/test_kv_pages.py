@@ -87,7 +87,7 @@ def check_append(case: PageCase, implementation: str) -> None:
     valid = generator.random((3, case.tokens)) < 0.7
     shapes = [(3, case.tokens, case.kv_heads, pool.shape[3]) for pool in (k_pool, v_pool)]
     k, v = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
-    out = append(k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation)
+    out = append(k_pool, v_pool, *map(on_device, (k, v, page_table, first_row, valid)), implementation=implementation)
     targets = first_row[:, None] + np.arange(case.tokens)
     for pool, old, new in zip(out, (k_pool, v_pool), (k, v), strict=True):
         expected = expect_rows(old, page_table, targets, np.asarray(on_device(new, case.dtype)), valid)
@@ -108,7 +108,7 @@ def check_move(case: PageCase, implementation: str, pairs: int = 1) -> None:
     targets = np.broadcast_to(7 + np.arange(case.tokens, dtype=np.int32), sources.shape).copy()
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # one sequence moves rows upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
-    arguments = map(jnp.asarray, (page_table, sources, targets, valid))
+    arguments = map(on_device, (page_table, sources, targets, valid))
     pools = [k_pool, k_pool[::-1]] * pairs, [v_pool, v_pool[::-1]] * pairs
     out = move_rows(*pools, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
@@ -171,7 +171,7 @@ def test_cache_append_to_float8_pool_clips_large_values(implementation):
     pool = on_device(np.zeros((2, 1, 4, 16), "float8_e4m3fn"))
     values = jnp.tile(on_device([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
     k_pool, _ = append(
-        pool, pool, values, values, *map(jnp.asarray, ([[1]], [2], [[True]])), implementation=implementation
+        pool, pool, values, values, *map(on_device, ([[1]], [2], [[True]])), implementation=implementation
     )
     assert np.asarray(k_pool[1, 0, 2, :4], np.float32).tolist() == [448.0, -448.0, 448.0, 1.0]
     assert np.isnan(np.asarray(values.astype("float8_e4m3fn"), np.float32)).any(), "a plain conversion gives NaN"
@@ -185,6 +185,7 @@ def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
         on_device(np.ones((3, 4), jnp.int32)),
         on_device(np.ones((3, 4), bool)),
     )
+    k_pool, v_pool = jnp.copy(k_pool), jnp.copy(v_pool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     arguments = (new, new, page_table, rows[:, 0]) if operation is append else (page_table, rows, rows + 1)
     step = jax.jit(functools.partial(operation), donate_argnums=(0, 1))

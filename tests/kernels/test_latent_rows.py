@@ -77,13 +77,18 @@ def check(sizes: tuple[int, ...], dtype: str, implementation: str) -> None:
         found = np.asarray(queries_of(q, weight, tables, **options), np.float64)
         np.testing.assert_allclose(found, right, atol=tolerance(dtype))
         # The tables of keys are others.
-        assert np.abs(found - expected(q, weight, jnp.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
+        assert np.abs(found - expected(q, weight, np.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
         out = weight.shape[2]
-        x = q[..., START:].reshape(*q.shape[:2], len(weight), -1)[..., : weight.shape[1]].reshape(*q.shape[:2], -1)
-        plain = head_products(x, weight.swapaxes(1, 2), **options)
+        x = (
+            np.asarray(q)[..., START:]
+            .reshape(*q.shape[:2], len(weight), -1)[..., : weight.shape[1]]
+            .reshape(*q.shape[:2], -1)
+        )
+        turned_weight = np.asarray(weight).swapaxes(1, 2)
+        plain = head_products(x, turned_weight, **options)
         np.testing.assert_allclose(np.asarray(plain, np.float64), right[..., :out], atol=tolerance(dtype))
         if len(weight) > 1:
-            other = head_products(x, weight[::-1].swapaxes(1, 2), **options)
+            other = head_products(x, turned_weight[::-1], **options)
             assert np.abs(np.asarray(other, np.float64) - right[..., :out]).max() > 20 * tolerance(dtype)
 
 
@@ -227,6 +232,7 @@ def test_donated_pools_of_a_latent_cache_are_written_in_place() -> None:
     rows, tables = on_device(np.ones((2, 3, LATENT + 2 * HALF))), on_device(np.ones((2, 2, 3, HALF)))
     queries = on_device(np.ones((2, 3, 16 + 2 * HALF))), on_device(np.ones((1, 16, LATENT)))
     where = on_device(table), on_device(np.zeros(2, jnp.int32)), on_device(np.ones((2, 3), bool))
+    k_pool, v_pool = jnp.copy(k_pool), jnp.copy(v_pool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     _, *out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, *queries, rows, tables, *where)
     assert [pool.unsafe_buffer_pointer() for pool in out] == before

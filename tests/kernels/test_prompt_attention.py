@@ -61,7 +61,7 @@ def problem(
             first[block], ends[block] = start + offset, start + count
             block += 1
     q = rng.normal(size=(blocks, BLOCK, kv_heads * group, dim))
-    arrays = [*(on_device(x, BF16) for x in (q, *pools)), *map(jnp.asarray, (table, first, sequence, ends))]
+    arrays = [*(on_device(x, BF16) for x in (q, *pools)), *map(on_device, (table, first, sequence, ends))]
     return arrays, first[:, None] + np.arange(BLOCK) < ends[:, None]
 
 

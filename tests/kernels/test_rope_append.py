@@ -69,11 +69,14 @@ def head_weights(heads: int, kv_heads: int, dim: int, dtype: str) -> dict[str, A
 
 def transform(p: dict[str, Any]) -> HeadTransform:
     """Return the transform of a problem; its "slope" is the growth of the queries' factor by position."""
-    angles = p["positions"][..., None].astype(jnp.float32) * p["inv_freq"]
-    tables = jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+    positions = np.asarray(p["positions"], np.float32)[..., None]
+    angles = positions * np.asarray(p["inv_freq"])
+    tables = np.stack([np.cos(angles), np.sin(angles)])
     if p.get("slope"):
-        tables = jnp.concatenate([tables, tables * (1 + p["slope"] * p["positions"][..., None])])
-    return HeadTransform(tables, *(p.get(name) for name in ("bias", "q_norm", "k_norm", "v_norm")), EPS)
+        tables = np.concatenate([tables, tables * (1 + p["slope"] * positions)])
+    return HeadTransform(
+        on_device(tables, np.float32), *(p.get(name) for name in ("bias", "q_norm", "k_norm", "v_norm")), EPS
+    )
 
 
 def arguments(p: dict[str, Any]) -> dict[str, Any]:
