@@ -130,7 +130,7 @@ def test_decoder_with_padding_rows_returns_unchanged_logits_features_and_caches(
         implementation="auto",
     )
     cache = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")
+        lambda x: on_device(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")
     )
 
     def run(more: int) -> tuple:

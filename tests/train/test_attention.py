@@ -50,7 +50,7 @@ def test_attention_of_the_test_and_its_gradient_equal_the_dense_form(count: int,
     shape = rows.tokens.shape
 
     def draw(heads: int) -> Any:
-        return jnp.asarray(rng.normal(size=(*shape, heads, DIM)), jnp.float32)
+        return on_device(rng.normal(size=(*shape, heads, DIM)), jnp.float32)
 
     q, steps = draw(HEADS), [Keys(draw(KV_HEADS), draw(KV_HEADS)) for _ in range(count)]
     weights = draw(HEADS).reshape(*shape, -1) * (rows.segments > 0)[..., None]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jspec.draft.eagle_head import EagleHead
-from jspec.tools.replay import run_texts
 from jspec.train import eagle3, losses, observe
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
@@ -50,9 +49,8 @@ def observed(sizes: tuple[int, ...]) -> list[training.ReferenceDocument]:
     """Return documents with the target's states and logits."""
     documents = []
     for tokens, counted in support.documents(sizes):
-        out = run_texts(support.target(), on_device(tokens[None], jnp.int32), support.STATES)
-        states = np.asarray(out.features[0], np.float64).reshape(len(tokens), 3, -1)  # type: ignore[index]
-        documents.append(training.ReferenceDocument(tokens, counted, states, np.asarray(out.logits[0], np.float64)))
+        states, logits = support.outputs(tokens, support.STATES)
+        documents.append(training.ReferenceDocument(tokens, counted, states.reshape(len(tokens), 3, -1), logits))
     return documents
 
 
