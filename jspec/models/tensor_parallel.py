@@ -127,7 +127,7 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
-    own = array if order is None else array[order]
+    own = array if order is None else array.take(order, axis=0)
     if not sharding.is_fully_addressable:
         _compare_later(sample(own))
     return to_devices(own, sharding)

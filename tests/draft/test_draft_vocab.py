@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,10 +106,14 @@ def test_logits_of_an_eagle_head_with_a_reduced_vocabulary_are_those_of_the_kept
 def draft_of(drafter: DFlash, target: Model) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that a DFlash head drafts after a random context, and the logits at each depth."""
     features = np.random.default_rng(7).normal(size=(9, 2 * target.config.hidden_size))
-    params, cache, view = prefilled(drafter, target, features, root=7)
-    block, _ = drafter.run_block(params, cache, view)
-    draft, _ = drafter.draft(params, cache, view)
-    return np.asarray(draft.tokens[0]), np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+    @jax.jit
+    def run(*given: Any) -> Any:
+        logits = reduce_partials(drafter.run_block(*given)[0].logits, jnp.float32)
+        return drafter.draft(*given)[0].tokens[0], logits[0]
+
+    tokens, logits = run(*prefilled(drafter, target, features, root=7))
+    return np.asarray(tokens), np.asarray(logits)
 
 
 STATIC = "static:0,1,2,0.0,0.2,1.1,1.1.0"

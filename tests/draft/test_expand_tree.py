@@ -56,7 +56,12 @@ def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
         hashes = (parent * 31 + level.tokens + 1) % PRIME
         return jnp.asarray(logits)[None, hashes % 512], hashes
 
-    return expand_tree(tree, view, Vocabulary(None, VOCAB), on_device(logits)[None, start % 512], start, feed)[0]
+    @jax.jit
+    def expanded(start: jax.Array) -> ExpandedTree:
+        first = jnp.asarray(logits)[None, start % 512]
+        return expand_tree(tree, view, Vocabulary(None, VOCAB), first, start, feed)[0]
+
+    return expanded(start)
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:

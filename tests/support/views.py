@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,7 +67,8 @@ def prefilled(
         bits=None,
         implementation="reference",
     )
-    return params, drafter.prefill(params, state, view, batch, on_device([features], jnp.float32)), view
+    state = jax.jit(drafter.prefill)(params, state, view, batch, on_device([features], jnp.float32))
+    return params, state, view
 
 
 def draft_of_rows(tokens: np.ndarray, parents: np.ndarray) -> Draft:
