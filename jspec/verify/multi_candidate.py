@@ -124,8 +124,14 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     node_tokens, node_parents = np.asarray(tokens, np.int32), np.asarray(parents, np.int32)
     _check_tree(probs.shape, node_tokens, node_parents)
     nodes = len(node_parents)
-    arrays = node_tokens[None], node_parents[None], np.zeros((1, nodes), np.float32), np.ones((1, nodes), bool)
-    draft = Draft(*jax.device_put(arrays), probs=None, vocab_map=None)
+    draft = Draft(
+        tokens=jax.device_put(node_tokens[None]),
+        parents=jax.device_put(node_parents[None]),
+        scores=jax.device_put(np.zeros((1, nodes), np.float32)),
+        valid=jax.device_put(np.ones((1, nodes), bool)),
+        probs=None,
+        vocab_map=None,
+    )
     ancestor_mask = ancestors(node_parents[None])
     trial = np.asarray(jax.jit(_trial_index)(draft, ancestor_mask)[0])
     draws = np.full(nodes, np.nan, np.float32)  # the last entry is the root's

@@ -185,6 +185,7 @@ def run_pieces(
     pieces = [prompt.piece(count) for prompt, count in chosen]
     tokens = [prompt.tokens[prompt.start :][:count] for prompt, count in chosen]
     state, output = one.run(one.params, state, PrefillInput.pack(pieces, tokens, SIZE, slots=SLOTS))
+    output = jax.tree.map(np.asarray, output)
     found, first = list[np.ndarray](), 0
     for index, (prompt, count) in enumerate(chosen):
         found.append(distributions(output.prompt.part(first, first + count)))
