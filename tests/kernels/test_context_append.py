@@ -76,7 +76,7 @@ def test_rows_of_float8_pools_are_rounded_and_clipped(implementation: str) -> No
 
 def test_split_layers_equal_the_rows_that_are_written() -> None:
     layers = layers_of((2, 16, 4), "float32", 2, weights="float32")
-    projected = np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1)
+    projected = on_device(np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1))
     found = split_layers(projected, [arguments(own)["transform"] for own in layers], 2)
     for own, (k, v), *pools in zip(layers, found, *append_all(layers, "reference"), strict=True):
         row = int(own["first_row"][2]) + int(np.argmax(own["valid"][2]))
