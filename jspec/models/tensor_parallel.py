@@ -131,7 +131,7 @@ def put(array: Any, param: ParamSpec, mesh: Mesh, *, is_ordered: bool = False) -
         array = pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
     if _is_on(array, mesh) and (order is not None or not sharding.is_fully_addressable):
         return jax.jit(lambda array: array if order is None else array[order], out_shardings=sharding)(array)
-    ordered = array if order is None else array[order]
+    ordered = array if order is None else array.take(order, axis=0)
     if not sharding.is_fully_addressable:
         _compare_later(sample(ordered))
     return to_devices(ordered, sharding)

@@ -36,7 +36,6 @@ EXAMPLES = {  # two example command lines for the help of each command
     ),
     "jspec bench throughput": ("bench throughput", "bench throughput --positions 0.8,0.6,0.5,0.4"),
     "jspec bench serve": ("bench serve --slots 4", "bench serve --rate 2 --tree none chain:4"),
-    "jspec bench train": ("bench train --shape tiny --length 256 --seconds 5", "bench train --ttt 7,5,3"),
     "jspec bench inflate": ("bench inflate demo large", "bench inflate demo large --head demo --head-out large-head"),
 }
 

@@ -96,11 +96,6 @@ class TrainingProgram:
         """Make one update; the given state's arrays are reused. A loss that is not finite leaves the weights as is."""
         return self._run(state, *self._fixed, self._divide(rows))
 
-    def compile(self, state: TrainState, rows: Rows) -> Any:
-        """Compile the update for a batch's shape, which `update` takes from then on; return the compiled program."""
-        self._run = self._run.lower(state, *self._fixed, self._divide(rows)).compile()
-        return self._run
-
     def measure(self, state: TrainState, rows: Rows) -> Measured:
         """Measure the weights without changing them."""
         return self._measure(state, *self._fixed, self._divide(rows))

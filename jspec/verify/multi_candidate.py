@@ -125,25 +125,23 @@ def multi_candidate(p: ArrayLike, tokens: ArrayLike, parents: ArrayLike, uniform
     _check_tree(probs.shape, node_tokens, node_parents)
     nodes = len(node_parents)
     draft = Draft(
-        tokens=jnp.asarray(node_tokens)[None],
-        parents=jnp.asarray(node_parents)[None],
-        scores=jnp.zeros((1, nodes)),
-        valid=jnp.ones((1, nodes), bool),
+        tokens=jax.device_put(node_tokens[None]),
+        parents=jax.device_put(node_parents[None]),
+        scores=jax.device_put(np.zeros((1, nodes), np.float32)),
+        valid=jax.device_put(np.ones((1, nodes), bool)),
         probs=None,
         vocab_map=None,
     )
-    ancestor_mask = ancestors(draft.parents)
-    trial = np.asarray(_trial_index(draft, ancestor_mask)[0])
+    ancestor_mask = ancestors(node_parents[None])
+    trial = np.asarray(jax.jit(_trial_index)(draft, ancestor_mask)[0])
     draws = np.full(nodes, np.nan, np.float32)  # the last entry is the root's
     draws[:-1][: len(recorded)] = recorded[: nodes - 1]
-    result = jax.jit(multi_candidate_accept)(
-        jnp.asarray(probs)[None], draft, ancestor_mask, jnp.asarray(draws[trial])[None]
-    )
+    result = jax.jit(multi_candidate_accept)(probs[None], draft, ancestor_mask, draws[trial][None])
     last_node = int(result.last_node[0])
     num_tried = np.append(trial[node_parents == last_node], trial[last_node]).max() + 1
     if np.isnan(draws[:num_tried]).any():
         raise ValueError(f"uniforms: expected one for each of {num_tried} tried children, got {recorded}")
-    path = np.flatnonzero(np.asarray(ancestor_mask[0, last_node]))
+    path = np.flatnonzero(ancestor_mask[0, last_node])
     return Candidate(len(path) - 1, path, np.asarray(result.residual_probs[0]))
 
 

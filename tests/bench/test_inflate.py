@@ -26,6 +26,7 @@ from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 from tests.support.inflating import (
     BYTE_SIZES,
     DRAFTED,
@@ -165,10 +166,10 @@ def drafted(head: EagleHead, model: Model, features: jax.Array) -> tuple[np.ndar
     for part in range(2):
         pairs = TokenBatch(
             tokens=tokens()[:, :count],
-            positions=part * count + jnp.arange(count)[None],
-            valid=jnp.ones((1, count), bool),
-            first_row=jnp.full(1, 1 + part * count, jnp.int32),
-            page_table=jnp.arange(1, 8, dtype=jnp.int32)[None],
+            positions=part * count + on_device(np.arange(count))[None],
+            valid=on_device(np.ones((1, count), bool)),
+            first_row=on_device(np.full(1, 1 + part * count, jnp.int32)),
+            page_table=on_device(np.arange(1, 8, dtype=jnp.int32))[None],
             bits=None,
             numerics=AUTO,
         )

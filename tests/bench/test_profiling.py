@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec.__main__ import main
 from jspec.tools.bench import profiling, step
 from jspec.tools.bench.profiling import KernelTime, watch_clock
 from jspec.tools.bench.report import table_of
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -121,7 +122,7 @@ def test_trace_folder_with_several_traces_is_read_from_the_newest(tmp_path: Path
     """A trace on a CPU holds no GPU launches, and the table says so."""
     for _ in range(2):
         with jax.profiler.trace(tmp_path):
-            jax.block_until_ready(jnp.ones(3) + 1)
+            jax.block_until_ready(on_device(np.ones(3)) + 1)
     assert profiling.launches_of(tmp_path, steps=1) == "no launches of a GPU in the trace"
 
 

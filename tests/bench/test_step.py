@@ -1,35 +1,26 @@
-"""`jspec bench step`: cases, command, cost of sampling controls, idle share of the device, host's time."""
+"""`jspec bench step`: cases, command, floors, start of an engine."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jspec import Engine, Tree
+from jspec import Tree
 from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.engine.request.request import Request
-from jspec.engine.run.core import EngineCore
-from jspec.engine.schedule.scheduler import Scheduler
-from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.decoder import Model
 from jspec.models.param_spec import ParamSpec
 from jspec.models.params import model_params
 from jspec.step.program import init_state
-from jspec.tools.bench import host, profiling, random_models, roofline, step, step_costs
-from jspec.tools.bench.host import HostTime, measure_host, ready_engine
-from jspec.tools.bench.report import table_of
+from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.step import StepCase
-from jspec.tools.bench.step_costs import max_tokens
 from pallas_kernels.layers.weights import Quantized
 
 pytestmark = pytest.mark.once
@@ -38,9 +29,6 @@ TINY = ["bench", "step", "--shape", "tiny", "--dtype", "float32"]
 PLAIN = [*TINY, "--tree", "none", "--batch", "2", "--context", "16"]
 CLOCK = profiling.GpuClock(1560.0, 1980.0, 691.6, 0.75)
 CASE = ["shape", "batch", "context", "tree", "page", "dtype", "idle", "drafter", "devices"]
-
-
-QUICK = partial(Engine, controls=False)  # compiles sooner; no measured request has controls
 
 
 @pytest.fixture
@@ -205,78 +193,6 @@ def test_step_state_for_timing_has_no_zeros_in_its_caches() -> None:
     assert all(np.abs(np.asarray(pool, np.float32)).max(axis=(1, 2, 3)).min() > 0 for pool in pools)
 
 
-WAIT = 0.03  # seconds a step of a program that supports grammars
-
-
-@pytest.mark.long
-def test_measured_cost_of_a_program_with_a_wait_is_near_the_wait(
-    few_groups: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variants = tuple(step_costs.VARIANTS[index] for index in (0, 1, 2, 7))
-    compiled, reports = step.compile_step, []
-
-    def slow(program: Any, *shapes: Any) -> Any:
-        executable = compiled(program, *shapes)
-
-        def run(*arguments: Any) -> Any:
-            time.sleep(WAIT * bool(program.grammar_cells))
-            state, output = executable(*arguments)
-            reports.append(np.asarray(output.report))
-            return state, output
-
-        return run
-
-    monkeypatch.setattr(step, "compile_step", slow)
-    monkeypatch.setattr(step_costs, "measure_controls", partial(step_costs.measure_controls, variants=variants))
-    words = ["--measure", "controls", "--batch", "2", "--context", "32", "--tree", "chain:2"]
-    assert main([*TINY, *words, "--json", str(tmp_path / "out.json")]) == 0
-    results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [one["kind"]["name"] for one in results] == [variant.name for variant in variants]
-    assert results[0]["more"] == 0 and results[-1]["more"] == pytest.approx(WAIT * 1e3, rel=0.5)
-    without, off, on, _ = (reports[2 * index] for index in range(len(variants)))  # the first step of each
-    np.testing.assert_array_equal(off, without)
-    assert (on != without).any()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("runs_long")  # steps must be short beside the wait
-def test_device_idle_share_of_a_host_slowed_by_a_wait_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    dispatch, wait = EngineCore._dispatch, 0.02  # seconds before each dispatch, many times a step of this shape
-
-    def slow(self: EngineCore, plan: Any) -> Any:
-        time.sleep(wait)
-        return dispatch(self, plan)
-
-    monkeypatch.setattr(step_costs, "LOOP", 4)
-    monkeypatch.setattr(step_costs, "STEPS", 9)
-    monkeypatch.setattr(EngineCore, "_dispatch", slow)
-    monkeypatch.setattr(profiling, "has_gpu", lambda: True)
-    words = ["--measure", "overlap", "--batch", "12", "--json", str(tmp_path / "out.json")]
-    assert main([*TINY, "--tree", "none", "--context", "16", *words]) == 0
-    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert result["case"]["batch"] == 12 and result["case"]["tree"] == "none"
-    assert result["engine"] >= wait * 1e3
-    assert result["loop"] >= wait * 1e3 / 4  # once in four steps
-    assert result["idle"] == pytest.approx(3 / 4, abs=0.2)
-    *_, heads, _, row = capsys.readouterr().out.splitlines()
-    assert heads.split() == [*CASE, "loop", "ms", "engine", "ms", "idle", "share"]
-    assert row.split()[-1] == f"{result['idle']:.1%}"
-
-
-def test_overlap_command_on_cpu_prints_no_idle_share(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(step_costs, "Engine", QUICK)
-    for name in ("LOOP", "LOOPS", "LOOP_WARM_UP", "STEPS"):
-        monkeypatch.setattr(step_costs, name, 2)
-    assert main([*PLAIN, "--measure", "overlap"]) == 0
-    _, heads, *_, last = capsys.readouterr().out.splitlines()
-    assert heads.split()[-4:] == ["loop", "ms", "engine", "ms"]
-    assert last == "idle share: not measured, as host and device are the same processor"
-
-
 @pytest.mark.long
 def test_second_start_of_an_engine_loads_every_program_from_the_folder_of_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture
@@ -297,90 +213,3 @@ def test_second_start_of_an_engine_loads_every_program_from_the_folder_of_the_fi
 def test_startup_command_with_wrong_buckets_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--measure", "startup", "--tree", "none", "--batch", "2,1"]) == 2
     assert "buckets: expected ascending" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shape", random_models.TARGETS)
-def test_overlap_command_default_lengths_fit_every_shape(shape: str) -> None:
-    case = StepCase(shape, 1, 1024, Tree.chain(8))
-    longest = case.context + max_tokens(case, step_costs.LOOP_WARM_UP + step_costs.LOOPS, step_costs.LOOP)
-    assert longest <= random_models.TARGETS[shape].max_position
-
-
-CASES = [StepCase("least", 4, context, Tree.chain(1), dtype="float32") for context in (64, 16384)]
-FULL = [StepCase("least", 64, context, Tree.chain(4), dtype="float32") for context in (1024, 32768)]
-STEPS = 20
-
-
-def max_len(cases: list[StepCase]) -> int:
-    return cases[-1].context + max_tokens(cases[-1], 50)
-
-
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_costs, "Engine", QUICK)
-        return [ready_engine(case, max_len(CASES)) for case in CASES]
-
-
-def read_all(self: Scheduler, request: Request, rows: int, keep: Callable[..., None] = Scheduler.cache_prefix) -> None:
-    """Read a request's whole text 16 times, then do what `keep` does: the negative control of a slow host."""
-    for _ in range(16):
-        request.tokens_between(0, rows)
-    keep(self, request, rows)
-
-
-def test_host_time_measurement_decodes_every_row_in_every_step(engines: list[Engine]) -> None:
-    """All rows are active at the case's context, and each step accepts as many drafts as the case says."""
-    before = [engine.metrics for engine in engines]
-    short, _ = measure_host(engines, CASES, STEPS, 1)
-    assert short.case.context == 64 and short.milliseconds > 0 and short.ratio == 1.0
-    for engine, was, case in zip(engines, before, CASES, strict=True):
-        metrics = engine.metrics
-        assert metrics.num_prompt_tokens - was.num_prompt_tokens == 4 * case.context
-        steps = metrics.num_drafts - was.num_drafts
-        assert steps >= 4 * (STEPS + host.WARM_UP - 1)
-        assert metrics.num_accepted_tokens - was.num_accepted_tokens == steps
-        assert engine.pages_in_use == 0
-
-
-def test_host_time_of_a_step_that_reads_the_whole_text_grows_with_context(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert measure_host(engines, CASES, STEPS, 5)[1].ratio < 2
-    monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
-    assert measure_host(engines, CASES, STEPS, 5)[1].ratio > 2
-
-
-def test_host_time_table_has_the_numbers_of_the_results() -> None:
-    results = [HostTime(case, *[0.1 * (i + 1)] * 4) for i, case in enumerate(CASES)]
-    rows = [line.split() for line in table_of(results).splitlines()[2:]]
-    assert [row[1:4] + row[-4:] for row in rows] == [
-        ["4", "64", "chain:1", *["0.100"] * 4],
-        ["4", "16384", "chain:1", *["0.200"] * 4],
-    ]
-
-
-def test_host_time_command_with_a_tree_that_is_no_chain_is_refused(capsys: pytest.CaptureFixture) -> None:
-    assert main(["bench", "step", "--measure", "host", "--tree", "none", "topk:4,2,2"]) == 2
-    assert "host: expected chains or none, got none topk:4,2,2" in capsys.readouterr().err
-
-
-@pytest.mark.timing
-def test_host_time_of_a_step_is_below_a_millisecond_at_any_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ready_engine(FULL[0], max_len(FULL)) as first, ready_engine(FULL[1], max_len(FULL)) as second:
-        short, long = measure_host([first, second], FULL, 50, 5)
-        print(table_of([short, long]))
-        assert max(short.milliseconds, long.milliseconds) < 1.0
-        assert abs(long.ratio - 1) < 0.1
-        monkeypatch.setattr(Scheduler, "cache_prefix", read_all)
-        assert measure_host([first, second], FULL, 50, 1)[1].ratio > 1.1
-
-
-def test_ready_engine_with_a_tokenizer_emits_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token comes from the prefill, which has results of its own; every round emits two, and none ends."""
-    monkeypatch.setattr(step_costs, "Engine", QUICK)
-    text = host.TEXT.read_text()
-    with ready_engine(CASES[0], max_len(CASES), ByteTokenizer()) as engine:
-        stream = engine.stream([1] * 8, max_tokens=40)
-        assert "".join(next(stream).text or "" for _ in range(5)) == text[0] + text[:8]
-        stream.close()

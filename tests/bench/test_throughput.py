@@ -21,6 +21,7 @@ from jspec.core.records import Draft, SlotState, StepResult, Verdict
 from jspec.step.program import Params, Program, init_state
 from jspec.tools.bench import random_models, roofline, step, throughput
 from jspec.tools.bench.throughput import RATES
+from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -129,11 +130,11 @@ def test_throughput_table_and_json_state_that_acceptance_is_synthetic(folder: Pa
 
 def test_throughput_step_grows_caches_by_the_imposed_number_of_tokens(compiled: Compiled) -> None:
     drawn = throughput.draw(RATES[:2], ROWS, TOKENS, seed=3)
-    state, slots = compiled.fresh(), jnp.arange(ROWS)
+    state, slots = compiled.fresh(), on_device(np.arange(ROWS))
     left = np.full(ROWS, TOKENS)
     for accepted in drawn:
         before, active = np.asarray(state.lengths), left > 0
-        state, output = compiled.synthetic(compiled.params, state, slots, jnp.asarray(accepted))
+        state, output = compiled.synthetic(compiled.params, state, slots, on_device(accepted))
         expected = np.minimum(accepted + 1, left)
         (seen,) = StepResult.read(np.asarray(output.report)).counts
         assert seen.tolist() == expected.tolist()
@@ -146,10 +147,10 @@ def test_throughput_step_grows_caches_by_the_imposed_number_of_tokens(compiled: 
 
 def test_throughput_step_with_the_true_acceptance_imposed_equals_a_decoding_step(compiled: Compiled) -> None:
     """Guards against a change of `spec_step` that the step of the benchmark lacks."""
-    slots, states = jnp.arange(ROWS), [compiled.fresh(), compiled.fresh()]
+    slots, states = on_device(np.arange(ROWS)), [compiled.fresh(), compiled.fresh()]
     for _ in range(3):
         states[0], own = compiled.own(compiled.params, states[0], slots)
-        accepted = jnp.asarray(StepResult.read(np.asarray(own.report)).accept_len[0])
+        accepted = on_device(StepResult.read(np.asarray(own.report)).accept_len[0])
         states[1], imposed = compiled.synthetic(compiled.params, states[1], slots, accepted)
         assert np.asarray(own.report).tolist() == np.asarray(imposed.report).tolist()
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *states)
@@ -188,14 +189,14 @@ def test_imposed_verdict_accepts_the_first_tree_node_at_the_given_depth() -> Non
     within_cap = np.ones((rows, 5), bool)
     within_cap[3, 3:] = False
     draft = Draft(
-        tokens=jnp.tile(jnp.arange(10, 15), (rows, 1)),
-        parents=jnp.tile(jnp.array(tree.parents), (rows, 1)),
-        scores=jnp.zeros((rows, 5)),
-        valid=jnp.asarray(within_cap),
+        tokens=jnp.tile(on_device(np.arange(10, 15)), (rows, 1)),
+        parents=jnp.tile(on_device(tree.parents), (rows, 1)),
+        scores=on_device(np.zeros((rows, 5))),
+        valid=on_device(within_cap),
         probs=None,
         vocab_map=None,
     )
-    ones, first = jnp.ones(rows, jnp.int32), jnp.arange(3) == 0
+    ones, first = on_device(np.ones(rows, jnp.int32)), on_device(np.arange(3)) == 0
     own = Verdict(
         0 * ones,
         jnp.where(first, 0, -1) + 0 * ones[:, None],
@@ -206,7 +207,7 @@ def test_imposed_verdict_accepts_the_first_tree_node_at_the_given_depth() -> Non
     view = view_of_rows([10] * rows)
     view = replace(view, remaining=view.remaining.at[4].set(1))
     impose = jax.jit(throughput.impose, static_argnums=3)
-    imposed = impose(own, draft, view, tree, jnp.array([0, 1, 2, 2, 2]))
+    imposed = impose(own, draft, view, tree, on_device([0, 1, 2, 2, 2]))
     assert imposed.path.tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 3], [0, 1, -1], [0, 1, 3]]
     assert imposed.tokens.tolist() == [[9, -1, -1], [11, 9, -1], [11, 13, 9], [11, 9, -1], [11, -1, -1]]
     assert imposed.counts.tolist() == [1, 2, 3, 2, 1]  # the last row has one token left

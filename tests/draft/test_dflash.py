@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,9 +74,12 @@ def states() -> np.ndarray:
 
 def computed(drafter: DFlash, model: Model, features: np.ndarray, root: int = ROOT) -> np.ndarray:
     """Compute a head's logits of the tokens after a root, with the context written by a prefill."""
-    params, cache, view = prefilled(drafter, model, features, root=root)
-    block, _ = drafter.run_block(params, cache, view)
-    return np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+    @jax.jit
+    def run(*given: Any) -> Any:
+        return reduce_partials(drafter.run_block(*given)[0].logits, jnp.float32)[0]
+
+    return np.asarray(run(*prefilled(drafter, model, features, root=root)))
 
 
 def expected(depth: int, **options: Any) -> np.ndarray:

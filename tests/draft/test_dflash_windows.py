@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from tests.draft import test_dflash
 from tests.draft.test_dflash import ROOT, TOKENS, computed, states, target, tensors_of
 from tests.reference import dflash as reference
 from tests.support import block_rounds, folders
+from tests.support.arrays import on_device
 from tests.support.recordings import TOLERANCE, recording
 
 pytestmark = pytest.mark.once
@@ -76,7 +76,7 @@ def test_block_of_a_recorded_head_with_windows_is_that_of_specforge(golden: Path
     recorded = recording(golden / "dflash/windows/block6.npz")
     drafter = DFlash.from_pretrained(golden / "dflash/windows/draft", tree="chain:5")
     assert drafter.head.config.windows == [8, 8] and len(recorded["features"]) == 20
-    model = target().replace(embed=jnp.asarray(recorded["embed"]), head=jnp.asarray(recorded["head"]))
+    model = target().replace(embed=on_device(recorded["embed"]), head=on_device(recorded["head"]))
     found = computed(drafter, model, recorded["features"], int(recorded["root"]))
     np.testing.assert_allclose(found, recorded["block_logits"], atol=TOLERANCE)
     assert (found.argmax(-1) == recorded["block_logits"].argmax(-1)).all()

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from pallas_kernels.layers.weights import Quantized
 from tests.draft import test_borrowed_head as borrowed
 from tests.draft.test_head_options import TOKENS, computed
 from tests.support import engines, tiny
+from tests.support.arrays import on_device
 from tests.support.views import prefilled
 
 pytestmark = pytest.mark.once
@@ -105,10 +107,14 @@ def test_logits_of_an_eagle_head_with_a_reduced_vocabulary_are_those_of_the_kept
 def draft_of(drafter: DFlash, target: Model) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that a DFlash head drafts after a random context, and the logits at each depth."""
     features = np.random.default_rng(7).normal(size=(9, 2 * target.config.hidden_size))
-    params, cache, view = prefilled(drafter, target, features, root=7)
-    block, _ = drafter.run_block(params, cache, view)
-    draft, _ = drafter.draft(params, cache, view)
-    return np.asarray(draft.tokens[0]), np.asarray(reduce_partials(block.logits, jnp.float32)[0])
+
+    @jax.jit
+    def run(*given: Any) -> Any:
+        logits = reduce_partials(drafter.run_block(*given)[0].logits, jnp.float32)
+        return drafter.draft(*given)[0].tokens[0], logits[0]
+
+    tokens, logits = run(*prefilled(drafter, target, features, root=7))
+    return np.asarray(tokens), np.asarray(logits)
 
 
 STATIC = "static:0,1,2,0.0,0.2,1.1,1.1.0"
@@ -155,7 +161,7 @@ def test_dspark_head_with_a_reduced_vocabulary_corrects_the_logits_of_the_kept_i
 
 def test_eagle3_head_with_a_reduced_vocabulary_drafts_as_one_with_these_rows_in_its_file() -> None:
     target = engines.target()
-    head, ids = eagle3_head(target), jnp.asarray(KEPT)
+    head, ids = eagle3_head(target), on_device(KEPT)
     config = replace(head.config, draft_vocab_size=len(KEPT))
     own = head.replace(head=target.output_head[ids], draft_to_target=ids, config=config)
     one = run(target, Eagle3(head, "topk:6,3,2", draft_vocab=IDS))
@@ -177,10 +183,10 @@ def test_quantised_output_head_with_a_reduced_vocabulary_has_the_rows_of_the_kep
 def test_rows_of_a_weight_with_scales_for_groups_of_columns_keep_their_values() -> None:
     rng = np.random.default_rng(0)
     weight = Quantized(
-        jnp.asarray(rng.integers(-9, 9, (6, 8)), jnp.int8), jnp.asarray(rng.random((6, 2)), jnp.float32), "int8"
+        on_device(rng.integers(-9, 9, (6, 8)), jnp.int8), on_device(rng.random((6, 2)), jnp.float32), "int8"
     )
     values = np.asarray(weight.values) * np.repeat(np.asarray(weight.scale), 4, axis=1)
-    part = weight.rows(jnp.asarray([5, 1]))
+    part = weight.rows(on_device([5, 1]))
     np.testing.assert_array_equal(
         np.asarray(part.values) * np.repeat(np.asarray(part.scale), 4, axis=1), values[[5, 1]]
     )
@@ -229,7 +235,7 @@ def test_drafter_with_a_window_keeps_its_reduced_vocabulary() -> None:
 def test_draft_vocabulary_given_in_each_form_has_these_ids_in_ascending_order(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.array(IDS))
     (tmp_path / "ids.json").write_text(str(IDS))
-    for given in (IDS, tuple(IDS), np.array(IDS, np.uint16), jnp.asarray(IDS), tmp_path / "ids.npy"):
+    for given in (IDS, tuple(IDS), np.array(IDS, np.uint16), on_device(IDS), tmp_path / "ids.npy"):
         assert read_draft_vocab("Eagle", given, 16).tolist() == KEPT
     assert read_draft_vocab("Eagle", str(tmp_path / "ids.json"), 16).tolist() == KEPT
     assert read_draft_vocab("Eagle", 3, 16).tolist() == [0, 1, 2]

@@ -21,6 +21,7 @@ from jspec.models.kv_pool import KVPool
 from tests.draft.test_head_layers import two_layers
 from tests.reference import decoder
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -70,16 +71,16 @@ def plain() -> list[int]:
 @cache
 def features() -> np.ndarray:
     """Return the target's hidden states 0 and 2 at each token of prompt and completion [tokens, 2 * hidden]."""
-    tokens = jnp.asarray([PROMPT + plain()])
+    tokens = on_device([PROMPT + plain()])
     c, count = TARGET.config, tokens.shape[1]
     pages = -(-count // 8)
-    pools = [jnp.zeros((pages + 1, c.num_kv_heads, 8, c.head_dim)) for _ in range(c.num_layers)]
+    pools = [on_device(np.zeros((pages + 1, c.num_kv_heads, 8, c.head_dim))) for _ in range(c.num_layers)]
     batch = TokenBatch(
         tokens=tokens,
-        positions=jnp.arange(count)[None],
-        valid=jnp.ones((1, count), bool),
-        first_row=jnp.zeros(1, jnp.int32),
-        page_table=1 + jnp.arange(pages, dtype=jnp.int32)[None],
+        positions=on_device(np.arange(count))[None],
+        valid=on_device(np.ones((1, count), bool)),
+        first_row=on_device(np.zeros(1, jnp.int32)),
+        page_table=1 + on_device(np.arange(pages, dtype=jnp.int32))[None],
         bits=None,
         numerics=REFERENCE,
     )

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,8 +79,8 @@ def drafter_of(folder: Path, kind: str = "vanilla", tree: Tree | None = None) ->
 def drafted(drafter: DSpark, accept: str = "rejection") -> Draft:
     """Draft after `ROOT` at temperature 1."""
     params, cache, _ = prefilled(drafter, target(), states())
-    draft, _ = drafter.draft(params, cache, view_of_rows([ROOT], temperature=1.0, accept=accept, length=TOKENS))
-    return draft
+    view = view_of_rows([ROOT], temperature=1.0, accept=accept, length=TOKENS)
+    return jax.jit(drafter.draft)(params, cache, view)[0]
 
 
 @cache

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
 from jspec import Tree
+from jspec.core.records import Draft, SlotView
 from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
+from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
 
 ROWS, DEPTH, VOCAB = 3, 4, 6
+
+
+def expanded(tree: Tree, view: SlotView, vocabulary: Vocabulary, logits: np.ndarray) -> Draft:
+    """Return the tree over the logits [rows, depth, vocab] of a block, whose program is compiled as a whole."""
+    return jax.jit(lambda own: expand_block(tree, view, vocabulary, own))(on_device(logits[None], np.float32))
 
 
 def block(scale: float) -> np.ndarray:
@@ -47,7 +54,7 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
 def test_dynamic_tree_over_a_block_has_the_paths_of_highest_probability(nodes: int, k: int, scale: float) -> None:
     """Flat distributions give wide trees, in which a level has more than k nodes with children."""
     logits, tree = block(scale), Tree.topk(nodes, DEPTH, k)
-    draft = expand_block(tree, view_of_rows([1, 2, 3]), Vocabulary(None, VOCAB), jnp.asarray(logits)[None])
+    draft = expanded(tree, view_of_rows([1, 2, 3]), Vocabulary(None, VOCAB), logits)
     for row in range(ROWS):
         expected = best_paths(logits[row], nodes, k)
         found = paths_of(np.asarray(draft.tokens[row]), np.asarray(draft.parents[row]))
@@ -59,9 +66,8 @@ def test_dynamic_tree_over_a_block_has_the_paths_of_highest_probability(nodes: i
 def test_static_tree_over_a_block_has_the_likeliest_tokens_of_each_depth(tree: str) -> None:
     """Ids are those of the draft vocabulary's map; a node's children do not depend on the node."""
     logits, shape = block(1.0), Tree.parse(tree)
-    vocabulary = Vocabulary(jnp.arange(VOCAB) * 2 + 1, 2 * VOCAB + 1)
-    given = jnp.asarray(logits[:, : shape.depth])[None]
-    draft = expand_block(shape, view_of_rows([1, 2, 3]), vocabulary, given)
+    vocabulary = Vocabulary(on_device(np.arange(VOCAB) * 2 + 1), 2 * VOCAB + 1)
+    draft = expanded(shape, view_of_rows([1, 2, 3]), vocabulary, logits[:, : shape.depth])
     assert shape.paths is not None
     for row in range(ROWS):
         order = np.argsort(-logits[row], axis=-1)
@@ -74,9 +80,9 @@ def test_static_tree_over_a_block_draws_the_children_of_each_node_independently(
     """Two nodes of one depth have the same two children, in the same order, as often as by chance."""
     rows, tree = 2000, Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])
     probs = np.array([[0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]])
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (rows, 2, 4))
+    logits = np.broadcast_to(np.log(probs), (rows, 2, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
-    draft = expand_block(tree, view, Vocabulary(None, 4), logits[None])
+    draft = expanded(tree, view, Vocabulary(None, 4), logits)
     assert draft.probs is not None
     np.testing.assert_allclose(draft.probs[0, :3], probs[[0, 1, 1]], rtol=1e-5)
     tokens, q = np.asarray(draft.tokens), probs[1]
@@ -93,6 +99,6 @@ def test_static_tree_over_a_block_draws_the_children_of_each_node_independently(
 @pytest.mark.parametrize("accept", ["coupled", "multi_candidate"])
 def test_static_tree_over_a_block_shares_the_children_of_a_depth_that_are_not_drawn(accept: str) -> None:
     tree, view = Tree.static([(0,), (1,), (0, 0), (1, 0)]), view_of_rows([0, 1, 2], temperature=1.0, accept=accept)
-    draft = expand_block(tree, view, Vocabulary(None, VOCAB), jnp.asarray(block(1.0)[:, :2])[None])
+    draft = expanded(tree, view, Vocabulary(None, VOCAB), block(1.0)[:, :2])
     assert draft.probs is None
     np.testing.assert_array_equal(draft.tokens[:, 3], draft.tokens[:, 4])

@@ -16,6 +16,7 @@ from jspec.core.records import SlotView
 from jspec.draft.expand_tree import ExpandedTree, Level, Vocabulary, expand_tree
 from jspec.sampling import sampler
 from jspec.verify import Typical
+from tests.support.arrays import on_device
 from tests.support.views import view_of_rows
 
 pytestmark = pytest.mark.once
@@ -49,14 +50,19 @@ def place(text: tuple[int, ...]) -> int:
 def run(tree: Tree, logits: np.ndarray, roots: list[int]) -> ExpandedTree:
     """Expand a tree per root with a model whose state is the hash of each node's text."""
     view = view_of_rows(roots)
-    start = jnp.asarray([[place((root,))] for root in roots])
+    start = on_device([[place((root,))] for root in roots])
 
     def feed(hashes: jax.Array, level: Level) -> tuple[jax.Array, jax.Array]:
         parent = jnp.take_along_axis(hashes, level.parents, axis=1)
         hashes = (parent * 31 + level.tokens + 1) % PRIME
         return jnp.asarray(logits)[None, hashes % 512], hashes
 
-    return expand_tree(tree, view, Vocabulary(None, VOCAB), jnp.asarray(logits)[None, start % 512], start, feed)[0]
+    @jax.jit
+    def expanded(start: jax.Array) -> ExpandedTree:
+        first = jnp.asarray(logits)[None, start % 512]
+        return expand_tree(tree, view, Vocabulary(None, VOCAB), first, start, feed)[0]
+
+    return expanded(start)
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -144,7 +150,7 @@ def test_expanded_tree_mask_bits_of_each_node_mark_its_ancestors(tree: Tree) -> 
 
     root = (4,)
     texts_of_row[root] = 0
-    start = jnp.asarray(logits)[None, np.array([[place(root) % 512]])]
+    start = on_device(logits)[None, np.array([[place(root) % 512]])]
     expanded, _ = expand_tree(tree, view_of_rows([4]), Vocabulary(None, VOCAB), start, [root], feed)
     for rows, text in seen:
         assert rows == {texts_of_row[text[:length]] for length in range(1, len(text) + 1)}
@@ -157,7 +163,7 @@ def test_expanded_tree_mask_bits_of_each_node_mark_its_ancestors(tree: Tree) -> 
 def test_child_chooser_under_rejection_or_block_draws_siblings_without_replacement(accept: str) -> None:
     """The first draw follows the returned probabilities; the second draw follows them without the first token."""
     rows = 4000
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
+    logits = jnp.broadcast_to(jnp.log(on_device([0.5, 0.3, 0.15, 0.05])), (rows, 1, 4))
     view = view_of_rows([0] * rows, temperature=1.0, accept=accept)
     ids, probs = sampler.child_chooser(view, 1, None, 4)(logits[None], 1, 2)
     assert probs is not None
@@ -178,7 +184,7 @@ def test_child_chooser_under_coupled_rule_returns_the_target_token_first() -> No
     view = view_of_rows([0] * rows, temperature=1.0)
     ids, probs = sampler.child_chooser(view, 3, None, vocab)(logits[None], 3, 4)
     assert probs is None
-    target = sampler.target_tokens(logits[None], view, jnp.full((rows, 1), 3))
+    target = sampler.target_tokens(logits[None], view, on_device(np.full((rows, 1), 3)))
     np.testing.assert_array_equal(ids[:, 0, 0], target[:, 0])
     deterministic, _ = sampler.child_chooser(view.replace(accept=Typical()), 3, None, vocab)(logits[None], 3, 4)
     np.testing.assert_array_equal(deterministic, jax.lax.top_k(logits, 4)[1])
@@ -190,11 +196,11 @@ def test_tokens_drawn_with_the_noise_of_the_round_equal_tokens_drawn_without(has
     rows, vocab, size = 16, 9, 18 if has_map else 9
     logits = jax.random.normal(jax.random.key(0), (rows, 3, vocab))
     target_logits = jax.random.normal(jax.random.key(2), (1, rows, 3, size))
-    temperature = jnp.where(jnp.arange(rows) < rows // 2, 0.0, 1.0)
+    temperature = jnp.where(on_device(np.arange(rows)) < rows // 2, 0.0, 1.0)
     view = view_of_rows([0] * rows, temperature=1.0)
     view = view.replace(sampling=view.sampling.replace(temperature=temperature), numerics=REFERENCE)
     ids = jax.random.permutation(jax.random.key(1), size)[:vocab] if has_map else None
-    offset = jnp.tile(jnp.array([1, 2, 2]), (rows, 1))
+    offset = jnp.tile(on_device([1, 2, 2]), (rows, 1))
 
     def draw(view: SlotView) -> np.ndarray:
         drafts, _ = sampler.child_chooser(view, 2, ids, size)(logits[None], np.array([1, 2, 2]), 1)
@@ -218,7 +224,7 @@ def test_child_chooser_for_one_child_returns_the_first_of_three(has_map: bool) -
     to_target = jax.random.permutation(jax.random.key(1), 4 * vocab)[:vocab].astype(jnp.int32) if has_map else None
     logits = jax.random.normal(jax.random.key(0), (rows, fed, vocab))
     view = view_of_rows([0] * rows, temperature=1.0)
-    temperature = jnp.where(jnp.arange(rows) % 2 == 0, 0.0, 1.3)
+    temperature = jnp.where(on_device(np.arange(rows)) % 2 == 0, 0.0, 1.3)
     view = view.replace(sampling=view.sampling.replace(temperature=temperature, top_k=view.sampling.top_k + 20))
     choose = sampler.child_chooser(view, 3, to_target, 4 * vocab if has_map else vocab)
     (one, probs), (several, _) = choose(logits[None], 2, 1), choose(logits[None], 2, 3)
@@ -230,8 +236,8 @@ def test_child_chooser_for_one_child_returns_the_first_of_three(has_map: bool) -
 
 
 def test_expanded_tree_with_vocabulary_map_contains_target_ids() -> None:
-    to_target = jnp.asarray([3, 6, 7])
-    logits = jnp.asarray([[[[0.0, 5.0, 3.0]]]])
+    to_target = on_device([3, 6, 7])
+    logits = on_device([[[[0.0, 5.0, 3.0]]]])
 
     def feed(state: Any, level: Level) -> tuple[jax.Array, Any]:
         assert level.tokens.tolist() == [[6]] and level.ids.tolist() == [[1]]

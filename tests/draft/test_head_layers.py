@@ -26,6 +26,7 @@ from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -39,7 +40,7 @@ def two_layers() -> EagleHead:
     config = head.config.resized(num_layers=2)
     other = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0,), seed=5).layers[0]
     width = config.hidden_size
-    second = other.replace(qkv=other.qkv[:, :width], hidden_norm=None, input_norm=jnp.ones(width))
+    second = other.replace(qkv=other.qkv[:, :width], hidden_norm=None, input_norm=on_device(np.ones(width)))
     return head.replace(layers=[head.layers[0], second], config=config)
 
 
@@ -79,11 +80,11 @@ def projected(
     """
     shape = tokens.shape
     pairs = TokenBatch(
-        tokens=jnp.asarray(tokens),
-        positions=jnp.zeros(shape, jnp.int32),
-        valid=jnp.ones(shape, bool),
-        first_row=jnp.zeros(shape[0], jnp.int32),
-        page_table=jnp.zeros((shape[0], 1), jnp.int32),
+        tokens=on_device(tokens),
+        positions=on_device(np.zeros(shape, jnp.int32)),
+        valid=on_device(np.ones(shape, bool)),
+        first_row=on_device(np.zeros(shape[0], jnp.int32)),
+        page_table=on_device(np.zeros((shape[0], 1), jnp.int32)),
         bits=None,
         numerics=AUTO,
     )
@@ -95,7 +96,7 @@ def projected(
         projected = reduce_partials(
             matmul(normed * head.layers[0].hidden_norm, head.precomputed.qkv)[None], jnp.float32
         )
-        residual, qkv = project_draft_tokens(head, pairs, jnp.asarray(ids), HeadOut(features, projected))
+        residual, qkv = project_draft_tokens(head, pairs, on_device(ids), HeadOut(features, projected))
     return np.asarray(residual), np.asarray(reduce_partials(qkv, jnp.float32))
 
 
@@ -112,7 +113,7 @@ def test_draft_token_projections_from_the_precomputed_table_equal_computed_ones(
     rng = np.random.default_rng(0)
     ids, features = (
         rng.integers(0, 12, (3, 5)),
-        jnp.asarray(rng.normal(size=(3, 5, head.config.hidden_size)), "float32"),
+        on_device(rng.normal(size=(3, 5, head.config.hidden_size)), "float32"),
     )
     tokens = np.asarray(head.draft_to_target)[ids]
     expected, found = projected(bound, tokens, features), projected(bound, tokens, features, ids)
@@ -139,7 +140,7 @@ def drafts(head: EagleHead, tree: Tree, *, table: bool) -> tuple[np.ndarray, np.
         state, _ = prefill(params, state, prompt)
     traces = []
     for _ in range(2):
-        state, _, trace, _ = decode_round(params, state, jnp.arange(2))
+        state, _, trace, _ = decode_round(params, state, on_device(np.arange(2)))
         assert trace is not None
         traces.append(trace)
     tokens, scores = (np.stack([getattr(trace, name) for trace in traces]) for name in ("tokens", "scores"))
@@ -153,7 +154,7 @@ def test_eagle3_with_precomputed_first_layer_drafts_unchanged_tokens(
     norm_output: bool, norm_before_residual: bool
 ) -> None:
     head, rng = tiny.eagle_head(TARGET, draft_vocab=12, feature_layers=(0, 2)), np.random.default_rng(3)
-    norms = [jnp.asarray(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
+    norms = [on_device(rng.uniform(0.5, 1.5, head.config.hidden_size), "float32") for _ in range(3)]
     layer = head.layers[0].replace(input_norm=norms[0], hidden_norm=norms[1])
     config = replace(head.config, norm_output=norm_output, norm_before_residual=norm_before_residual)
     head = head.replace(layers=[layer], norm=norms[2], config=config)

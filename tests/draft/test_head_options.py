@@ -26,6 +26,7 @@ from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.draft.test_head_layers import drafts
 from tests.reference import head as reference
 from tests.support import folders, tiny
+from tests.support.arrays import on_device
 from tests.support.folders import EAGLE, HEAD, assert_same, random_tensors, without
 
 pytestmark = pytest.mark.once
@@ -100,18 +101,18 @@ def material(width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def computed(head: EagleHead, embed: np.ndarray, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
     """Compute a head's logits after each token of a text in one pass; EAGLE-1 heads must have an output head."""
     config = head.config.for_length(64)
-    head = head.replace(embed=jnp.asarray(embed), config=config)
+    head = head.replace(embed=on_device(embed), config=config)
     pairs = TokenBatch(
-        tokens=jnp.asarray(tokens)[None],
-        positions=jnp.arange(TOKENS)[None],
-        valid=jnp.ones((1, TOKENS), bool),
-        first_row=jnp.full(1, FIRST_ROW),
-        page_table=jnp.arange(8)[None],
+        tokens=on_device(tokens)[None],
+        positions=on_device(np.arange(TOKENS))[None],
+        valid=on_device(np.ones((1, TOKENS), bool)),
+        first_row=on_device(np.full(1, FIRST_ROW)),
+        page_table=on_device(np.arange(8))[None],
         bits=None,
         numerics=REFERENCE,
     )
     cache = create(config.layers, PoolShape(1, 8, 4, 28, "float32", "float32"), "float32")
-    inputs = project_inputs(head, pairs.tokens, fuse(head, jnp.asarray(features)[None]), pairs.numerics)
+    inputs = project_inputs(head, pairs.tokens, fuse(head, on_device(features)[None]), pairs.numerics)
     attended, residual, _ = run_on_cache(head, cache, pairs, *inputs, attends=True)
     _, product = output_logits(head, attended, residual, REFERENCE)
     return np.asarray(reduce_partials(product, jnp.float32)[0])
@@ -174,7 +175,7 @@ def test_eagle1_head_of_qwen2_in_the_format_of_vllm_has_the_output_of_the_formul
     head = load(folders.write(tmp_path, config, tensors | biases if biased else tensors))
     embed, tokens, features = material(16)
     output = np.eye(16, dtype=np.float32)  # the logits are then the head's output
-    found = computed(head.replace(head=jnp.asarray(output)), embed, tokens, features)
+    found = computed(head.replace(head=on_device(output)), embed, tokens, features)
     both = [reference.eagle1(inner, kept, embed[tokens], features) for kept in (tensors | biases, tensors)]
     right, control = both if biased else both[::-1]
     np.testing.assert_allclose(found, right, atol=TOLERANCE * np.abs(right).max())

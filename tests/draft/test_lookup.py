@@ -20,6 +20,7 @@ from jspec.draft.suffix import Suffix, append_to_corpus, search_text
 from jspec.tools.testing import check_lossless
 from tests.reference.lookup import length_at
 from tests.support import engines
+from tests.support.arrays import on_device
 from tests.support.lookup_runs import CORPUS, MAX_LEN, POOL, SLOTS, run_random_requests, view_of
 
 pytestmark = pytest.mark.once
@@ -66,7 +67,7 @@ def worst_first(text: Any, query: Any, **options: Any) -> Any:
 
 def unmerged(tokens: Any, *, by_count: bool) -> Any:
     trie = build_trie(tokens, by_count=by_count)
-    own = jnp.broadcast_to(jnp.arange(tokens.shape[2]), tokens.shape)
+    own = jnp.broadcast_to(on_device(np.arange(tokens.shape[2])), tokens.shape)
     return trie._replace(leader=own, leads=tokens >= 0, rank=own)
 
 
@@ -148,7 +149,7 @@ def test_ngram_search_on_random_texts_finds_the_best_match_of_each_group(
     lost = 0
     preferred = np.array([[10, 20], [0, 53], [40, 44]])
     ends = lookup.find_ngram_matches(
-        jnp.array(text), jnp.array(query), min_n=2, count=7, preferred=jnp.array(preferred)
+        on_device(text), on_device(query), min_n=2, count=7, preferred=on_device(preferred)
     )
     for row in range(3):
         line, asked = text[row % texts].tolist(), query[row].tolist()

@@ -26,6 +26,7 @@ from jspec.tools.convert import main
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized
 from tests.support import block_rounds, folders, tiny
+from tests.support.arrays import on_device
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -49,10 +50,10 @@ def pair(family: str) -> tuple[Model, EagleHead]:
 def run_padded(head: EagleHead, tokens: Any, features: Any) -> tuple[Any, Any]:
     pairs = TokenBatch(
         tokens=tokens[None],
-        positions=jnp.arange(LONGEST)[None],
-        valid=jnp.ones((1, LONGEST), bool),
-        first_row=jnp.full(1, FIRST_ROW),
-        page_table=jnp.arange(2)[None],
+        positions=on_device(np.arange(LONGEST))[None],
+        valid=on_device(np.ones((1, LONGEST), bool)),
+        first_row=on_device(np.full(1, FIRST_ROW)),
+        page_table=on_device(np.arange(2))[None],
         bits=None,
         numerics=REFERENCE,
     )

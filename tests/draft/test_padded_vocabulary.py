@@ -14,6 +14,7 @@ from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.draft.draft_model import MAX_PADDING, BoundModel
 from jspec.models.quantize import quantize_weights
 from tests.support import engines, tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -29,8 +30,8 @@ def padded(size: int) -> Model:
     target = engines.target()
     gap = max(size - engines.VOCAB, 0)
     rows = np.random.default_rng(0).normal(0, 1, (gap, target.embed.shape[1]))
-    head = jnp.concatenate([target.output_head, SHARP * jnp.asarray(rows, jnp.float32)])[:size]
-    embed = jnp.concatenate([target.embed, jnp.asarray(rows, jnp.float32)])[:size]
+    head = jnp.concatenate([target.output_head, SHARP * on_device(rows, jnp.float32)])[:size]
+    embed = jnp.concatenate([target.embed, on_device(rows, jnp.float32)])[:size]
     return target.replace(embed=embed, head=head, config=replace(target.config, vocab_size=size))
 
 
@@ -111,7 +112,7 @@ def test_draft_model_with_more_tokens_than_the_target_whose_padding_is_kept_draf
 
 
 def test_bound_model_reads_its_last_row_for_ids_that_it_lacks() -> None:
-    tokens = jnp.asarray([0, SMALLER - 1, SMALLER, engines.VOCAB - 1])
+    tokens = on_device([0, SMALLER - 1, SMALLER, engines.VOCAB - 1])
     smaller, larger = (BoundModel(padded(size), engines.VOCAB) for size in (SMALLER, LARGER))
     assert smaller.known(tokens).tolist() == [0, SMALLER - 1, SMALLER - 1, SMALLER - 1]
     assert larger.known(tokens).tolist() == tokens.tolist()

@@ -25,6 +25,7 @@ from jspec.models.quantize import quantize_weights
 from jspec.models.rope import Rope
 from jspec.tools.bench import random_models
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 VOCAB, TEXT = 64, 24
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, TEXT)
@@ -76,10 +77,10 @@ class Texts:
     ) -> None:
         columns = 64 // page
         self.target = model(dtype, traits=traits)
-        self.table = jnp.asarray(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
+        self.table = on_device(1 + np.arange(rows * columns).reshape(rows, columns), jnp.int32)
         attention = self.target.config.layers[0].attention
         k, v = ((1 + rows * columns, attention.cached_heads, page, dim) for dim in attention.pool_dims)
-        self.cache = [KVPool(jnp.zeros(k, dtype), jnp.zeros(v, dtype))] * 2
+        self.cache = [KVPool(on_device(np.zeros(k, dtype)), on_device(np.zeros(v, dtype)))] * 2
         self.numerics = Numerics(implementation, deterministic)
         options = {"xla_allow_excess_precision": False}
         self.forward = jax.jit(forward, compiler_options=options if deterministic else None)
@@ -90,13 +91,13 @@ class Texts:
         firsts = np.array([*range(rows - 1), first])
         offsets, paths = np.arange(len(tokens)), None
         if parents is not None:
-            ancestor_mask = ancestors(jnp.asarray([parents] * rows, jnp.int32))
+            ancestor_mask = ancestors(on_device([parents] * rows, jnp.int32))
             offsets, paths = np.asarray(depths(ancestor_mask)[0]), by_depth(ancestor_mask, 3)
         batch = TokenBatch(
-            tokens=jnp.asarray(np.tile(tokens, (rows, 1)), jnp.int32),
-            positions=jnp.asarray(firsts[:, None] + offsets, jnp.int32),
-            valid=jnp.ones((rows, len(tokens)), bool),
-            first_row=jnp.asarray(firsts, jnp.int32),
+            tokens=on_device(np.tile(tokens, (rows, 1)), jnp.int32),
+            positions=on_device(firsts[:, None] + offsets, jnp.int32),
+            valid=on_device(np.ones((rows, len(tokens)), bool)),
+            first_row=on_device(firsts, jnp.int32),
             page_table=self.table,
             bits=None,
             paths=paths,
@@ -270,7 +271,7 @@ def test_deterministic_latent_attention_of_too_many_heads_for_the_kernel_on_a_gp
 
 
 def test_ancestors_by_depth_of_each_tree_node_start_at_the_root() -> None:
-    ancestor_mask = ancestors(jnp.asarray([[-1, 0, 0, 1, -1, 3]]))
+    ancestor_mask = ancestors(on_device([[-1, 0, 0, 1, -1, 3]]))
     wanted = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 1, 3, -1], [4, -1, -1, -1], [0, 1, 3, 5]]
     np.testing.assert_array_equal(by_depth(ancestor_mask, 3)[0], wanted)
 

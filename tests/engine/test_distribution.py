@@ -20,6 +20,7 @@ from jspec.draft.base import DraftState, Params, StatelessDrafter
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -115,7 +116,7 @@ class Table(StatelessDrafter):
         return ()
 
     def bind(self, target: Model) -> Params:
-        return jnp.asarray(np.random.default_rng(3).dirichlet(np.ones(VOCAB), VOCAB), jnp.float32)
+        return on_device(np.random.default_rng(3).dirichlet(np.ones(VOCAB), VOCAB), jnp.float32)
 
     def draft(self, params: Params, state: DraftState, view: SlotView) -> tuple[Draft, DraftState]:
         is_drawn = view.accept.draft_sampling is DraftSampling.OWN_DISTRIBUTION
@@ -133,9 +134,9 @@ class Table(StatelessDrafter):
         all_tokens = jnp.stack(tokens, axis=1)
         draft = Draft(
             tokens=all_tokens,
-            parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), all_tokens.shape),
-            scores=jnp.zeros(all_tokens.shape),
-            valid=jnp.ones(all_tokens.shape, bool),
+            parents=jnp.broadcast_to(on_device(parents, jnp.int32), all_tokens.shape),
+            scores=on_device(np.zeros(all_tokens.shape)),
+            valid=on_device(np.ones(all_tokens.shape, bool)),
             probs=params[all_tokens] if is_drawn else None,
             vocab_map=None,
         )

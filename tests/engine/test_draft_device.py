@@ -89,8 +89,8 @@ def run(engine: Engine) -> list[Completion]:
     return [one.raise_for_error() for one in done]
 
 
-def tokens(engine: Engine) -> list[list[int]]:
-    return [one.token_ids for one in engine.generate(PROMPTS, PLAIN)]
+def tokens(engine: Engine, params: Sequence[SamplingParams] = SCORED) -> list[list[int]]:
+    return [one.token_ids for one in engine.generate(PROMPTS, params)]
 
 
 def check_equal(done: Sequence[Completion], expected: Sequence[Completion]) -> None:
@@ -157,7 +157,7 @@ def test_step_that_fails_on_one_device_loses_running_requests_and_both_states(
     apart: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The state of both devices is made anew, and later requests have their tokens."""
-    expected = tokens(engines.plain())
+    expected = tokens(engines.plain(), PLAIN)
     assert tokens(apart) == expected  # compiles the programs
     error, runner = RuntimeError("device lost"), apart.core.runner
     with monkeypatch.context() as patch:
@@ -165,7 +165,7 @@ def test_step_that_fails_on_one_device_loses_running_requests_and_both_states(
             for key, program in [*side.programs.compiled.items()]:
                 if key.kind == kind:
                     patch.setitem(side.programs.compiled, key, Fault(program, 2, error))
-        done = apart.generate(PROMPTS * 2, PLAIN * 2)
+        done = apart.generate(PROMPTS * 2, SCORED * 2)
     failed = [one for one in done if one.finish_reason == "error"]
     assert 1 <= len(failed) < len(done) and all(one.error is error for one in failed)
     assert apart.healthy and apart.pages_in_use == 0 and tokens(apart) == expected
@@ -265,7 +265,7 @@ class TwoDepths(Policy):
 def test_adaptive_engine_with_a_draft_model_apart_drafts_at_all_depths_and_learns_their_times() -> None:
     with make(jax.devices()[1], "chain:1", adaptive=True, draft_depths=(0, 1)) as engine:
         engine.policy = policy = TwoDepths()
-        assert tokens(engine) == tokens(engines.plain())
+        assert tokens(engine, PLAIN) == tokens(engines.plain(), PLAIN)
     assert {result.depth for result in policy.seen} == {0, 1}
     assert any(result.seconds is not None for result in policy.seen)
 

@@ -19,6 +19,7 @@ from jspec.engine.request.request import OutputState, Request, RequestState
 from jspec.sampling import grammar_mask, logprobs, penalties
 from tests.reference import regular
 from tests.support import engines, lettered
+from tests.support.arrays import on_device
 from tests.support.grammar_cases import LIST
 from tests.support.tables import table
 from tests.support.views import draft_of_rows, view_of_rows
@@ -73,11 +74,11 @@ def view_of(requests: list[Request], **options: Any) -> SlotView:
     for index, request in enumerate(requests):
         if request.grammar is not None:
             packed = grammar_mask.pack(index, request.grammar.class_of, request.grammar.next, 4000)
-            grammars = LOAD(grammars, jnp.asarray(packed))
-            state = ADMIT(state, jnp.asarray(pack_controls(request, engines.VOCAB, index)))
+            grammars = LOAD(grammars, on_device(packed))
+            state = ADMIT(state, on_device(pack_controls(request, engines.VOCAB, index)))
     view = view_of_rows([request.token_ids[-1] for request in requests], **options)
-    stops = jnp.asarray([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
-    slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
+    stops = on_device([[0, 14, *[-1] * 6]] * ROWS, jnp.int32)
+    slots = on_device([request.state.slot for request in requests], jnp.int32)
     return view.replace(slots=slots, sampling=view.sampling.replace(stop_ids=stops), controls=state, grammars=grammars)
 
 
@@ -88,7 +89,7 @@ def edited(logits: jax.Array, draft: Draft, view: SlotView) -> jax.Array:
 def check_logits(seed: int, *, chain: bool, run: Any) -> None:
     """Compare the mask of each node with the tokens that the library regex allows after it."""
     logits, draft, requests = random_case(seed, chain=chain)
-    found = np.asarray(run(jnp.asarray(logits), draft, view_of(requests)))
+    found = np.asarray(run(on_device(logits), draft, view_of(requests)))
     assert not np.isnan(found).any()
     tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
     violating = 0
@@ -140,10 +141,10 @@ def test_accept_rule_with_a_grammar_table_emits_only_allowed_tokens(rule: str) -
     for seed in range(8):
         logits, draft, requests = random_case(seed, chain=rule in drawn)
         if rule in drawn:
-            draft = draft.replace(probs=jnp.full((ROWS, NODES, engines.VOCAB), 1 / engines.VOCAB))
+            draft = draft.replace(probs=on_device(np.full((ROWS, NODES, engines.VOCAB), 1 / engines.VOCAB)))
         view = view_of(requests, temperature=1.0, accept=rule)
         view = view.replace(sampling=view.sampling.replace(seed=view.sampling.seed + 100 * seed))
-        verdict = accept(jnp.asarray(logits), draft, view)
+        verdict = accept(on_device(logits), draft, view)
         assert verdict.grammar_state is not None
         for row, request in enumerate(requests[:-1]):
             assert request.grammar is not None
@@ -166,8 +167,8 @@ def test_processed_logprobs_with_a_grammar_table_equal_those_of_the_masked_logit
 
     logits, draft, requests = random_case(2, chain=False)
     view = view_of(requests)
-    verdict, scores = jax.jit(run)(jnp.asarray(logits), draft, view)
-    log_probs = np.asarray(jax.nn.log_softmax(jitted()(jnp.asarray(logits), draft, view)))
+    verdict, scores = jax.jit(run)(on_device(logits), draft, view)
+    log_probs = np.asarray(jax.nn.log_softmax(jitted()(on_device(logits), draft, view)))
     assert int(verdict.accept_len.max()) > 0
     for row in range(ROWS):
         for place, node in enumerate(np.asarray(verdict.path[row])[: int(verdict.counts[row])]):

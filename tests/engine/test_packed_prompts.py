@@ -115,7 +115,7 @@ def trees(name: str) -> tuple[Tree, Tree]:
     ("name", "tree", "page"),
     [
         ("eagle3", DYNAMIC, 16),
-        ("draft model", CHAIN, 1),
+        pytest.param("draft model", CHAIN, 1, marks=pytest.mark.long),
         *(
             pytest.param(name, tree, page, marks=pytest.mark.matrix)
             for name in DRAFTERS

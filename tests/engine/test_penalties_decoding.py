@@ -18,6 +18,7 @@ from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.sampling import sampler
 from tests.reference import decoder, processors
 from tests.support import engines, tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -50,7 +51,7 @@ def by_processors(prompt: list[int], params: SamplingParams) -> list[int]:
         logits = decoder.logits(engines.target(), text)[0, -1].astype(np.float32)
         logits = processors.edited(logits, prompt, output, params, params.stop_token_ids)
         if params.temperature:
-            key = sampler.keys(jnp.asarray([[0, params.seed]], jnp.uint32), 0, jnp.asarray([text.shape[1]]))
+            key = sampler.keys(on_device([[0, params.seed]], jnp.uint32), 0, on_device([text.shape[1]]))
             logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, engines.VOCAB))[0]
         output.append(int(logits.argmax()))
     return output

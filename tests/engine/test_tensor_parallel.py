@@ -163,6 +163,7 @@ def test_engine_on_several_devices_emits_the_tokens_of_one_device(drafter: str, 
 
 def drafts(drafter: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and scores of the drafts of all rounds."""
+    options |= {"controls": False}  # which compiles sooner
     with Engine(target(), drafter=DRAFTERS[drafter](), **OPTIONS, **options) as engine:
         done = engine.generate(PROMPTS[:2], PARAMS[:2], trace=True)
     assert [one.token_ids for one in done] == expected()[:2]
@@ -244,8 +245,8 @@ def test_device_that_sums_in_another_order_is_caught(monkeypatch: pytest.MonkeyP
 
 
 UNDIVIDED = (("deepseek_v2", 4), ("deepseek_v3", 4))  # these have six experts
-FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gemma4_text", "gpt_oss", "deepseek_v3"))
-LONG_FAMILIES = (("glm4_moe", 2), ("llama4_text", 2), ("deepseek_v2", 2))
+FAMILIES_BY_DEFAULT = tuple((family, 2) for family in ("gpt_oss", "deepseek_v3"))
+LONG_FAMILIES = (("gemma4_text", 2), ("glm4_moe", 2), ("llama4_text", 2), ("deepseek_v2", 2))
 
 
 def with_a_fourth_expert(folder: Path, out: Path) -> Path:
@@ -389,6 +390,7 @@ def test_nan_in_the_logits_of_one_device_ends_the_request_with_an_error() -> Non
         check_devices_equal(side.state)
 
 
+@pytest.mark.long
 def test_preemption_and_prefix_hits_with_pages_of_one_row_change_no_token() -> None:
     """The pages do not suffice for six requests, so some are preempted; later the last prompt has cached pages."""
     own: dict[str, Any] = dict(page_size=1, pages=64, tensor_parallel=2)

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec import Completion, DraftModel, Eagle3, Engine, NGram, SamplingParams, Tree
 from jspec.core.config import ACCEPT_RULES
 from jspec.sampling.logits_processor import LogitsContext
 from tests.support import engines, tiny
+from tests.support.arrays import on_device
 
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:accept=.typical")]
 
@@ -24,7 +26,7 @@ def poison(logits: jax.Array, context: LogitsContext) -> jax.Array:
     """Make all logits, or only that of token ``args[1]``, NaN once a request has ``args[0]`` tokens; 0: never."""
     first, only = context.args[:, 0, None], context.args[:, 1, None, None]
     is_due = (first > 0) & (context.generated + 1 >= first)
-    vocab = jnp.arange(logits.shape[-1])
+    vocab = on_device(np.arange(logits.shape[-1]))
     return jnp.where(is_due[..., None] & ((only < 0) | (vocab == only)), jnp.nan, logits)
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import ancestor_bits, causal_bits
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
+from tests.support.arrays import on_device
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "queries": (1, 5, 17, 60),
@@ -24,6 +26,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "lengths": ("ragged", "zero", "full"),
 }
 ROWS = 320  # rows that a sequence can have: more than two of the kernel's splits
+
+bits_of = jax.jit(ancestor_bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,8 @@ class Problem:
 
     def finite(self) -> Problem:
         """Return the problem with 0.5 instead of NaN, so that a wrong row leads to a wrong number and not to NaN."""
-        pools = {name: jnp.nan_to_num(getattr(self, name), nan=0.5) for name in ("k_pool", "v_pool")}
+        pools = {name: np.array(getattr(self, name)) for name in ("k_pool", "v_pool")}
+        pools = {name: on_device(np.where(np.isnan(pool), pool.dtype.type(0.5), pool)) for name, pool in pools.items()}
         return dataclasses.replace(self, **pools)
 
     def expected_with(self, **changed: Any) -> np.ndarray:
@@ -160,15 +165,15 @@ def make_problem(case: AttentionCase, *, seed: int = 0) -> Problem:
         # Page table columns after the last used row are never read.
         page_table[b, (length + case.queries - 1) // case.page + 1 :] = 0
     q = generator.standard_normal((batch, case.queries, kv_heads * case.group, case.dim))
-    q = jnp.asarray(q, case.dtype)
-    k_pool, v_pool = (jnp.asarray(x, case.pool or case.dtype) for x in (k_pool, v_pool))
-    sinks = jnp.asarray(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
+    q = on_device(q, case.dtype)
+    k_pool, v_pool = (on_device(x, case.pool or case.dtype) for x in (k_pool, v_pool))
+    sinks = on_device(generator.normal(size=q.shape[2]) + 2, case.dtype) if case.sinks else None
     options = {name: getattr(case, name) for name in ("start", "window", "chunk", "scale", "softcap")} | {
         "sinks": sinks
     }
-    chain = jnp.asarray(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
-    block = jnp.broadcast_to(chain[:, -1:], chain.shape)
-    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, ancestor_bits(jnp.asarray(parents)))
-    arrays = (q, k_pool, v_pool, jnp.asarray(page_table), jnp.asarray(lengths), bits)
+    chain = on_device(np.broadcast_to(causal_bits(case.queries), (batch, *causal_bits(case.queries).shape)))
+    block = on_device(np.broadcast_to(np.asarray(chain)[:, -1:], chain.shape))
+    bits = {"causal": None, "chain": chain, "block": block}.get(case.tree, bits_of(parents))
+    arrays = (q, k_pool, v_pool, on_device(page_table), on_device(lengths), bits)
     problem = Problem(*arrays, options, new_rows, np.zeros(()), real)
     return dataclasses.replace(problem, expected=problem.expected_with())

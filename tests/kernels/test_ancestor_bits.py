@@ -13,6 +13,7 @@ from pallas_kernels import ancestor_bits, causal_bits
 from pallas_kernels.attention.ancestor_bits import mask_tile
 from tests.kernels.problems import make_tree
 from tests.reference.attention import ancestors
+from tests.support.arrays import on_device
 
 
 def unpack(bits: np.ndarray, nodes: int) -> np.ndarray:
@@ -45,14 +46,14 @@ def test_ancestor_bits_of_trees_match_walking_up_to_the_root(kind, nodes):
 @given(st.data(), st.sampled_from([3, 20, 40]))
 def test_ancestor_bits_of_drawn_parents_match_walking_up_to_the_root(data, nodes):
     parents = np.array([-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)], np.int32)
-    bits = np.asarray(ancestor_bits(jnp.asarray(parents[None])))[0]
+    bits = np.asarray(jax.jit(ancestor_bits)(parents[None]))[0]
     np.testing.assert_array_equal(unpack(bits, nodes), seen_by_walking(parents))
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 32, 33, 70])
 def test_causal_bits_of_any_size_equal_ancestor_bits_of_a_chain(nodes):
     parents = np.arange(-1, nodes - 1, dtype=np.int32)[None]
-    np.testing.assert_array_equal(np.asarray(ancestor_bits(parents))[0], causal_bits(nodes))
+    np.testing.assert_array_equal(np.asarray(jax.jit(ancestor_bits)(parents))[0], causal_bits(nodes))
     np.testing.assert_array_equal(unpack(causal_bits(nodes), nodes), np.tri(nodes, dtype=bool))
 
 
@@ -70,4 +71,4 @@ def test_mask_tile_function_with_packed_bits_equals_bits_looked_up_one_by_one(wo
     ]:
         row = first + np.arange(tile)
         wanted = table[:, 256 + row] & ((low <= row) & (row < high))
-        np.testing.assert_array_equal(expand([*jnp.asarray(seen.T)], *map(jnp.int32, (first, low, high)), tile), wanted)
+        np.testing.assert_array_equal(expand([*on_device(seen.T)], *map(jnp.int32, (first, low, high)), tile), wanted)

@@ -21,6 +21,7 @@ from tests.kernels.test_quantize_rows import half_step_error
 from tests.kernels.test_rope_append import arguments, head_weights, oracle, rotation
 from tests.reference.attention import ancestors, attention
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 KV_HEADS, CAPACITY = 2, 640
@@ -75,15 +76,15 @@ def problem(
     depth = np.array([[len(ancestors(tree, node)) - 1 for node in range(tokens)] for tree in parents])
     qkv = rng.normal(size=(parts, batch, tokens, (heads + 2 * KV_HEADS) * dim))
     given = dict(
-        k_pool=jnp.asarray(pools[0], dtype),
-        v_pool=jnp.asarray(pools[1], dtype),
-        qkv=jnp.asarray(qkv, dtype if parts == 1 else "float32"),
+        k_pool=on_device(pools[0], dtype),
+        v_pool=on_device(pools[1], dtype),
+        qkv=on_device(qkv, dtype if parts == 1 else "float32"),
         **rotation(np.array(lengths)[:, None] + depth, dim),
         **(head_weights(heads, KV_HEADS, dim, weights) if weights else {}),
-        page_table=jnp.asarray(table, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        valid=jnp.ones((batch, tokens), bool),
-        bits=None if tree == "causal" else ancestor_bits(jnp.asarray(parents)),
+        page_table=on_device(table, jnp.int32),
+        lengths=on_device(lengths, jnp.int32),
+        valid=on_device(np.ones((batch, tokens), bool)),
+        bits=None if tree == "causal" else ancestor_bits(on_device(parents)),
         heads=heads,
         start=start,
         dtype=jnp.dtype(dtype),
@@ -91,7 +92,7 @@ def problem(
         chunk=chunk,
         scale=scale,
         softcap=softcap,
-        sinks=jnp.asarray(rng.normal(size=heads) + 2, dtype) if sinks else None,
+        sinks=on_device(rng.normal(size=heads) + 2, dtype) if sinks else None,
     )
     return given, parents
 
@@ -103,9 +104,9 @@ def errors(found: tuple[Any, ...], p: dict[str, Any], parents: np.ndarray, *, no
     """
     heads, dtype = p["heads"], p["dtype"]
     q, k_pool, v_pool = oracle({**p, "first_row": p["lengths"]}, heads, norms_last=norms_last)
-    q = np.asarray(jnp.asarray(q, dtype), np.float64)
+    q = np.asarray(on_device(q, dtype), np.float64)
     held = p["k_pool"].dtype
-    pools = [np.asarray(jnp.asarray(jnp.asarray(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
+    pools = [np.asarray(on_device(on_device(pool, dtype), held), np.float64) for pool in (k_pool, v_pool)]
     rows = [[ancestors(tree, node) for node in range(parents.shape[1])] for tree in parents]
     options = {name: p[name] for name in ("start", "window", "chunk", "scale", "softcap")}
     options["sinks"] = None if p["sinks"] is None else np.asarray(p["sinks"], np.float64)
@@ -249,7 +250,7 @@ def test_append_attention_with_wrong_shapes_raises() -> None:
     with pytest.raises(ValueError, match="bits must be"):
         append_attention(**arguments(p) | {"bits": jnp.tile(p["bits"], 2)})
     with pytest.raises(ValueError, match=r"sinks must be None or \[8\]"):
-        append_attention(**arguments(p) | {"sinks": jnp.zeros(9)})
+        append_attention(**arguments(p) | {"sinks": on_device(np.zeros(9))})
     with pytest.raises(ValueError, match="window must be None or at least 1, got 0"):
         append_attention(**arguments(p) | {"window": 0})
 

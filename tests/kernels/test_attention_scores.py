@@ -16,6 +16,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.attention.ptx import count_ones, scaled_tanh
 from tests.kernels.problems import AttentionCase, make_problem
 from tests.support import cover
+from tests.support.arrays import on_device
 
 SCORES = [  # options of the scores, alone and together
     AttentionCase(window=40, scale=0.4, softcap=1.5, sinks=True, queries=17, dim=80, lengths="full"),
@@ -145,4 +146,4 @@ def test_paged_attention_with_invalid_options_of_scores_raises():
         with pytest.raises(ValueError, match=f"softcap must be None or above 0 and finite, got {softcap}"):
             paged_attention(*make_problem(AttentionCase()).arrays, softcap=softcap)
     with pytest.raises(ValueError, match=r"sinks must be None or \[8\], one per query head, got \(4,\)"):
-        paged_attention(*make_problem(AttentionCase()).arrays, jnp.zeros(4))
+        paged_attention(*make_problem(AttentionCase()).arrays, on_device(np.zeros(4)))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sampling.best_tree import MOST_NODES, best_tree, run_kernel
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted
 
@@ -57,7 +58,7 @@ def expected(
 
 
 def check(run: Callable[..., Any], nodes: int, given: Arrays) -> None:
-    got = run(*map(jnp.asarray, given), nodes)
+    got = [np.asarray(field) for field in run(*map(on_device, given), nodes)]
     for row, own in enumerate(zip(*given, strict=True)):
         for field, wanted in zip(got, expected(*own, nodes), strict=True):
             np.testing.assert_array_equal(field[row], wanted)

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from tests.kernels.test_rope_append import arguments, oracle, problem
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 SHAPES = [(2, 16, 4), (1, 80, 16), (3, 64, 16)]  # kv heads, head_dim, page
@@ -24,7 +25,7 @@ def layers_of(shape: tuple[int, int, int], dtype: str, count: int, **options: An
     made = [problem((0, *shape), dtype, **options) for _ in range(count)]
     for index, own in enumerate(made):
         rng = np.random.default_rng(index)
-        own["qkv"] = jnp.asarray(rng.normal(size=own["qkv"].shape), own["qkv"].dtype)
+        own["qkv"] = on_device(rng.normal(size=own["qkv"].shape), own["qkv"].dtype)
         own["inv_freq"] = own["inv_freq"] * (1 + index)  # each layer has a rotation and norms of its own
         for name in ("bias", "k_norm", "v_norm"):
             if name in own:
@@ -34,7 +35,7 @@ def layers_of(shape: tuple[int, int, int], dtype: str, count: int, **options: An
 
 def append_all(layers: list[dict[str, Any]], implementation: str) -> tuple[list[jax.Array], list[jax.Array]]:
     pools = ([own[name] for own in layers] for name in ("k_pool", "v_pool"))
-    projected = jnp.concatenate([own["qkv"][0] for own in layers], axis=-1)
+    projected = np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1)
     transforms, rows = [arguments(own)["transform"] for own in layers], (layers[0][name] for name in ROWS)
     return append_layers(*pools, projected, transforms, *rows, implementation=implementation)
 
@@ -75,7 +76,7 @@ def test_rows_of_float8_pools_are_rounded_and_clipped(implementation: str) -> No
 
 def test_split_layers_equal_the_rows_that_are_written() -> None:
     layers = layers_of((2, 16, 4), "float32", 2, weights="float32")
-    projected = jnp.concatenate([own["qkv"][0] for own in layers], axis=-1)
+    projected = on_device(np.concatenate([np.asarray(own["qkv"])[0] for own in layers], axis=-1))
     found = split_layers(projected, [arguments(own)["transform"] for own in layers], 2)
     for own, (k, v), *pools in zip(layers, found, *append_all(layers, "reference"), strict=True):
         row = int(own["first_row"][2]) + int(np.argmax(own["valid"][2]))

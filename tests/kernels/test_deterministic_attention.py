@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import paged_attention
 from tests.kernels.problems import AttentionCase, Problem, make_problem
 from tests.support import cover
+from tests.support.arrays import on_device
 
 CASES = [
     AttentionCase(queries=5, tree="causal", page=1, dtype="bfloat16", start=1),
@@ -44,7 +45,7 @@ def paths_of(problem: Problem) -> jax.Array | None:
     for place in np.ndindex(*seen.shape[:2]):
         rows = np.flatnonzero(seen[place])
         paths[place][: len(rows)] = rows
-    return jnp.asarray(paths)
+    return on_device(paths)
 
 
 def check(case: AttentionCase, implementation: str) -> None:
@@ -109,9 +110,9 @@ class AttendedText:
         q[-1] = self.q[rows]
         lengths = [*([length // 2] * mates), length]
         if paths is not None:
-            paths = jnp.asarray(np.broadcast_to(paths, (1 + mates, *np.shape(paths))), jnp.int32)
-        arrays = (jnp.asarray(array, self.dtype) for array in (q, *pools))
-        tables = (jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32))
+            paths = on_device(np.broadcast_to(paths, (1 + mates, *np.shape(paths))), jnp.int32)
+        arrays = (on_device(array, self.dtype) for array in (q, *pools))
+        tables = (on_device(table, jnp.int32), on_device(lengths, jnp.int32))
         extra = {} if paths is None else {"paths": paths}
         return np.asarray(self.attend(*arrays, *tables, None, **extra)[-1], np.float32)
 

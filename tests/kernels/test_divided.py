@@ -20,6 +20,7 @@ from pallas_kernels.sampling import divided
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN
 from pallas_kernels.sampling.threshold import SLICE
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200, h200_mesh
 
 ROWS = 12
@@ -147,10 +148,10 @@ def test_devices_find_the_most_likely_tokens_of_one_device(
     vocab: int, k: int, devices: int, implementation: str
 ) -> None:
     """Rounded logits have ties within a device and between devices; k may be more columns than a device has."""
-    logits, base = rows_of(vocab).round(0), jnp.arange(ROWS, dtype=jnp.float32)
+    logits, base = rows_of(vocab).round(0), on_device(np.arange(ROWS, dtype=jnp.float32))
     run = partial(divided.top_log_probs_of_devices, k=k, base=base, implementation=implementation)
     log_probs, ids = on_devices(devices, run, logits)
-    wanted, wanted_ids = top_log_probs(jnp.asarray(logits[0]), k, base=base, implementation="reference")
+    wanted, wanted_ids = top_log_probs(on_device(logits[0]), k, base=base, implementation="reference")
     np.testing.assert_array_equal(ids, wanted_ids)
     np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
 

@@ -25,6 +25,7 @@ from pallas_kernels.layers.experts.expert_tiling import choose_tiles
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
 from pallas_kernels.layers.weights import Quantized
 from tests.kernels.test_expert_matmul import LIMITED, choices, loop, packed
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted
 
@@ -126,13 +127,14 @@ def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     """2048 choices are counted in 16 steps, those of one expert in the same byte; other rows have several programs."""
     rng, kind = np.random.default_rng(count), "int4" if size == 16 else "mxfp4"
     outside, least = rng.choice([-1, experts, experts + 5], count), experts - 1 if count == MOST_LISTED else 0
-    chosen = jnp.asarray(
+    chosen = on_device(
         np.where(rng.uniform(size=count) < none, outside, rng.integers(least, experts, count)), jnp.int32
     )
     columns = 128 if count == MOST_LISTED else 608 if size == 24 else 640  # the interpreter copies all rows often
-    x = jnp.asarray(rng.normal(size=(-(-count // 3), columns)), BF16)
-    wanted = blocks_of(chosen, experts, size)
-    rows, got, counts = gather_blocks(x, chosen, experts, size, kind, interpret=True)
+    x = on_device(rng.normal(size=(-(-count // 3), columns)), BF16)
+    wanted = jax.tree.map(np.asarray, jax.jit(blocks_of, static_argnums=(1, 2))(chosen, experts, size))
+    gathered = gather_blocks(x, chosen, experts, size, kind, interpret=True)
+    rows, got, counts = jax.tree.map(np.asarray, gathered)
     is_own, is_none = wanted.expert < experts, wanted.expert == experts
     assert counts.tolist() == [is_own.sum(), is_none.sum()]
     for found, right in zip(got, wanted, strict=True):
@@ -141,7 +143,7 @@ def test_blocks_and_rows_gathered_by_one_launch_are_those_of_blocks_of(
     own = np.asarray(rows.swapaxes(0, 1).reshape(rows.shape[1], -1), np.float32)[: len(listed)]
     right = np.asarray(registered(x, kind), np.float32)[listed % len(x)]
     np.testing.assert_array_equal(own, np.where(listed[:, None] < 0, 0, right))
-    assert counts[0] == 0 or not np.array_equal(own[0], np.pad(x[listed[0] % len(x)], (0, -columns % 128)))
+    assert counts[0] == 0 or not np.array_equal(own[0], np.pad(np.asarray(x)[listed[0] % len(x)], (0, -columns % 128)))
 
 
 def interpreted(*arguments: Any, function: Any, **options: Any) -> np.ndarray:
@@ -186,11 +188,11 @@ def test_hopper_kernel_of_packed_experts_interpreted_matches_a_loop_over_rows(
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     weight, wide = packed(kind, inner, group, 96 if tiles.width == 48 else 128)
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    x = on_device(rng.normal(size=(rows, inner)), BF16)
     own = np.full((2, rows), -1, np.int32) if chosen == "none" else choices(chosen, 5, 2, rows)
-    bias = jnp.asarray(rng.normal(size=wide.shape[:2]), BF16)
-    factors = jnp.asarray(rng.uniform(size=own.shape), F32) if gate is None else None
-    arguments = x, weight, bias, factors, jnp.asarray(own)
+    bias = on_device(rng.normal(size=wide.shape[:2]), BF16)
+    factors = on_device(rng.uniform(size=own.shape), F32) if gate is None else None
+    arguments = x, weight, bias, factors, on_device(own)
     got = interpreted(*arguments, function=multiply_chosen, tiles=tiles, gate=gate, dtype=F32)
     wanted = loop(x, wide, own, gate, bias, factors)
     scale = np.abs(wanted).max()
@@ -223,13 +225,13 @@ def test_rows_written_for_the_next_product_interpreted_are_its_x(
     """96 channels of mxfp4 fill three quarters of a slice; the interpreter's memory is NaN where nothing is written."""
     (gate_up, wide), (down, own_wide) = packed(kind, 128, group, out), packed(kind, out // 2, group)
     rng = np.random.default_rng(out)
-    x, own = jnp.asarray(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
-    biases = [jnp.asarray(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
-    factors = jnp.asarray(rng.uniform(size=own.shape), F32)
+    x, own = on_device(rng.normal(size=(3, 128)), BF16), choices(chosen, 5, 2, 3)
+    biases = [on_device(rng.normal(size=one.shape[:2]), BF16) for one in (wide, own_wide)]
+    factors = on_device(rng.uniform(size=own.shape), F32)
     tiles = Int4Tiles(8, 1, 1, 2, 1, 2, width=width), Int4Tiles(8, 1, 1, 2, 2, 2)
-    arguments = x, ExpertMlp(gate_up, down, *biases), factors, jnp.asarray(own)
+    arguments = x, ExpertMlp(gate_up, down, *biases), factors, on_device(own)
     got = interpreted(*arguments, function=multiply_packed, tiles=tiles, gate=LIMITED)
-    inner = jnp.asarray(loop(x, wide, own, LIMITED, biases[0]), BF16)
+    inner = on_device(loop(x, wide, own, LIMITED, biases[0]), BF16)
     wanted = loop(inner, own_wide, own, None, biases[1], factors)
     scale = np.abs(wanted).max()
     np.testing.assert_allclose(got, wanted, atol=0.01 * scale)  # two parts, each in bfloat16; inner may be rounded up

@@ -22,6 +22,7 @@ from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.weights import Quantized
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 LIMITED = Gate("silu", 0.5, 1.7)
@@ -74,10 +75,10 @@ def loop(x: Any, weight: Any, chosen: Any, gate: Gate | None = None, bias: Any =
 
 def problem(rows: int, *, experts: int = 5, chosen: int = 2, out: int = 128, inner: int = 64) -> tuple[Any, ...]:
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(rows, inner)), jnp.float32)
-    weight = jnp.asarray(rng.normal(size=(experts, out, inner)) / np.sqrt(inner), jnp.float32)
-    bias = jnp.asarray(rng.normal(size=(experts, out)), jnp.float32)
-    return x, weight, bias, jnp.asarray(rng.uniform(size=(chosen, rows)), jnp.float32)
+    x = on_device(rng.normal(size=(rows, inner)), jnp.float32)
+    weight = on_device(rng.normal(size=(experts, out, inner)) / np.sqrt(inner), jnp.float32)
+    bias = on_device(rng.normal(size=(experts, out)), jnp.float32)
+    return x, weight, bias, on_device(rng.uniform(size=(chosen, rows)), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +97,13 @@ def test_last_experts_may_be_one_dense_weight(rows: int, shared: int, determinis
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic, "shared": shared}
     dense = np.asarray(weight)[first:].reshape(192, shared, 64).swapaxes(0, 1)
     down = np.concatenate([np.asarray(weight)[:first], dense])
-    np.testing.assert_allclose(expert_matmul(x, weight, jnp.asarray(chosen), **fixed), loop(x, down, chosen), atol=1e-5)
+    np.testing.assert_allclose(expert_matmul(x, weight, on_device(chosen), **fixed), loop(x, down, chosen), atol=1e-5)
     x, weight, _, _ = problem(rows, experts=6, out=128)
     gates, ups = np.split(np.asarray(weight)[first:].reshape(-1, 64), 2)
     dense = np.concatenate([gates.reshape(shared, 64, 64), ups.reshape(shared, 64, 64)], axis=1)
     both = loop(x, np.concatenate([np.asarray(weight)[:first], dense]), chosen)
     gate, up = np.split(both, 2, axis=-1)
-    got = expert_matmul(x, weight, jnp.asarray(chosen), gate=Gate(), **fixed)
+    got = expert_matmul(x, weight, on_device(chosen), gate=Gate(), **fixed)
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
 
 
@@ -118,7 +119,7 @@ def test_product_of_few_rows_equals_a_loop_over_rows(
     x, weight, bias, factors = problem(rows)
     chosen = choices(kind, 5, 2, rows)
     fixed: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-    got = expert_matmul(x, weight, jnp.asarray(chosen), bias=bias, factors=factors, **fixed)
+    got = expert_matmul(x, weight, on_device(chosen), bias=bias, factors=factors, **fixed)
     np.testing.assert_allclose(got, loop(x, weight, chosen, bias=bias, factors=factors), atol=1e-5)
     if (chosen == 1).any():
         other = loop(x, weight, np.where(chosen == 1, 0, chosen), bias=bias, factors=factors)
@@ -131,7 +132,7 @@ def test_row_that_chooses_an_expert_more_often_than_a_block_has_places_gets_each
     each = jnp.stack([x * (1 + j) for j in range(2 * FEW_ROWS + 1)])
     chosen = np.full((len(each), 1), 2, np.int32)
     chosen[5], chosen[7] = 1, -1
-    got = expert_matmul(each, weight, jnp.asarray(chosen), implementation="pallas")
+    got = expert_matmul(each, weight, on_device(chosen), implementation="pallas")
     np.testing.assert_allclose(got, loop(each, weight, chosen), atol=1e-4)
 
 
@@ -148,7 +149,7 @@ def test_few_rows_start_a_program_for_each_expert_or_choice(rows: int, programs:
 def test_gated_product_joins_gate_and_up_of_each_expert(gate: Gate, implementation: Any) -> None:
     x, weight, bias, _ = problem(7)
     chosen = choices("any", 5, 3, 7)
-    got = expert_matmul(x, weight, jnp.asarray(chosen), gate=gate, bias=bias, implementation=implementation)
+    got = expert_matmul(x, weight, on_device(chosen), gate=gate, bias=bias, implementation=implementation)
     np.testing.assert_allclose(got, loop(x, weight, chosen, gate, bias), atol=1e-5)
     other = loop(x, weight, chosen, Gate("gelu") if gate.limit is None else Gate(), bias)
     assert np.abs(got - other).max() > 1e-4, "control: another way to join them"
@@ -160,7 +161,7 @@ def test_product_of_many_rows_equals_a_loop_over_rows(kind: str, implementation:
     x, weight, *_ = problem(rows)
     each = jnp.stack([x, 2 * x])  # other activations for each choice
     chosen = choices(kind, 5, 2, rows)
-    got = expert_matmul(each, weight, jnp.asarray(chosen), implementation=implementation)
+    got = expert_matmul(each, weight, on_device(chosen), implementation=implementation)
     np.testing.assert_allclose(got, loop(each, weight, chosen), atol=2e-5)
 
 
@@ -168,7 +169,7 @@ def test_product_of_many_rows_equals_a_loop_over_rows(kind: str, implementation:
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_hold_each_choice_once_with_those_of_its_expert_only(kind: str, size: int) -> None:
     chosen = choices(kind, 5, 2, 37).ravel()
-    expert, rows = (np.asarray(array) for array in blocks_of(jnp.asarray(chosen), 5, size))
+    expert, rows = (np.asarray(array) for array in blocks_of(on_device(chosen), 5, size))
     assert sorted(rows[rows >= 0].tolist()) == list(range(len(chosen)))
     known = np.where((chosen >= 0) & (chosen < 5), chosen, 5)
     for own, listed in zip(expert, rows, strict=True):
@@ -182,11 +183,11 @@ def test_quantised_experts_have_a_scale_for_each_channel(kind: Any, implementati
     stored = quantize(weight, kind)
     assert stored.scale.shape == weight.shape[:2] and not stored.has_groups
     chosen = choices("any", 5, 2, 6)
-    got = expert_matmul(x, stored, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
+    got = expert_matmul(x, stored, on_device(chosen), gate=Gate(), bias=bias, implementation=implementation)
     wide = np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[..., None]
     np.testing.assert_allclose(got, loop(x, wide, chosen, Gate(), bias), atol=1e-5)
     unscaled = replace(stored, scale=jnp.ones_like(stored.scale))
-    other = expert_matmul(x, unscaled, jnp.asarray(chosen), gate=Gate(), bias=bias, implementation=implementation)
+    other = expert_matmul(x, unscaled, on_device(chosen), gate=Gate(), bias=bias, implementation=implementation)
     assert np.abs(got - other).max() > 0.1, "control: the scales count"
 
 
@@ -200,7 +201,7 @@ def packed(kind: Any, inner: int, group: int, out: int = 128) -> tuple[Quantized
     else:
         scale, zeros = (rng.normal(size=groups) / 20).astype(np.float32), rng.integers(0, 16, groups, np.uint8)
         numbers, factor = values.astype(np.float64) - zeros.repeat(group, -1), scale.astype(np.float64)
-    arrays = [None if array is None else jnp.asarray(array) for array in (pack(values), scale, zeros)]
+    arrays = [None if array is None else on_device(array) for array in (pack(values), scale, zeros)]
     return Quantized(arrays[0], arrays[1], kind, arrays[2]), numbers * factor.repeat(group, -1)  # type: ignore[arg-type]
 
 
@@ -214,38 +215,39 @@ def test_packed_experts_have_the_products_of_their_values(
 ) -> None:
     weight, wide = packed(kind, inner, group)
     assert weight.kind == kind and weight.group == group and weight.shape == wide.shape
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, inner)), jnp.bfloat16)
+    x = on_device(np.random.default_rng(0).normal(size=(rows, inner)), jnp.bfloat16)
     chosen = choices("rows without experts" if rows > 1 else "any", 5, 2, rows)
     product = functools.partial(expert_matmul, dtype=jnp.float32, implementation=implementation)
-    got, wanted = product(x, weight, jnp.asarray(chosen)), loop(x, wide, chosen)
+    got, wanted = product(x, weight, on_device(chosen)), loop(x, wide, chosen)
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
-    gated = product(x, weight, jnp.asarray(chosen), gate=LIMITED)
+    gated = product(x, weight, on_device(chosen), gate=LIMITED)
     np.testing.assert_allclose(gated, loop(x, wide, chosen, LIMITED), atol=1e-4)
     wrong = [replace(weight, values=weight.values << 4 | weight.values >> 4)]
     wrong += [replace(weight, scale=jnp.roll(weight.scale, 1, axis)) for axis in (1, 2)]
     wrong += [] if weight.zeros is None else [replace(weight, zeros=None)]
     for other in wrong:
-        found = product(x, other, jnp.asarray(chosen))
+        found = product(x, other, on_device(chosen))
         assert np.abs(found - wanted).max() > 0.05 * np.abs(wanted).max(), "control"
 
 
 def test_packed_experts_that_the_kernel_does_not_support_are_named() -> None:
     (weight, _), (fine, _) = packed("mxfp4", 96, 32), packed("int4", 96, 16)
-    chosen, shape = jnp.zeros((1, 1), jnp.int32), (1, 96)
+    chosen, shape = on_device(np.zeros((1, 1), jnp.int32)), (1, 96)
     with pytest.raises(NotImplementedError, match="x must be bfloat16 for experts in mxfp4, got float16"):
-        expert_matmul(jnp.zeros(shape, jnp.float16), weight, chosen, implementation="pallas")
+        expert_matmul(on_device(np.zeros(shape, jnp.float16)), weight, chosen, implementation="pallas")
     with pytest.raises(NotImplementedError, match="groups must be multiples of 32 columns, got 16"):
-        expert_matmul(jnp.zeros(shape, jnp.bfloat16), fine, chosen, implementation="pallas")
+        expert_matmul(on_device(np.zeros(shape, jnp.bfloat16)), fine, chosen, implementation="pallas")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_deterministic_product_of_a_row_has_the_same_bits_among_any_other_rows(implementation: Any) -> None:
     x, weight, bias, factors = problem(150)
-    chosen = jnp.asarray(choices("any", 5, 2, 150))
+    chosen = on_device(choices("any", 5, 2, 150))
     options: dict[str, Any] = {"bias": bias, "deterministic": True, "implementation": implementation}
     whole = np.asarray(expert_matmul(x, weight, chosen, factors=factors, **options))
+    x, chosen, factors = map(np.asarray, (x, chosen, factors))
     for rows in ([7], [149, 3], list(range(40, 110))):
-        own = expert_matmul(x[np.array(rows)], weight, chosen[:, rows], factors=factors[:, rows], **options)
+        own = expert_matmul(x[rows], weight, chosen[:, rows], factors=factors[:, rows], **options)
         np.testing.assert_array_equal(own, whole[:, rows])
 
 
@@ -337,6 +339,6 @@ def test_weights_that_the_kernel_does_not_support_are_named() -> None:
     assert unsupported_experts(wide, jnp.bfloat16, gated=True) is None
     for gate in (None, Gate()):
         with pytest.raises(NotImplementedError, match=r"multiple of .*, multiple of .*got \(5, 96, 64\)"):
-            expert_matmul(x, weight, jnp.zeros((2, 3), jnp.int32), gate=gate, implementation="pallas")
+            expert_matmul(x, weight, on_device(np.zeros((2, 3), jnp.int32)), gate=gate, implementation="pallas")
     huge: Any = jax.ShapeDtypeStruct((128, 16384, 5120), jnp.bfloat16)
     assert "less than 2147483648" in str(unsupported_experts(huge, jnp.bfloat16, gated=True))

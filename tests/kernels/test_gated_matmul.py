@@ -22,6 +22,7 @@ from pallas_kernels.layers.gated_matmul import kernel_padding, tiles_for
 from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
+from tests.support.arrays import on_device
 from tests.support.gpus import GPUS, compile_for
 from tests.support.h200 import compile_for_h200
 from tests.support.mosaic import interpreted as run_interpreted
@@ -32,8 +33,8 @@ mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper k
 
 def problem(rows: int, out: int, inner: int, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.normal(size=(rows, inner)), dtype)
-    return x, jnp.asarray(rng.normal(size=(2 * out, inner)) / np.sqrt(inner), dtype)
+    x = on_device(rng.normal(size=(rows, inner)), dtype)
+    return x, on_device(rng.normal(size=(2 * out, inner)) / np.sqrt(inner), dtype)
 
 
 def wanted(x: Any, weight: Any, activation: str = "silu") -> np.ndarray:
@@ -285,22 +286,22 @@ def test_gated_matmul_compiled_for_h200_is_one_launch_without_spills(
 def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
     out, inner = 132 * 48, 128
-    bf16, int8, fp8 = (jnp.zeros((2 * out, inner), dtype) for dtype in (BF16, jnp.int8, FP8))
-    scale = jnp.ones(2 * out, F32)
+    bf16, int8, fp8 = (on_device(np.zeros((2 * out, inner), dtype)) for dtype in (BF16, jnp.int8, FP8))
+    scale = on_device(np.ones(2 * out, F32))
     weights = {
         "bf16": bf16,
         "int8": Quantized(int8, scale, "int8"),
         "fp8": Quantized(fp8, scale, "fp8"),
         "fp8_dynamic": Quantized(fp8, scale, "fp8_dynamic"),
     }
-    rows = {dtype: jnp.zeros((320, inner), dtype) for dtype in (BF16, F16, F32)}
+    rows = {dtype: on_device(np.zeros((320, inner), dtype)) for dtype in (BF16, F16, F32)}
     supported = {(str(dtype), name) for dtype in rows for name in weights if tiles_for(rows[dtype], weights[name])}
     assert supported == {("bfloat16", "bf16"), ("bfloat16", "fp8_dynamic"), ("float16", "fp8_dynamic")}
-    x8 = QuantizedActivation(jnp.zeros((320, inner), FP8), jnp.ones(320, F32), F32)
+    x8 = QuantizedActivation(on_device(np.zeros((320, inner), FP8)), on_device(np.ones(320, F32)), F32)
     assert tiles_for(dataclasses.replace(x8, dtype=BF16), weights["fp8_dynamic"])
-    few = {dtype: jnp.zeros((24, inner), dtype) for dtype in (BF16, FP8)}
+    few = {dtype: on_device(np.zeros((24, inner), dtype)) for dtype in (BF16, FP8)}
     assert not tiles_for(few[BF16], weights["bf16"]), "XLA is as fast"
-    assert tiles_for(QuantizedActivation(few[FP8], jnp.ones(24, F32), BF16), weights["fp8_dynamic"])
+    assert tiles_for(QuantizedActivation(few[FP8], on_device(np.ones(24, F32)), BF16), weights["fp8_dynamic"])
     assert not tiles_for(x8, weights["fp8_dynamic"])
     assert tiles_for(rows[BF16], bf16, "gelu_tanh")
     assert not tiles_for(rows[BF16], bf16, "gelu"), "the kernel has no erf"
@@ -310,7 +311,7 @@ def test_hopper_kernel_has_tiles_only_for_supported_dtypes_and_enough_rows(monke
 def test_kernel_padding_of_unsupported_row_count_reaches_the_next_supported_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weight = jnp.zeros((2 * 6144, 1024), BF16)
+    weight = on_device(np.zeros((2 * 6144, 1024), BF16))
     wanted = {
         (1, 60): 4,
         (1, 64): 0,

@@ -25,6 +25,7 @@ from pallas_kernels.layers.quantize_rows import quantize_activation
 from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.gpus import A100, H100, compile_for
 from tests.support.h200 import H200Program
 
@@ -34,10 +35,10 @@ BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 def problem(rows: int, out: int, inner: int, group: int, dtype: str = "float8_e4m3fn") -> tuple[jax.Array, Quantized]:
     """Return random x and weight; the scales of neighbouring groups differ by up to ten, so a wrong one shows."""
     rng = np.random.default_rng(rows + out)
-    values = jnp.asarray(rng.normal(size=(out, inner)) * 30, F32).astype(dtype)
+    values = on_device(rng.normal(size=(out, inner)) * 30, F32).astype(dtype)
     scale = 10.0 ** rng.uniform(-3, -2, (out, inner // group))
     kind: Any = "int8" if dtype == "int8" else "fp8"
-    return jnp.asarray(rng.normal(size=(rows, inner)), BF16), Quantized(values, jnp.asarray(scale, F32), kind)
+    return on_device(rng.normal(size=(rows, inner)), BF16), Quantized(values, on_device(scale, F32), kind)
 
 
 def wide(weight: Quantized) -> np.ndarray:
@@ -86,8 +87,8 @@ def packed_problem(rows: int, out: int, inner: int, group: int, has_zeros: bool)
     """Return random x and packed weight; zero points are up to 16, as in files of GPTQ."""
     x, weight = problem(rows, out, inner, group)
     rng = np.random.default_rng(inner)
-    values = int4.pack(jnp.asarray(rng.integers(0, 16, (out, inner)), jnp.uint8))
-    zeros = jnp.asarray(rng.integers(0, 17, weight.scale.shape), jnp.uint8) if has_zeros else None
+    values = int4.pack(on_device(rng.integers(0, 16, (out, inner)), jnp.uint8))
+    zeros = on_device(rng.integers(0, 17, weight.scale.shape), jnp.uint8) if has_zeros else None
     return x, Quantized(values, weight.scale, "int4", zeros)
 
 
@@ -118,7 +119,7 @@ def test_product_with_a_packed_weight_has_the_sums_of_each_groups_differences_ti
     assert error(got.sum(0), wanted) < 1e-6  # float32 sums of exact products
     swapped = replace(weight, values=weight.values << 4 | weight.values >> 4)
     assert error(run(x, swapped).sum(0), wanted) > 0.1, "control: halves swapped"
-    zeros = jnp.full(weight.scale.shape, 8, jnp.uint8) if weight.zeros is None else weight.zeros
+    zeros = on_device(np.full(weight.scale.shape, 8, jnp.uint8)) if weight.zeros is None else weight.zeros
     other = run(x, replace(weight, zeros=zeros + 1)).sum(0)
     assert error(other, wanted) > 0.01, "control: zero points of one more"
 
@@ -132,7 +133,7 @@ def test_packed_values_keep_their_columns_in_any_blocks() -> None:
     for parts in (2, 4, 16):
         assert int4.reblocked(packed, parts).shape[1] % parts == 0
         np.testing.assert_array_equal(int4.unpack(int4.reblocked(packed, parts)), values)
-    weight = Quantized(jnp.asarray(packed), jnp.ones((3, 3)), "int4", jnp.zeros((3, 3), jnp.uint8))
+    weight = Quantized(on_device(packed), on_device(np.ones((3, 3))), "int4", on_device(np.zeros((3, 3)), jnp.uint8))
     np.testing.assert_array_equal(matmul(jnp.eye(40), columns_of(weight, 16, 56)), values[:, 16:56].T)
     with pytest.raises(ValueError, match="int4: expected an even number of input channels, got 3"):
         int4.reblocked(packed, 32)
@@ -141,7 +142,7 @@ def test_packed_values_keep_their_columns_in_any_blocks() -> None:
 @pytest.mark.once
 def test_scales_of_a_weight_belong_to_consecutive_columns_of_a_row() -> None:
     _, weight = problem(1, 3, 12, 4)
-    identity = jnp.eye(12, dtype=F32)
+    identity = on_device(np.eye(12, dtype=F32))
     np.testing.assert_allclose(matmul(identity, weight), wide(weight).T, rtol=1e-6)
     np.testing.assert_allclose(expected(identity, weight), wide(weight).T, rtol=1e-12)
 
@@ -173,7 +174,7 @@ def test_every_product_accepts_group_scales() -> None:
     assert error(gated_matmul(x, weight), silu) < 2e-2  # gate and up are rounded before they are multiplied
     both = jnp.concatenate([x, x], axis=1)
     activations = np.asarray(x, np.float64) ** 2 / (1 + np.exp(-np.asarray(x, np.float64)))
-    assert error(matmul(both, weight, gate="silu"), expected(jnp.asarray(activations, BF16), weight)) < 2e-2
+    assert error(matmul(both, weight, gate="silu"), expected(on_device(activations, BF16), weight)) < 2e-2
 
 
 @pytest.mark.once

@@ -19,6 +19,7 @@ from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.reference.activations import ACTIVATIONS
+from tests.support.arrays import on_device
 from tests.support.mosaic import interpreted as run_interpreted
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -97,11 +98,11 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
 ) -> None:
     """The interpreter also fails if a barrier is passed too early or has arrivals left at the end."""
     rng, out = np.random.default_rng(rows), 384 if tiles.width == 48 else 128
-    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    x = on_device(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    given = [jnp.asarray(array) for array in (packed, scale, zeros) if array is not None]
+    given = [on_device(array) for array in (packed, scale, zeros) if array is not None]
     got = interpreted(x, *given, tiles=tiles)
 
     def error(*weight: Any) -> float:
@@ -123,11 +124,11 @@ def test_hopper_kernel_of_packed_weights_interpreted_matches_float64(
 )
 def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activation: str, tiles: Int4Tiles) -> None:
     rng, (out, inner) = np.random.default_rng(rows), (192, 1024)
-    x = jnp.asarray(rng.normal(size=(rows, inner)), BF16)
+    x = on_device(rng.normal(size=(rows, inner)), BF16)
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // 64))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    given = [jnp.asarray(array) for array in (packed, scale, zeros) if array is not None]
+    given = [on_device(array) for array in (packed, scale, zeros) if array is not None]
     got = interpreted(x, *given, tiles=tiles, activation=activation)
     both = np.asarray(x, np.float64) @ reference.device(packed, scale, zeros).astype(np.float64).T
     (gate, up), function = np.split(both, 2, axis=1), ACTIVATIONS[activation]
@@ -141,8 +142,8 @@ def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activ
     assert error(other(gate) * up) > 1e-3, "control: the other activation function"
 
 
-def on_device(packed: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> Quantized:
-    return Quantized(jnp.asarray(packed), jnp.asarray(scale), "int4", None if zeros is None else jnp.asarray(zeros))
+def packed_weight(packed: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> Quantized:
+    return Quantized(on_device(packed), on_device(scale), "int4", None if zeros is None else on_device(zeros))
 
 
 @pytest.mark.gpu
@@ -165,7 +166,7 @@ def test_product_with_a_packed_weight_on_a_gpu_matches_float64(
     packed = int4.pack(rng.integers(0, 16, (out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    own = on_device(packed, scale, zeros)
+    own = packed_weight(packed, scale, zeros)
     got = np.asarray(grouped_matmul(x, own, F32, implementation="pallas"), np.float64).sum(axis=0)
 
     def error(*weight: Any) -> float:
@@ -195,7 +196,7 @@ def test_gate_and_up_of_a_packed_weight_on_a_gpu_match_float64(
     packed = int4.pack(rng.integers(0, 16, (2 * out, inner)).astype(np.uint8))
     scale = (10.0 ** rng.uniform(-3, -2, (2 * out, inner // group))).astype(np.float32)
     zeros = rng.integers(0, 17, scale.shape).astype(np.uint8) if has_zeros else None
-    weight = on_device(packed, scale, zeros)
+    weight = packed_weight(packed, scale, zeros)
     got, again = (
         np.asarray(gated_matmul(x, weight, activation=activation, implementation="pallas"), np.float64)
         for _ in range(2)

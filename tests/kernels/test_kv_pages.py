@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import append, move_rows
 from pallas_kernels.attention.kv_pages import LAYERS
 from tests.support import cover
+from tests.support.arrays import on_device
 
 ROWS = 128
 IMPLEMENTATIONS = ["reference", "pallas"]
@@ -48,7 +49,7 @@ def make_cache(case: PageCase, generator: np.random.Generator):
     """Return random pools of K and V, a page table of three sequences, and the number of rows it has per sequence."""
     columns = -(-ROWS // case.page)
     shapes = [(3 * columns + 1, case.kv_heads, case.page, dim) for dim in (case.dim, case.value_dim or case.dim)]
-    pools = [jnp.asarray(generator.standard_normal(shape), case.dtype) for shape in shapes]
+    pools = [on_device(generator.standard_normal(shape), case.dtype) for shape in shapes]
     pages = generator.permutation(np.arange(1, 3 * columns + 1)).reshape(3, columns).astype(np.int32)
     return *pools, pages, columns * case.page
 
@@ -86,10 +87,10 @@ def check_append(case: PageCase, implementation: str) -> None:
     valid = generator.random((3, case.tokens)) < 0.7
     shapes = [(3, case.tokens, case.kv_heads, pool.shape[3]) for pool in (k_pool, v_pool)]
     k, v = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
-    out = append(k_pool, v_pool, *map(jnp.asarray, (k, v, page_table, first_row, valid)), implementation=implementation)
+    out = append(k_pool, v_pool, *map(on_device, (k, v, page_table, first_row, valid)), implementation=implementation)
     targets = first_row[:, None] + np.arange(case.tokens)
     for pool, old, new in zip(out, (k_pool, v_pool), (k, v), strict=True):
-        expected = expect_rows(old, page_table, targets, np.asarray(jnp.asarray(new, case.dtype)), valid)
+        expected = expect_rows(old, page_table, targets, np.asarray(on_device(new, case.dtype)), valid)
         assert_same_but_null(pool, expected)
         assert (np.asarray(pool) != np.asarray(old)).any()
 
@@ -107,7 +108,7 @@ def check_move(case: PageCase, implementation: str, pairs: int = 1) -> None:
     targets = np.broadcast_to(7 + np.arange(case.tokens, dtype=np.int32), sources.shape).copy()
     sources[1], targets[1] = targets[1].copy(), sources[1].copy()  # one sequence moves rows upwards
     targets[2, -1], valid = rows, generator.random(sources.shape) < 0.8
-    arguments = map(jnp.asarray, (page_table, sources, targets, valid))
+    arguments = map(on_device, (page_table, sources, targets, valid))
     pools = [k_pool, k_pool[::-1]] * pairs, [v_pool, v_pool[::-1]] * pairs
     out = move_rows(*pools, *arguments, implementation=implementation)
     valid = valid & (sources < rows)
@@ -156,9 +157,9 @@ def test_overlapping_rows_moved_one_by_one_differ_from_rows_moved_together():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cache_append_and_row_move_without_valid_rows_change_no_page(implementation):
     k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(2))
-    rows, none = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 4), bool)
-    new = jnp.full((3, 4, 2, 16), jnp.nan)
-    table = jnp.asarray(page_table)
+    rows, none = on_device(np.zeros((3, 4), jnp.int32)), on_device(np.zeros((3, 4), bool))
+    new = on_device(np.full((3, 4, 2, 16), jnp.nan))
+    table = on_device(page_table)
     out = append(k_pool, v_pool, new, new, table, rows[:, 0], none, implementation=implementation)
     assert_same_but_null(out[0], np.asarray(k_pool))
     out = move_rows([k_pool], [v_pool], table, rows, rows + 1, none, implementation=implementation)
@@ -167,10 +168,10 @@ def test_cache_append_and_row_move_without_valid_rows_change_no_page(implementat
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cache_append_to_float8_pool_clips_large_values(implementation):
-    pool = jnp.zeros((2, 1, 4, 16), "float8_e4m3fn")
-    values = jnp.tile(jnp.asarray([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
+    pool = on_device(np.zeros((2, 1, 4, 16), "float8_e4m3fn"))
+    values = jnp.tile(on_device([1e6, -1e6, 449.0, 1.0]), 4)[None, None, None]
     k_pool, _ = append(
-        pool, pool, values, values, *map(jnp.asarray, ([[1]], [2], [[True]])), implementation=implementation
+        pool, pool, values, values, *map(on_device, ([[1]], [2], [[True]])), implementation=implementation
     )
     assert np.asarray(k_pool[1, 0, 2, :4], np.float32).tolist() == [448.0, -448.0, 448.0, 1.0]
     assert np.isnan(np.asarray(values.astype("float8_e4m3fn"), np.float32)).any(), "a plain conversion gives NaN"
@@ -179,7 +180,12 @@ def test_cache_append_to_float8_pool_clips_large_values(implementation):
 @pytest.mark.parametrize("operation", [append, move_rows], ids=lambda operation: operation.__name__)
 def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
     k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(3))
-    new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
+    new, rows, valid = (
+        on_device(np.ones((3, 4, 2, 16))),
+        on_device(np.ones((3, 4), jnp.int32)),
+        on_device(np.ones((3, 4), bool)),
+    )
+    k_pool, v_pool = jnp.copy(k_pool), jnp.copy(v_pool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     arguments = (new, new, page_table, rows[:, 0]) if operation is append else (page_table, rows, rows + 1)
     step = jax.jit(functools.partial(operation), donate_argnums=(0, 1))
@@ -190,21 +196,25 @@ def test_cache_append_and_row_move_with_donated_pools_write_in_place(operation):
 
 def test_cache_row_move_of_too_many_rows_raises():
     k_pool, v_pool, page_table, _ = make_cache(PageCase(dim=128), np.random.default_rng(4))
-    rows = jnp.zeros((3, 129), jnp.int32)
+    rows = on_device(np.zeros((3, 129), jnp.int32))
     with pytest.raises(NotImplementedError, match="at most 128 rows"):
-        move_rows([k_pool], [v_pool], jnp.asarray(page_table), rows, rows, rows == 0, implementation="pallas")
+        move_rows([k_pool], [v_pool], on_device(page_table), rows, rows, rows == 0, implementation="pallas")
 
 
 def test_cache_append_of_mismatched_arrays_raises():
     k_pool, v_pool, page_table, _ = make_cache(PageCase(), np.random.default_rng(5))
-    new, rows, valid = jnp.ones((3, 4, 2, 16)), jnp.ones((3, 4), jnp.int32), jnp.ones((3, 4), bool)
+    new, rows, valid = (
+        on_device(np.ones((3, 4, 2, 16))),
+        on_device(np.ones((3, 4), jnp.int32)),
+        on_device(np.ones((3, 4), bool)),
+    )
     with pytest.raises(ValueError, match="pools of K and V must be alike"):
-        append(k_pool, v_pool.astype(jnp.bfloat16), new, new, jnp.asarray(page_table), rows[:, 0], valid)
+        append(k_pool, v_pool.astype(jnp.bfloat16), new, new, on_device(page_table), rows[:, 0], valid)
     with pytest.raises(ValueError, match="k and v must be of one dtype"):
-        append(k_pool, v_pool, new, new.astype(jnp.bfloat16), jnp.asarray(page_table), rows[:, 0], valid)
+        append(k_pool, v_pool, new, new.astype(jnp.bfloat16), on_device(page_table), rows[:, 0], valid)
     other = [pool[:, :, :8] for pool in (k_pool, v_pool)]
     with pytest.raises(ValueError, match="pages of all layers must be alike"):
-        move_rows([k_pool, other[0]], [v_pool, other[1]], jnp.asarray(page_table), rows, rows, valid)
+        move_rows([k_pool, other[0]], [v_pool, other[1]], on_device(page_table), rows, rows, valid)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -212,8 +222,8 @@ def test_cache_row_move_in_layers_of_different_shapes_moves_each_as_if_alone(imp
     caches = [
         make_cache(PageCase(dim=dim, kv_heads=heads), np.random.default_rng(dim)) for dim, heads in ((16, 2), (32, 1))
     ]
-    (small, wide), table = caches, jnp.asarray(caches[0][2])
-    rows = jnp.asarray([[3, 5], [0, 2], [1, 4]], jnp.int32)
+    (small, wide), table = caches, on_device(caches[0][2])
+    rows = on_device([[3, 5], [0, 2], [1, 4]], jnp.int32)
     run = functools.partial(move_rows, implementation=implementation)
     layers = [small[:2], wide[:2], small[:2]]
     k, v = run([one[0] for one in layers], [one[1] for one in layers], table, rows, rows - 1 + (rows == 0), rows > 0)

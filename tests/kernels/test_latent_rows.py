@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import append_latent, head_products
 from tests.support import cover
+from tests.support.arrays import on_device
 
 IMPLEMENTATIONS = ["reference", "pallas"]
 START = 3  # columns before the queries, and before the rows of the cache
@@ -33,7 +34,7 @@ def arrays(sizes: tuple[int, ...], dtype: str) -> tuple[Any, Any, Any]:
     weight = rng.normal(size=(heads, inner, out)) / np.sqrt(inner)
     angles = rng.uniform(0, 6, (2, 1, rows, half))
     tables = np.concatenate([np.stack([np.cos(a), np.sin(a)]) for a in angles])
-    return jnp.asarray(q, dtype), jnp.asarray(weight, dtype), jnp.asarray(tables, jnp.float32)
+    return on_device(q, dtype), on_device(weight, dtype), on_device(tables, jnp.float32)
 
 
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -56,9 +57,13 @@ def tolerance(dtype: str) -> float:
 
 def queries_of(q: Any, weight: Any, tables: Any, **options: Any) -> Any:
     """Return the queries that `append_latent` computes for rows that it writes nowhere."""
-    pools = [jnp.zeros((2, 1, 4, size), q.dtype) for size in (2 * tables.shape[-1], weight.shape[2])]
-    rows = jnp.ones((*q.shape[:2], sum(pool.shape[3] for pool in pools)), q.dtype)
-    where = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(q.shape[:2], bool)
+    pools = [on_device(np.zeros((2, 1, 4, size), q.dtype)) for size in (2 * tables.shape[-1], weight.shape[2])]
+    rows = on_device(np.ones((*q.shape[:2], sum(pool.shape[3] for pool in pools)), q.dtype))
+    where = (
+        on_device(np.zeros((1, 1), jnp.int32)),
+        on_device(np.zeros(1, jnp.int32)),
+        on_device(np.zeros(q.shape[:2], bool)),
+    )
     out, *after = append_latent(*pools, q, weight, rows, tables, *where, first_query=START, **options)
     assert not any(pool.any() for pool in after)
     return out
@@ -72,13 +77,18 @@ def check(sizes: tuple[int, ...], dtype: str, implementation: str) -> None:
         found = np.asarray(queries_of(q, weight, tables, **options), np.float64)
         np.testing.assert_allclose(found, right, atol=tolerance(dtype))
         # The tables of keys are others.
-        assert np.abs(found - expected(q, weight, jnp.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
+        assert np.abs(found - expected(q, weight, np.roll(tables, 2, axis=0))).max() > 20 * tolerance(dtype)
         out = weight.shape[2]
-        x = q[..., START:].reshape(*q.shape[:2], len(weight), -1)[..., : weight.shape[1]].reshape(*q.shape[:2], -1)
-        plain = head_products(x, weight.swapaxes(1, 2), **options)
+        x = (
+            np.asarray(q)[..., START:]
+            .reshape(*q.shape[:2], len(weight), -1)[..., : weight.shape[1]]
+            .reshape(*q.shape[:2], -1)
+        )
+        turned_weight = np.asarray(weight).swapaxes(1, 2)
+        plain = head_products(x, turned_weight, **options)
         np.testing.assert_allclose(np.asarray(plain, np.float64), right[..., :out], atol=tolerance(dtype))
         if len(weight) > 1:
-            other = head_products(x, weight[::-1].swapaxes(1, 2), **options)
+            other = head_products(x, turned_weight[::-1], **options)
             assert np.abs(np.asarray(other, np.float64) - right[..., :out]).max() > 20 * tolerance(dtype)
 
 
@@ -119,7 +129,7 @@ PAGE, LATENT, HALF = 4, 48, 8
 def cache(dtype: str) -> tuple[Any, Any, Any]:
     """Return pools of 2 sequences with 5 pages each, and the page table."""
     rng = np.random.default_rng(1)
-    pools = [jnp.asarray(rng.normal(size=(11, 1, PAGE, size)), dtype) for size in (2 * HALF, LATENT)]
+    pools = [on_device(rng.normal(size=(11, 1, PAGE, size)), dtype) for size in (2 * HALF, LATENT)]
     return *pools, rng.permutation(np.arange(1, 11)).reshape(2, 5).astype(np.int32)
 
 
@@ -128,13 +138,16 @@ def check_append(
 ) -> None:
     rng = np.random.default_rng(2)
     k_pool, v_pool, table = cache(pool_dtype)
-    rows = jnp.asarray(rng.normal(size=(2, tokens, START + LATENT + 2 * HALF + 2)), dtype)
+    rows = on_device(rng.normal(size=(2, tokens, START + LATENT + 2 * HALF + 2)), dtype)
     angles = rng.uniform(0, 6, (2, 2, tokens, HALF))
     tables = np.concatenate([np.stack([np.cos(a), np.sin(a)]) for a in angles]).astype(np.float32)
     first, valid = np.array([2, 16], np.int32), rng.random((2, tokens)) < 0.7  # the second leaves its page table
-    queries, weight = jnp.ones((2, tokens, heads * (16 + 2 * HALF)), dtype), jnp.ones((heads, 16, LATENT), dtype)
+    queries, weight = (
+        on_device(np.ones((2, tokens, heads * (16 + 2 * HALF)), dtype)),
+        on_device(np.ones((heads, 16, LATENT), dtype)),
+    )
     _, *found = append_latent(
-        *(k_pool, v_pool, queries, weight, rows, *(jnp.asarray(array) for array in (tables, table, first, valid))),
+        *(k_pool, v_pool, queries, weight, rows, *(on_device(array) for array in (tables, table, first, valid))),
         first=START,
         deterministic=deterministic,
         implementation=implementation,
@@ -200,7 +213,7 @@ REFUSED: dict[str, Any] = {  # changes of arguments that fit, and the error
 def test_sizes_of_latent_rows_that_do_not_fit_each_other_are_refused(request: pytest.FixtureRequest, name: str) -> None:
     shapes: dict[str, tuple[int, ...]] = {"k_pool": (11, 1, 4, 16), "v_pool": (11, 1, 4, 48), "queries": (2, 3, 64)}
     shapes |= {"weight": (2, 16, 48), "rows": (2, 3, 64), "cos_sin": (2, 2, 3, 8)}
-    where = jnp.zeros((2, 5), jnp.int32), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
+    where = on_device(np.zeros((2, 5), jnp.int32)), on_device(np.zeros(2, jnp.int32)), on_device(np.ones((2, 3), bool))
 
     is_checked = request.config.getoption("--typecheck")  # its checks would raise another error
     append = inspect.unwrap(append_latent) if is_checked else append_latent
@@ -216,9 +229,10 @@ def test_sizes_of_latent_rows_that_do_not_fit_each_other_are_refused(request: py
 
 def test_donated_pools_of_a_latent_cache_are_written_in_place() -> None:
     k_pool, v_pool, table = cache("float32")
-    rows, tables = jnp.ones((2, 3, LATENT + 2 * HALF)), jnp.ones((2, 2, 3, HALF))
-    queries = jnp.ones((2, 3, 16 + 2 * HALF)), jnp.ones((1, 16, LATENT))
-    where = jnp.asarray(table), jnp.zeros(2, jnp.int32), jnp.ones((2, 3), bool)
+    rows, tables = on_device(np.ones((2, 3, LATENT + 2 * HALF))), on_device(np.ones((2, 2, 3, HALF)))
+    queries = on_device(np.ones((2, 3, 16 + 2 * HALF))), on_device(np.ones((1, 16, LATENT)))
+    where = on_device(table), on_device(np.zeros(2, jnp.int32)), on_device(np.ones((2, 3), bool))
+    k_pool, v_pool = jnp.copy(k_pool), jnp.copy(v_pool)
     before = [pool.unsafe_buffer_pointer() for pool in (k_pool, v_pool)]
     _, *out = jax.jit(append_latent, donate_argnums=(0, 1))(k_pool, v_pool, *queries, rows, tables, *where)
     assert [pool.unsafe_buffer_pointer() for pool in out] == before

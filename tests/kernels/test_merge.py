@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from pallas_kernels.attention.merge import MergeShape
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.attention.tiling import choose_tiles
 from tests.reference.attention import attention
+from tests.support.arrays import on_device
 
 PAGES, PAGE, DIM, HEADS = 132, 16, 256, 2
 
@@ -22,11 +22,11 @@ def test_paged_attention_of_132_splits_matches_float64(length: int, start: int) 
     k, v = rng.normal(size=(2, PAGES + 1, 1, PAGE, DIM)).astype(np.float32)
     q, sinks = rng.normal(size=(1, 1, HEADS, DIM)).astype(np.float32), np.ones(HEADS, np.float32)
     table, lengths = np.arange(1, PAGES + 1, dtype=np.int32)[None], np.array([length], np.int32)
-    arrays = [jnp.asarray(array) for array in (q, k, v, table, lengths)]
+    arrays = [on_device(array) for array in (q, k, v, table, lengths)]
     tiles = choose_tiles(arrays[0], arrays[1], arrays[3], None, Scores(start=start), new_rows=1, wide=True)
     assert (tiles.splits, tiles.tile, MergeShape.of(tiles.splits, DIM).splits) == (PAGES, PAGE, 128)
 
-    out = paged_attention(*arrays, None, jnp.asarray(sinks), start=start, implementation="pallas")
+    out = paged_attention(*arrays, None, on_device(sinks), start=start, implementation="pallas")
     right = attention(q, k, v, table, lengths, [[[0]]], start=start, sinks=sinks)
     np.testing.assert_allclose(out, right, atol=1e-5)
     if length > 2048 > start:  # control: the rows of the first 128 splits alone

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import norm_columns
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.kernels.test_residual_norm import EPS, mean_error, normed, rounded
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 SIZES = 96, 32, 40  # columns of queries, keys and values
@@ -24,8 +25,8 @@ def problem(parts: int, dtype: Any, weight_dtype: Any, sizes: tuple[int, ...] = 
     rng = np.random.default_rng(parts)
     width = sum(sizes)
     scale = np.repeat([1.0, 5.0, 1.0], sizes)  # queries and keys have different mean squares
-    sums = jnp.asarray(rng.normal(size=(parts, 2, 3, width)) * scale, dtype if parts == 1 else F32)
-    return sums, [jnp.asarray(rng.normal(size=size), weight_dtype) for size in sizes[:2]], jnp.asarray(scale / 4, dtype)
+    sums = on_device(rng.normal(size=(parts, 2, 3, width)) * scale, dtype if parts == 1 else F32)
+    return sums, [on_device(rng.normal(size=size), weight_dtype) for size in sizes[:2]], on_device(scale / 4, dtype)
 
 
 def wanted(parts: Any, weights: list[Any], bias: Any, dtype: Any, ends: tuple[int, ...] = (96, 128)) -> np.ndarray:
@@ -58,7 +59,7 @@ def test_norm_of_column_ranges_matches_float64(
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_norm_of_column_ranges_applies_the_scales_of_rows_and_columns(implementation: str) -> None:
     sums, weights, bias = problem(2, F32, F32)
-    row_scale, scale = jnp.arange(1.0, 7).reshape(2, 3), jnp.arange(168.0) / 64
+    row_scale, scale = on_device(np.arange(1.0, 7)).reshape(2, 3), on_device(np.arange(168.0)) / 64
     call = partial(norm_columns, eps=EPS, dtype=F32, bias=bias, implementation=implementation)
     got = call(Scaled(sums, row_scale, scale), *weights)
     np.testing.assert_allclose(got, call(sums * row_scale[..., None] * scale, *weights), rtol=1e-5, atol=1e-5)
@@ -80,7 +81,9 @@ def test_deterministic_norm_of_column_ranges_keeps_the_bits_of_a_row() -> None:
 
 def test_norm_of_too_wide_column_range_raises() -> None:
     with pytest.raises(NotImplementedError, match="16384 columns, got 20000"):
-        norm_columns(jnp.zeros((1, 1, 20008)), jnp.zeros(20000), eps=EPS, dtype=F32, implementation="pallas")
+        norm_columns(
+            on_device(np.zeros((1, 1, 20008))), on_device(np.zeros(20000)), eps=EPS, dtype=F32, implementation="pallas"
+        )
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 2), (160, 1)])

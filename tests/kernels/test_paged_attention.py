@@ -16,6 +16,7 @@ from tests.conftest import MANY_MAPS, free_programs
 from tests.kernels.problems import FACTORS, ROWS, AttentionCase, full_product, make_problem, pairwise_cover
 from tests.kernels.test_quantize_rows import half_step_error
 from tests.support import cover
+from tests.support.arrays import on_device
 
 COVER = pairwise_cover()
 FP8 = [
@@ -219,9 +220,9 @@ def test_paged_attention_on_gpu_of_a_huge_pool_reads_its_last_page():
 def test_paged_attention_of_rows_beyond_the_page_table_ignores_them():
     """Three of six new rows have no page, so the last three queries see the same rows as the third query."""
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
-    q = jnp.asarray(rng.normal(size=(1, 6, 1, 16)), jnp.float32)
-    arguments = q, k, v, jnp.asarray([[1, 2, 3]], jnp.int32), jnp.asarray([27], jnp.int32), None
+    k, v = (on_device(rng.normal(size=(4, 1, 10, 16)), jnp.float32) for _ in range(2))
+    q = on_device(rng.normal(size=(1, 6, 1, 16)), jnp.float32)
+    arguments = q, k, v, on_device([[1, 2, 3]], jnp.int32), on_device([27], jnp.int32), None
     got, wanted = (paged_attention(*arguments, implementation=by) for by in ("pallas", "reference"))
     np.testing.assert_allclose(got, wanted, atol=1e-6)
 
@@ -234,7 +235,7 @@ def test_paged_attention_of_query_that_sees_no_row_returns_zeros(implementation)
     nan = jnp.full_like(k_pool, jnp.nan)
     arrays = (q, nan, nan, page_table, lengths * 0, bits * 0)
     assert not np.asarray(paged_attention(*arrays, implementation=implementation)).any()
-    out = paged_attention(*arrays, jnp.zeros(q.shape[2]), quantize_output=True, implementation=implementation)
+    out = paged_attention(*arrays, on_device(np.zeros(q.shape[2])), quantize_output=True, implementation=implementation)
     assert not np.asarray(out.values, np.float32).any()
 
 
@@ -307,10 +308,10 @@ def test_paged_attention_reference_with_a_window_reads_only_its_pages(tree):
 def test_paged_attention_of_unsupported_shape_raises_only_with_pallas(changed, message):
     """With "auto" the reference runs."""
     sizes = {"dim": 16, "page": 16, "queries": 2, "dtype": "float32"} | changed
-    q = jnp.zeros((1, sizes["queries"], 2, sizes["dim"]))
-    pool = jnp.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"])
-    bits = jnp.zeros((1, sizes["queries"], -(-sizes["queries"] // 32)), jnp.uint32)
-    arrays = (q, pool, pool, jnp.array([[1, 2, 3]]), jnp.array([4]), bits)
+    q = on_device(np.zeros((1, sizes["queries"], 2, sizes["dim"])))
+    pool = on_device(np.zeros((4, 1, sizes["page"], sizes["dim"]), sizes["dtype"]))
+    bits = on_device(np.zeros((1, sizes["queries"], -(-sizes["queries"] // 32)), jnp.uint32))
+    arrays = (q, pool, pool, on_device([[1, 2, 3]]), on_device([4]), bits)
     with pytest.raises(NotImplementedError, match=message):
         paged_attention(*arrays, implementation="pallas")
     if sizes["dtype"] == "float32":
@@ -326,10 +327,10 @@ def test_paged_attention_of_unsupported_shape_raises_only_with_pallas(changed, m
     ],
 )
 def test_paged_attention_of_mismatched_arrays_raises(name, bad, message):
-    pool = jnp.zeros((4, 2, 16, 16))
-    arrays = {"q": jnp.zeros((1, 2, 2, 16)), "k_pool": pool, "v_pool": pool}
-    arrays |= {"page_table": jnp.array([[1, 2, 3]]), "lengths": jnp.array([4])}
-    arrays["bits"] = jnp.zeros((1, 2, 1), jnp.uint32)
+    pool = on_device(np.zeros((4, 2, 16, 16)))
+    arrays = {"q": on_device(np.zeros((1, 2, 2, 16))), "k_pool": pool, "v_pool": pool}
+    arrays |= {"page_table": on_device([[1, 2, 3]]), "lengths": on_device([4])}
+    arrays["bits"] = on_device(np.zeros((1, 2, 1), jnp.uint32))
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arrays | {name: bad}))
 

@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels.layers.dense.plain_product import MOST_ROWS, plain_product
 from pallas_kernels.layers.products import matmul
+from tests.support.arrays import on_device
 
 OUT, INNER = 96, 80
 F32 = jnp.dtype("float32")
@@ -21,7 +22,7 @@ F32 = jnp.dtype("float32")
 def problem(*rows: int, dtype: str = "float32", out: int = OUT, inner: int = INNER) -> tuple[jax.Array, jax.Array]:
     """Return x [*rows, inner] and a weight [out, inner]."""
     rng = np.random.default_rng(sum(rows))
-    return jnp.asarray(rng.normal(size=(*rows, inner)), dtype), jnp.asarray(rng.normal(size=(out, inner)), dtype)
+    return on_device(rng.normal(size=(*rows, inner)), dtype), on_device(rng.normal(size=(out, inner)), dtype)
 
 
 @jax.jit

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import paged_attention, prompt_attention
 from pallas_kernels.attention.prompt_kernel import attend_prompts
+from tests.support.arrays import on_device
 from tests.support.gpus import H100, compile_for
 from tests.support.mosaic import interpreted as run_interpreted
 
@@ -60,7 +61,7 @@ def problem(
             first[block], ends[block] = start + offset, start + count
             block += 1
     q = rng.normal(size=(blocks, BLOCK, kv_heads * group, dim))
-    arrays = [*(jnp.asarray(x, BF16) for x in (q, *pools)), *map(jnp.asarray, (table, first, sequence, ends))]
+    arrays = [*(on_device(x, BF16) for x in (q, *pools)), *map(on_device, (table, first, sequence, ends))]
     return arrays, first[:, None] + np.arange(BLOCK) < ends[:, None]
 
 

@@ -12,6 +12,7 @@ from pallas_kernels import quantize_rows
 from pallas_kernels.layers.quantize_rows import Activation, activate
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 
@@ -20,7 +21,7 @@ def rows(inner: int, dtype: str) -> jax.Array:
     rng = np.random.default_rng(inner)
     x = rng.normal(size=(2, 3, inner)) * 10.0 ** rng.uniform(-3, 3, (2, 3, 1))
     x[1, 2] = 0
-    return jnp.asarray(x, dtype)
+    return on_device(x, dtype)
 
 
 def expected(x: jax.Array, activation: str | None) -> np.ndarray:
@@ -29,7 +30,7 @@ def expected(x: jax.Array, activation: str | None) -> np.ndarray:
     if activation is None:
         return wide
     gate, up = np.split(wide, 2, axis=-1)
-    return np.asarray(jnp.asarray(ACTIVATIONS[activation](gate) * up, x.dtype), np.float64)
+    return np.asarray(on_device(ACTIVATIONS[activation](gate) * up, x.dtype), np.float64)
 
 
 def half_step_error(values: jax.typing.ArrayLike, scale: jax.typing.ArrayLike, wanted: np.ndarray) -> float:
@@ -55,7 +56,7 @@ def test_activation_function_of_each_value_matches_float64(name: Activation, dty
 
 def test_unknown_activation_function_raises_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"silu, gelu_tanh, gelu, got 'relu'"):
-        quantize_rows(jnp.zeros((1, 64)), gate="relu")  # type: ignore[arg-type]
+        quantize_rows(on_device(np.zeros((1, 64))), gate="relu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_row_quantisation_with_one_common_scale_has_an_error_above_tolerance() -
 
 def test_row_quantisation_of_too_wide_rows_raises() -> None:
     with pytest.raises(NotImplementedError, match="32768 columns, got 40000"):
-        quantize_rows(jnp.zeros((1, 40000)), implementation="pallas")
+        quantize_rows(on_device(np.zeros((1, 40000))), implementation="pallas")
 
 
 @pytest.mark.parametrize(

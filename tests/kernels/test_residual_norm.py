@@ -16,20 +16,21 @@ from pallas_kernels import add_rms_norm
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.kernels.test_quantize_rows import half_step_error
 from tests.support import cover
+from tests.support.arrays import on_device
 
 EPS = 1e-5
 
 
 def inputs(hidden: int, dtype: str, parts: int = 1) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
     rng = np.random.default_rng(parts)
-    x = jnp.asarray(rng.normal(size=(3, 5, hidden)), dtype)
-    delta = jnp.asarray(rng.normal(size=(parts, 3, 5, hidden)), dtype if parts == 1 else "float32")
-    return x, delta, jnp.asarray(rng.normal(size=hidden), dtype)
+    x = on_device(rng.normal(size=(3, 5, hidden)), dtype)
+    delta = on_device(rng.normal(size=(parts, 3, 5, hidden)), dtype if parts == 1 else "float32")
+    return x, delta, on_device(rng.normal(size=hidden), dtype)
 
 
 def added(x: jnp.ndarray, delta: jnp.ndarray) -> jnp.ndarray:
     """Return x plus the total of the partial sums; the total and the result are each rounded to the model's dtype."""
-    return x + jnp.asarray(np.asarray(delta, np.float64).sum(0), x.dtype)
+    return x + on_device(np.asarray(delta, np.float64).sum(0), x.dtype)
 
 
 def oracle(x: jnp.ndarray, delta: jnp.ndarray, weight: jnp.ndarray, eps: float = EPS) -> np.ndarray:
@@ -111,7 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
-    return np.asarray(jnp.asarray(values, dtype), np.float64)
+    return np.asarray(on_device(values, dtype), np.float64)
 
 
 def normed(values: np.ndarray, weight: np.ndarray, dtype: Any) -> np.ndarray:
@@ -161,7 +162,7 @@ def check_options(family: str, dtype: str, **fixed: Any) -> None:
     weights, post = [weight, weight[::-1]][: options["norms"]], weight * 0.5 if "post_norm" in options else None
     factor = options.get("factor", 1.0)
     run = partial(add_rms_norm, x, delta, eps=EPS, **fixed)
-    scale = jnp.asarray([options["scale"]], dtype) if "scale" in options else None
+    scale = on_device([options["scale"]], dtype) if "scale" in options else None
     got = run(*weights, post_norm=post, scale=scale, factor=factor)
     assert [(one.shape, one.dtype) for one in got] == [(x.shape, x.dtype)] * (1 + len(weights))
     error = partial(mean_error, got)
@@ -200,14 +201,14 @@ def test_residual_norm_multiplies_delta_by_a_factor_that_bfloat16_cannot_represe
     (got,) = add_rms_norm(0 * x, delta, eps=EPS, factor=0.22, implementation=implementation)
     wanted = rounded(np.asarray(delta[0], np.float64) * 0.22, x.dtype)
     np.testing.assert_array_equal(np.asarray(got, np.float64), wanted)
-    assert np.any(np.asarray(got != delta[0] * jnp.asarray(0.22, x.dtype))), "control: a rounded factor"
+    assert np.any(np.asarray(got != delta[0] * on_device(0.22, x.dtype))), "control: a rounded factor"
 
 
 @pytest.mark.parametrize(("parts", "implementation"), cover.with_kernel((1, 2), 1))
 def test_residual_norm_of_scaled_delta_applies_row_and_column_scales(parts: int, implementation: str) -> None:
     x, delta, weight = inputs(96, "float32", parts)
-    row_scale = jnp.arange(1, 1 + x[..., 0].size, dtype=jnp.float32).reshape(x.shape[:-1]) / 8
-    scale = jnp.arange(96, dtype=jnp.float32) / 64
+    row_scale = on_device(np.arange(1, 1 + x[..., 0].size, dtype=jnp.float32)).reshape(x.shape[:-1]) / 8
+    scale = on_device(np.arange(96, dtype=jnp.float32)) / 64
     scaled = Scaled(delta, row_scale, scale)
     options: dict[str, Any] = {"post_norm": weight[::-1], "factor": 0.5} if parts == 2 else {}
     call = partial(add_rms_norm, eps=EPS, implementation=implementation, **options)
@@ -247,9 +248,9 @@ def test_residual_norm_of_small_rows_differs_from_a_norm_without_eps() -> None:
 
 
 def test_residual_norm_of_too_wide_rows_raises() -> None:
-    x = jnp.zeros((1, 20000))
+    x = on_device(np.zeros((1, 20000)))
     with pytest.raises(NotImplementedError, match="16384 columns"):
-        add_rms_norm(x, x[None], jnp.zeros(20000), eps=EPS, implementation="pallas")
+        add_rms_norm(x, x[None], on_device(np.zeros(20000)), eps=EPS, implementation="pallas")
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import HeadTransform, rotate_append
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.support import cover
+from tests.support.arrays import on_device
 
 SHAPES = [
     (8, 2, 16, 4),
@@ -35,27 +36,27 @@ def problem(
     heads, kv_heads, dim, page = shape
     rng = np.random.default_rng(0)
     pools = {
-        name: jnp.asarray(rng.normal(size=(BATCH * COLUMNS + 1, kv_heads, page, dim)), pool or dtype)
+        name: on_device(rng.normal(size=(BATCH * COLUMNS + 1, kv_heads, page, dim)), pool or dtype)
         for name in ("k_pool", "v_pool")
     }
     first = np.array([0, 1, 13])
     return pools | dict(
-        qkv=jnp.asarray(
+        qkv=on_device(
             rng.normal(size=(parts, BATCH, TOKENS, (heads + 2 * kv_heads) * dim)), dtype if parts == 1 else "float32"
         ),
         dtype=jnp.dtype(dtype),
         **rotation(first[:, None] + np.arange(TOKENS) + 100, dim),
         **(head_weights(heads, kv_heads, dim, weights) if weights else {}),
-        page_table=jnp.asarray(rng.permutation(np.arange(1, BATCH * COLUMNS + 1)).reshape(BATCH, COLUMNS), jnp.int32),
-        first_row=jnp.asarray(first, jnp.int32),
-        valid=jnp.asarray(rng.random((BATCH, TOKENS)) < 0.7),
+        page_table=on_device(rng.permutation(np.arange(1, BATCH * COLUMNS + 1)).reshape(BATCH, COLUMNS), jnp.int32),
+        first_row=on_device(first, jnp.int32),
+        valid=on_device(rng.random((BATCH, TOKENS)) < 0.7),
     )
 
 
 def rotation(positions: np.ndarray, dim: int) -> dict[str, Any]:
     """Return positions and frequencies, from which `transform` and `oracle` compute the rotation."""
     frequencies = 1e4 ** (-np.arange(dim // 2) / (dim // 2))
-    return dict(positions=jnp.asarray(positions, jnp.int32), inv_freq=jnp.asarray(frequencies, jnp.float32))
+    return dict(positions=on_device(positions, jnp.int32), inv_freq=on_device(frequencies, jnp.float32))
 
 
 def head_weights(heads: int, kv_heads: int, dim: int, dtype: str) -> dict[str, Any]:
@@ -63,16 +64,19 @@ def head_weights(heads: int, kv_heads: int, dim: int, dtype: str) -> dict[str, A
     rng = np.random.default_rng(1)
     width = (heads + 2 * kv_heads) * dim
     sizes = {"bias": width, "q_norm": dim, "k_norm": dim, "v_norm": dim}
-    return {name: jnp.asarray(rng.normal(size=size), dtype) for name, size in sizes.items()} | {"slope": 0.01}
+    return {name: on_device(rng.normal(size=size), dtype) for name, size in sizes.items()} | {"slope": 0.01}
 
 
 def transform(p: dict[str, Any]) -> HeadTransform:
     """Return the transform of a problem; its "slope" is the growth of the queries' factor by position."""
-    angles = p["positions"][..., None].astype(jnp.float32) * p["inv_freq"]
-    tables = jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+    positions = np.asarray(p["positions"], np.float32)[..., None]
+    angles = positions * np.asarray(p["inv_freq"])
+    tables = np.stack([np.cos(angles), np.sin(angles)])
     if p.get("slope"):
-        tables = jnp.concatenate([tables, tables * (1 + p["slope"] * p["positions"][..., None])])
-    return HeadTransform(tables, *(p.get(name) for name in ("bias", "q_norm", "k_norm", "v_norm")), EPS)
+        tables = np.concatenate([tables, tables * (1 + p["slope"] * positions)])
+    return HeadTransform(
+        on_device(tables, np.float32), *(p.get(name) for name in ("bias", "q_norm", "k_norm", "v_norm")), EPS
+    )
 
 
 def arguments(p: dict[str, Any]) -> dict[str, Any]:
@@ -85,8 +89,8 @@ def normed(heads: np.ndarray, weight: Any, dtype: Any) -> np.ndarray:
     """Norm heads [..., D] in float64, and round as the model does: before the product with a weight of two bytes."""
     quotient = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + EPS)
     if weight.dtype != jnp.float32:
-        quotient = np.asarray(jnp.asarray(quotient, dtype), np.float64)
-    return np.asarray(jnp.asarray(quotient * np.asarray(weight, np.float64), dtype), np.float64)
+        quotient = np.asarray(on_device(quotient, dtype), np.float64)
+    return np.asarray(on_device(quotient * np.asarray(weight, np.float64), dtype), np.float64)
 
 
 def oracle(p: dict[str, Any], heads: int, *, norms_last: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -103,7 +107,7 @@ def oracle(p: dict[str, Any], heads: int, *, norms_last: bool = False) -> tuple[
     if p.get("bias") is not None:
         total += np.asarray(p["bias"], np.float64)
     batch, tokens = p["valid"].shape
-    parts = np.asarray(jnp.asarray(total, p["dtype"]), np.float64).reshape(batch, tokens, -1, dim)
+    parts = np.asarray(on_device(total, p["dtype"]), np.float64).reshape(batch, tokens, -1, dim)
     norms = [(p.get("q_norm"), slice(heads)), (p.get("k_norm"), slice(heads, heads + kv_heads))]
     norms = [(weight, own) for weight, own in norms if weight is not None]
     if p.get("v_norm") is not None:
@@ -171,8 +175,8 @@ def test_rotate_append_kernel_of_scaled_projection_applies_row_and_column_scales
     parts: int, implementation: str
 ) -> None:
     p, heads = problem(SHAPES[1], "float32", parts), SHAPES[1][0]
-    row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
-    scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
+    row_scale = on_device(np.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32)).reshape(BATCH, TOKENS) / 8
+    scale = on_device(np.arange(p["qkv"].shape[-1], dtype=jnp.float32)) / 64
     scaled = Scaled(p["qkv"], row_scale, scale)
 
     def errors(qkv: Scaled) -> list[float]:
@@ -216,7 +220,7 @@ def test_rotate_append_kernel_of_wrong_projection_width_raises() -> None:
 )
 def test_rotate_append_kernel_of_wrong_transform_raises(name: str, shape: tuple[int, ...], message: str) -> None:
     p = arguments(problem(SHAPES[0], "float32", weights="float32"))
-    wrong = dataclasses.replace(p["transform"], **{name: jnp.zeros(shape)})
+    wrong = dataclasses.replace(p["transform"], **{name: on_device(np.zeros(shape))})
     with pytest.raises(ValueError, match=message):
         rotate_append(**p | {"transform": wrong}, heads=8)
 
@@ -251,8 +255,8 @@ def test_rotate_append_kernel_with_bias_and_norms_and_tables_of_queries_matches_
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_rotate_append_kernel_of_scaled_projection_adds_the_bias_after_the_scales(implementation: str) -> None:
     p, heads = problem(SHAPES[1], "float32", weights="float32"), SHAPES[1][0]
-    row_scale = jnp.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32).reshape(BATCH, TOKENS) / 8
-    scale = jnp.arange(p["qkv"].shape[-1], dtype=jnp.float32) / 64
+    row_scale = on_device(np.arange(1, 1 + BATCH * TOKENS, dtype=jnp.float32)).reshape(BATCH, TOKENS) / 8
+    scale = on_device(np.arange(p["qkv"].shape[-1], dtype=jnp.float32)) / 64
     scaled = Scaled(p["qkv"], row_scale, scale)
     got = rotate_append(**arguments(p | {"qkv": scaled}), heads=heads, implementation=implementation)
     factor = row_scale[..., None] * scale

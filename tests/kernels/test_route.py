@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layers.experts.routing import Choice, route
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 CHOICES = {
@@ -43,9 +44,7 @@ def problem(choice: Choice, rows: int = 24) -> tuple[np.ndarray, np.ndarray]:
 def run(
     logits: Any, choice: Choice, correction: Any = None, implementation: Any = "pallas", **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    experts, weights = route(
-        jnp.asarray(logits), choice, correction=correction, implementation=implementation, **options
-    )
+    experts, weights = route(on_device(logits), choice, correction=correction, implementation=implementation, **options)
     return np.asarray(experts), np.asarray(weights)
 
 
@@ -60,7 +59,7 @@ def run(
 def test_route_kernel_chooses_the_same_experts_as_the_reference(name: str, shared: int, has_vectors: bool) -> None:
     choice = CHOICES[name]
     logits, correction = problem(choice)
-    own, bias = (jnp.asarray(correction), jnp.asarray(correction[::-1])) if has_vectors else (None, None)
+    own, bias = (on_device(correction), on_device(correction[::-1])) if has_vectors else (None, None)
     experts, weights = run(logits, choice, own, bias=bias, shared=shared)
     expected = run(logits, choice, own, "reference", bias=bias, shared=shared)
     np.testing.assert_array_equal(experts, expected[0])
@@ -71,8 +70,8 @@ def test_route_kernel_chooses_the_same_experts_as_the_reference(name: str, share
 def test_route_kernel_without_its_bias_differs() -> None:
     """Negative control of the comparison."""
     logits, bias = problem(CHOICES["gpt-oss"])
-    expected = route(jnp.asarray(logits + bias), CHOICES["gpt-oss"], implementation="reference")
-    for own, other in zip(run(logits, CHOICES["gpt-oss"], bias=jnp.asarray(bias)), expected, strict=True):
+    expected = route(on_device(logits + bias), CHOICES["gpt-oss"], implementation="reference")
+    for own, other in zip(run(logits, CHOICES["gpt-oss"], bias=on_device(bias)), expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=2e-6)
     assert np.any(run(logits, CHOICES["gpt-oss"])[0] != expected[0])
 
@@ -119,7 +118,7 @@ def test_route_kernel_of_rows_with_infinite_logits_and_no_numbers_equals_the_ref
 
 def test_route_kernel_chooses_no_experts_for_unused_rows() -> None:
     logits, _ = problem(CHOICES["gpt-oss"], rows=3)
-    used = jnp.asarray([True, False, True])
+    used = on_device([True, False, True])
     experts, weights = run(logits, CHOICES["gpt-oss"], used=used)
     every, expected = run(logits, CHOICES["gpt-oss"])
     np.testing.assert_array_equal(experts, np.where(used, every, -1))
@@ -133,7 +132,7 @@ def test_experts_that_every_row_uses_come_last_with_weight_one(name: str, implem
     """A row that is not used has none of them, and without a number among its logits no weight of a row is one."""
     logits, used = problem(CHOICES[name], rows=4)[0], np.asarray([True, False, True, True])
     logits[2, 0] = np.nan
-    options: dict[str, Any] = {"implementation": implementation, "used": jnp.asarray(used)}
+    options: dict[str, Any] = {"implementation": implementation, "used": on_device(used)}
     experts, weights = run(logits, CHOICES[name], **options)
     shared = run(logits, CHOICES[name], shared=3, **options)
     last = np.where(used, CHOICES[name].count + np.arange(3)[:, None], -1)
@@ -146,9 +145,9 @@ def test_experts_that_every_row_uses_come_last_with_weight_one(name: str, implem
 @pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-V3"])
 def test_route_kernel_gives_a_row_the_same_bits_among_other_rows(name: str) -> None:
     logits, correction = problem(CHOICES[name])
-    whole = run(logits, CHOICES[name], jnp.asarray(correction))
+    whole = run(logits, CHOICES[name], on_device(correction))
     for rows in ([3], [23, 5, 17]):
-        for own, of_all in zip(run(logits[rows], CHOICES[name], jnp.asarray(correction)), whole, strict=True):
+        for own, of_all in zip(run(logits[rows], CHOICES[name], on_device(correction)), whole, strict=True):
             np.testing.assert_array_equal(own, of_all[:, rows])
 
 

@@ -15,6 +15,7 @@ from pallas_kernels.layers.partial_sums import Scaled
 from pallas_kernels.sampling.sample_tokens import NO_TOKEN
 from tests.reference.decoder import processed_probs
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 CASES = [
@@ -210,8 +211,13 @@ def test_token_sampling_of_equal_logits_takes_the_first_or_the_larger_noise(
     """At temperature 0 the first token is taken; above 0 the noise decides."""
     logits = np.zeros((1, 1, 9000), np.float32)
     logits[..., [5, 4101]] = 1
-    controls = [jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)]
-    seed, zero = jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32)
+    controls = [
+        on_device(np.full(1, temperature)),
+        on_device(np.zeros(1, jnp.int32)),
+        on_device(np.ones(1)),
+        on_device(np.zeros(1)),
+    ]
+    seed, zero = on_device(np.zeros((1, 2), jnp.uint32)), on_device(np.zeros(1, jnp.int32))
     token = sample_tokens(logits, seed, zero, zero, *controls, implementation=implementation)
     key = jax.random.wrap_key_data(seed[0], impl="threefry2x32")
     noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (9000,), mode="low")

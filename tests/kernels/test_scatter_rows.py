@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import scatter_rows
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 ROWS = np.array([3, 5, 0, 7, 5, 4], np.int32)  # three beyond the last slot, two of them equal
@@ -64,12 +65,12 @@ def test_scatter_rows_function_with_reversed_rows_differs_from_numpy() -> None:
 )
 def test_scatter_rows_function_with_wrong_shape_or_dtype_raises(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(ValueError, match=r"expected \(5, 3\) float32, or fewer in the second dimension, got"):
-        scatter_rows([jnp.zeros((6, 3))], jnp.arange(5), [jnp.zeros(shape, dtype)])
+        scatter_rows([on_device(np.zeros((6, 3)))], on_device(np.arange(5)), [on_device(np.zeros(shape, dtype))])
 
 
 def test_scatter_rows_function_with_another_tree_structure_raises() -> None:
     with pytest.raises(ValueError, match="expected a tree"):
-        scatter_rows({"a": jnp.zeros((6, 3))}, jnp.arange(5), {"b": jnp.zeros((5, 3))})
+        scatter_rows({"a": on_device(np.zeros((6, 3)))}, on_device(np.arange(5)), {"b": on_device(np.zeros((5, 3)))})
 
 
 def test_scatter_rows_kernel_compiled_for_h200_is_one_launch() -> None:

@@ -21,6 +21,7 @@ from pallas_kernels.layers.quantize_rows import Activation
 from pallas_kernels.layers.weights import Quantized, QuantizedActivation
 from tests.reference.activations import ACTIVATIONS
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 BF16, FP8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
@@ -30,8 +31,8 @@ mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper k
 
 def problem(rows: int, out: int, inner: int, dtype: str) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.normal(size=(1, rows, inner)), dtype)
-    return x, jnp.asarray(rng.normal(size=(out, inner)) / np.sqrt(inner), dtype)
+    x = on_device(rng.normal(size=(1, rows, inner)), dtype)
+    return x, on_device(rng.normal(size=(out, inner)) / np.sqrt(inner), dtype)
 
 
 def error(parts: jax.Array, x: jax.Array, weight: jax.Array) -> float:
@@ -103,7 +104,7 @@ def test_split_product_of_many_bfloat16_rows_has_the_error_of_one_rounding(inner
     def spread(values: Any) -> float:
         return float(np.std(np.asarray(values, np.float64) - exact))
 
-    once = spread(jnp.asarray(exact, BF16))
+    once = spread(on_device(exact, BF16))
     assert 0.5 * once < spread(reduce_partials(got, jnp.float32)) < 1.2 * once
     assert spread(reduce_partials(got[1:], jnp.float32)) > 100 * once, "control: without the first partial sum"
 
@@ -111,8 +112,8 @@ def test_split_product_of_many_bfloat16_rows_has_the_error_of_one_rounding(inner
 @pytest.mark.parametrize("rows", [60, 72])
 def test_split_product_of_float16_returns_partial_sums_above_the_largest_float16(rows: int) -> None:
     """The partial sums over the two halves of the inner axis are 2**16 and -2**16, which exceed float16 and cancel."""
-    sign = jnp.where(jnp.arange(2048) < 1024, 8, -8).astype(jnp.float16)
-    x, weight = jnp.broadcast_to(sign, (1, rows, 2048)), jnp.full((1024, 2048), 8, jnp.float16)
+    sign = jnp.where(on_device(np.arange(2048)) < 1024, 8, -8).astype(jnp.float16)
+    x, weight = jnp.broadcast_to(sign, (1, rows, 2048)), on_device(np.full((1024, 2048), 8, jnp.float16))
     got = split_matmul(x, weight)
     assert got.shape[0] > 1
     assert np.abs(np.asarray(got)).max() * got.shape[0] == 2**17
@@ -184,7 +185,7 @@ def test_number_of_parts_for_large_weights_and_few_rows_is_above_one(
 
 def test_split_product_of_bfloat16_rows_by_a_float32_weight_matches_float64() -> None:
     rng = np.random.default_rng(0)
-    x, weight = jnp.asarray(rng.normal(size=(3, 2048)), BF16), jnp.asarray(rng.normal(size=(1024, 2048)), jnp.float32)
+    x, weight = on_device(rng.normal(size=(3, 2048)), BF16), on_device(rng.normal(size=(1024, 2048)), jnp.float32)
     got = split_matmul(x, weight, implementation="pallas").astype(jnp.float32).sum(0)
     wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(got, wanted, atol=0.01 * np.abs(wanted).max())

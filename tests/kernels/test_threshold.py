@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import sampling_threshold
 from tests.reference.decoder import processed_probs
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 CONTROLS = [
@@ -95,9 +96,11 @@ def test_sampling_threshold_without_renormalisation_after_top_k_keeps_wrong_toke
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_sampling_threshold_of_tied_logits_keeps_all_tied_tokens(implementation: str) -> None:
-    logits = jnp.asarray([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
+    logits = on_device([[2.0, 5.0, 5.0, 5.0, -jnp.inf, 1.0], [0.0] * 6])
     bound = sampling_threshold(
-        logits, jnp.ones(2), jnp.asarray([2, 1]), jnp.asarray([1.0, 0.1]), jnp.zeros(2), implementation=implementation
+        logits,
+        *map(on_device, ([1.0, 1.0], [2, 1], [1.0, 0.1], [0.0, 0.0])),
+        implementation=implementation,
     )
     assert bound.tolist() == [5.0, 0.0]
 
@@ -114,7 +117,13 @@ def test_sampling_threshold_with_logits_of_minus_infinity_ignores_them(implement
 
 
 def test_sampling_threshold_with_all_controls_off_is_minus_infinity() -> None:
-    bound = sampling_threshold(jnp.zeros((2, 9)), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    bound = sampling_threshold(
+        on_device(np.zeros((2, 9))),
+        on_device(np.ones(2)),
+        on_device(np.zeros(2, jnp.int32)),
+        on_device(np.ones(2)),
+        on_device(np.zeros(2)),
+    )
     assert bound.tolist() == [-jnp.inf] * 2
 
 

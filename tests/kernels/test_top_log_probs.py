@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import top_log_probs
 from pallas_kernels.sampling.top_log_probs import top, top_in_order
 from tests.support import cover
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 
@@ -35,7 +36,7 @@ def test_top_log_probs_of_random_logits_equal_those_by_sorting(
     vocab: int, k: int, ties: bool, implementation: str
 ) -> None:
     logits = problem(vocab, ties)
-    log_probs, ids = top_log_probs(jnp.asarray(logits), k, implementation=implementation)
+    log_probs, ids = top_log_probs(on_device(logits), k, implementation=implementation)
     wanted, wanted_ids = expected(logits, k)
     np.testing.assert_array_equal(ids, wanted_ids)
     np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
@@ -43,7 +44,7 @@ def test_top_log_probs_of_random_logits_equal_those_by_sorting(
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> None:
-    logits, base = jnp.asarray(problem(50, ties=False)), jnp.asarray([-1.0, -2.0, 0.0])
+    logits, base = on_device(problem(50, ties=False)), on_device([-1.0, -2.0, 0.0])
     log_probs, _ = top_log_probs(logits, 4, base=base, implementation=implementation)
     np.testing.assert_allclose(log_probs, expected(np.asarray(logits), 4)[0] + np.asarray(base)[:, None], atol=1e-5)
 
@@ -51,8 +52,8 @@ def test_top_log_probs_with_a_base_have_the_base_added(implementation: str) -> N
 @pytest.mark.parametrize(("vocab", "implementation"), cover.with_kernel((2500, 50), 1))
 def test_top_log_probs_with_shared_logits_are_those_of_the_sums(vocab: int, implementation: str) -> None:
     logits, shared, places = problem(vocab, ties=False), problem(vocab + 1, ties=False)[:, 1:], np.array([2, 0, 2])
-    arrays = jnp.asarray(shared), jnp.asarray(places, jnp.int32)
-    log_probs, ids = top_log_probs(jnp.asarray(logits), 4, shared=arrays, implementation=implementation)
+    arrays = on_device(shared), on_device(places, jnp.int32)
+    log_probs, ids = top_log_probs(on_device(logits), 4, shared=arrays, implementation=implementation)
     wanted, wanted_ids = expected(logits + shared[places], 4)
     np.testing.assert_array_equal(ids, wanted_ids)
     np.testing.assert_allclose(log_probs, wanted, atol=2e-6, rtol=2e-6)
@@ -61,7 +62,7 @@ def test_top_log_probs_with_shared_logits_are_those_of_the_sums(vocab: int, impl
 @pytest.mark.parametrize(("ties", "implementation"), cover.with_kernel((True, False), 1))
 def test_top_values_function_with_random_values_equals_sorting(ties: bool, implementation: str) -> None:
     values = problem(100, ties)
-    best, places, groups = top(jnp.asarray(values), 10, group=7, implementation=implementation)
+    best, places, groups = top(on_device(values), 10, group=7, implementation=implementation)
     wanted = np.argsort(-values, axis=1, kind="stable")[:, :10]
     np.testing.assert_array_equal(places, wanted)
     np.testing.assert_array_equal(groups, np.repeat(np.arange(15), 7)[wanted])
@@ -78,7 +79,7 @@ def test_top_in_order_function_with_random_values_equals_sorting(
     values = problem(size, ties)
     values[1] = -np.inf  # all equal
     wanted = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :k], axis=1)
-    np.testing.assert_array_equal(top_in_order(jnp.asarray(values), k, implementation=implementation), wanted)
+    np.testing.assert_array_equal(top_in_order(on_device(values), k, implementation=implementation), wanted)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -86,7 +87,7 @@ def test_top_in_order_function_with_random_values_equals_sorting(
 def test_top_in_order_function_with_nan_counts_it_as_the_largest_value(bits: int, implementation: str) -> None:
     values = problem(100, ties=False)
     values[0].view(np.uint32)[7] = bits
-    found = top_in_order(jnp.asarray(values), 5, implementation=implementation)
+    found = top_in_order(on_device(values), 5, implementation=implementation)
     rest = np.argsort(-np.delete(values[0], 7))[:4]
     np.testing.assert_array_equal(found[0], np.sort([7, *(rest + (rest >= 7))]))
     np.testing.assert_array_equal(found[1:], np.sort(np.argsort(-values[1:], axis=1)[:, :5], axis=1))
@@ -95,14 +96,14 @@ def test_top_in_order_function_with_nan_counts_it_as_the_largest_value(bits: int
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
 @pytest.mark.parametrize("function", [top, top_in_order])
 def test_top_functions_with_zeros_of_both_signs_treat_them_as_equal(function: Callable, implementation: str) -> None:
-    found = function(jnp.asarray([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
+    found = function(on_device([[-0.0, -1.0, 0.0]]), 1, implementation=implementation)
     np.testing.assert_array_equal(found[1] if function is top else found, [[0]])
 
 
 def test_top_log_probs_with_larger_id_first_among_equals_differ_from_sorting() -> None:
     """Negative control of the comparison with sorting."""
     logits = problem(3000, ties=True)
-    flipped = 2999 - np.asarray(top_log_probs(jnp.asarray(logits[:, ::-1]), 10)[1])
+    flipped = 2999 - np.asarray(top_log_probs(on_device(logits[:, ::-1]), 10)[1])
     assert (flipped != expected(logits, 10)[1]).any()
 
 
@@ -110,7 +111,7 @@ def test_top_log_probs_with_larger_id_first_among_equals_differ_from_sorting() -
 def test_top_log_probs_with_logits_of_minus_infinity_put_them_last(implementation: str) -> None:
     logits = np.full((1, 1030), -np.inf, np.float32)
     logits[0, [1028, 5]] = [1.0, 0.0]
-    log_probs, ids = top_log_probs(jnp.asarray(logits), 5, implementation=implementation)
+    log_probs, ids = top_log_probs(on_device(logits), 5, implementation=implementation)
     assert ids[0].tolist() == [1028, 5, 0, 1, 2]
     assert np.isneginf(log_probs[0, 2:]).all()
     np.testing.assert_allclose(np.exp(log_probs[0, :2]), [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
@@ -119,9 +120,9 @@ def test_top_log_probs_with_logits_of_minus_infinity_put_them_last(implementatio
 def test_top_functions_with_too_many_candidates_raise() -> None:
     for function in top, top_in_order:
         with pytest.raises(NotImplementedError, match="rows of at most 4096, got 5000"):
-            function(jnp.zeros((1, 5000)), 10, implementation="pallas")
+            function(on_device(np.zeros((1, 5000))), 10, implementation="pallas")
     with pytest.raises(NotImplementedError, match="at most 4096 candidates fit: a vocabulary of 200000"):
-        top_log_probs(jnp.zeros((1, 200000)), 24, implementation="pallas")
+        top_log_probs(on_device(np.zeros((1, 200000))), 24, implementation="pallas")
 
 
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(10, 32000, 10), (640, 32000, 10), (1, 128256, 16)])

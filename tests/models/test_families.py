@@ -21,6 +21,7 @@ from jspec.models.rope import Rope
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from tests.support import tiny
+from tests.support.arrays import on_device
 from tests.support.recordings import recording
 
 pytestmark = pytest.mark.once
@@ -41,7 +42,7 @@ def folder(request: pytest.FixtureRequest, golden: Path) -> Path:
 def run_prompt(target: Model, data: Mapping[str, np.ndarray], prompt: int, layers: Sequence[int] = ()) -> TargetOut:
     """Compute a recorded prompt with tokens after it, which no row of the prompt sees: all prompts are equally long."""
     ids = np.pad(data[f"prompt{prompt}"], (0, LONGEST - len(data[f"prompt{prompt}"])))
-    return run_texts(target, jnp.asarray(ids)[None], layers)
+    return run_texts(target, on_device(ids)[None], layers)
 
 
 def logit_error(found: Any, data: Mapping[str, np.ndarray], prompt: int) -> float:

@@ -21,6 +21,7 @@ from jspec.tools.replay import run_texts
 from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, recordings
 from tests.support import quantized_folders as made
+from tests.support.arrays import on_device
 from tests.support.quantized_folders import CONFIG, FORMATS
 
 pytestmark = pytest.mark.once
@@ -34,7 +35,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
 
 def logits(model: Model, ids: list[int]) -> np.ndarray:
     """Compute the logits of all tokens [tokens, vocab]."""
-    found = run_texts(model, jnp.asarray([ids], jnp.int32)).logits
+    found = run_texts(model, on_device([ids], jnp.int32)).logits
     assert found is not None
     return np.asarray(found[0])
 

@@ -22,6 +22,7 @@ from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import byte_pair, folders, recordings, tiny
 from tests.support import int4_folders as made
+from tests.support.arrays import on_device
 from tests.support.int4_folders import CONFIG, FORMATS
 
 pytestmark = pytest.mark.once
@@ -41,7 +42,7 @@ SIZES = dict(slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,), prefix_ca
 
 def logits(model: Model, ids: list[int]) -> np.ndarray:
     """Compute the logits of all tokens [tokens, vocab]."""
-    found = run_texts(model, jnp.asarray([ids], jnp.int32)).logits
+    found = run_texts(model, on_device([ids], jnp.int32)).logits
     assert found is not None
     return np.asarray(found[0])
 

@@ -18,6 +18,7 @@ from jspec.tools.replay import run_texts
 from pallas_kernels.layers.weights import Quantized
 from tests.support import folders
 from tests.support import int4_folders as made
+from tests.support.arrays import on_device
 from tests.support.int4_folders import FORMATS
 from tests.support.recordings import most_likely
 
@@ -44,7 +45,7 @@ def with_packed_experts(folder: Path, form: made.Int4Format) -> tuple[dict[str, 
 
 
 def logits(model: Model) -> np.ndarray:
-    found = run_texts(model, jnp.asarray([IDS], jnp.int32)).logits
+    found = run_texts(model, on_device([IDS], jnp.int32)).logits
     assert found is not None
     return np.asarray(found[0])
 

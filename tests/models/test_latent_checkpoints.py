@@ -20,6 +20,7 @@ from jspec.models.quantize import quantize_weights, quantized_as
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, tiny
+from tests.support.arrays import on_device
 from tests.support.recordings import most_likely, recording
 
 pytestmark = pytest.mark.once
@@ -46,7 +47,7 @@ def error(model: Model, folder: Path) -> float:
     data = recording(folder / "expect.npz")
     prompts, wanted = ([data[f"{name}{i}"] for i in range(2)] for name in ("prompt", "logits"))
     padded = np.array(list(itertools.zip_longest(*prompts, fillvalue=0)), np.int32).T  # no row sees tokens after it
-    found = run_texts(model, jnp.asarray(padded)).logits
+    found = run_texts(model, on_device(padded)).logits
     rows = [own[len(ids) - len(right) : len(ids)] for own, ids, right in zip(found, prompts, wanted, strict=True)]
     return float(max(np.abs(own - right).max() for own, right in zip(rows, wanted, strict=True)))
 
@@ -125,7 +126,7 @@ def test_quantised_latent_attention_computes_with_the_rounded_weights(family: st
 
     rounded = jax.tree.map(wide, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     got, same, other = (
-        run_texts(model, jnp.arange(40, dtype=jnp.int32)[None]).logits[0] for model in (own, rounded, target)
+        run_texts(model, on_device(np.arange(40, dtype=jnp.int32))[None]).logits[0] for model in (own, rounded, target)
     )
     np.testing.assert_allclose(got, same, atol=TOLERANCE)
     assert np.abs(got - other).max() > 1e-2, "control: rounding shows"

@@ -19,6 +19,7 @@ from jspec.models.kv_pool import PoolShape
 from jspec.tools.testing import last_logits
 from pallas_kernels import ancestor_bits
 from tests.support import byte_pair, recordings, tiny
+from tests.support.arrays import on_device
 
 TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 LLAMA3 = {
@@ -120,18 +121,18 @@ def test_decoder_with_padding_rows_returns_unchanged_logits_features_and_caches(
     """The rows pad a sequence to a multiple of eight rows, which a kernel needs."""
     model, rng = tiny.model(40), np.random.default_rng(0)
     pool = PoolShape(2, 9, 4, 16, "float32", "float32")
-    parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
+    parents = on_device([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]], jnp.int32)
     batch = TokenBatch(
-        tokens=jnp.asarray(rng.integers(0, 40, (2, 5)), jnp.int32),
-        positions=jnp.asarray([[3, 4, 4, 5, 5], [6, 7, 8, 8, 7]], jnp.int32),
-        valid=jnp.ones((2, 5), bool),
-        first_row=jnp.asarray([3, 6], jnp.int32),
-        page_table=jnp.arange(1, 9, dtype=jnp.int32).reshape(2, 4),
+        tokens=on_device(rng.integers(0, 40, (2, 5)), jnp.int32),
+        positions=on_device([[3, 4, 4, 5, 5], [6, 7, 8, 8, 7]], jnp.int32),
+        valid=on_device(np.ones((2, 5), bool)),
+        first_row=on_device([3, 6], jnp.int32),
+        page_table=on_device(np.arange(1, 9, dtype=jnp.int32)).reshape(2, 4),
         bits=ancestor_bits(parents) if is_tree else None,
         numerics=AUTO,
     )
     cache = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")
+        lambda x: on_device(rng.normal(size=x.shape), x.dtype), create(model.config.layers, pool, "float32")
     )
 
     def run(more: int) -> tuple:

@@ -24,6 +24,7 @@ from jspec.tools.replay import run_texts
 from pallas_kernels.layers.experts import mxfp4
 from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, recordings
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -69,7 +70,7 @@ def filled(folder: Path, *, dequantize: bool) -> np.ndarray:
         return batch["experts"]
     assert all(array.dtype == np.uint8 for array in batch.values())
     assert sum(array.nbytes for array in batch.values()) == EXPERTS * OUT * INNER * 17 // 32
-    return np.asarray(mxfp4.widened(jnp.asarray(batch["experts.values"]), jnp.asarray(batch["experts.scale"])))
+    return np.asarray(mxfp4.widened(on_device(batch["experts.values"]), on_device(batch["experts.scale"])))
 
 
 @pytest.mark.parametrize("dequantize", [False, True], ids=["packed", "widened at load"])
@@ -94,7 +95,7 @@ def test_rounded_weight_has_the_nearest_numbers_times_the_scale_of_the_specifica
     weight[0, 0, :32] = 0
     weight[0, 1, :8] = [-4, 0.25, -0.75, 1.25, -1.75, 2.5, 3.5, 5][:8]  # with a scale of 1 halfway between two numbers
     weight[0, 1, 8:32] = 0
-    got = np.asarray(mxfp4.widened(*mxfp4.round_to_mxfp4(jnp.asarray(weight))))
+    got = np.asarray(mxfp4.widened(*mxfp4.round_to_mxfp4(on_device(weight))))
     numbers = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     for place in np.ndindex(3, 4, 3):
         group = weight[place[:2]][32 * place[2] : 32 * (place[2] + 1)].astype(np.float64)
@@ -105,7 +106,7 @@ def test_rounded_weight_has_the_nearest_numbers_times_the_scale_of_the_specifica
         wanted = np.sign(group) * numbers[even.argmin(1)] * scale
         np.testing.assert_array_equal(got[place[:2]][32 * place[2] : 32 * (place[2] + 1)], wanted)
     with pytest.raises(ValueError, match="mxfp4: expected a multiple of 32 input channels, got 48"):
-        mxfp4.round_to_mxfp4(jnp.zeros((2, 48)))
+        mxfp4.round_to_mxfp4(on_device(np.zeros((2, 48))))
 
 
 def test_extreme_scales_are_powers_of_two_and_255_is_nan() -> None:
@@ -116,7 +117,7 @@ def test_extreme_scales_are_powers_of_two_and_255_is_nan() -> None:
 
 
 def test_scales_on_the_device_are_powers_of_two_and_255_is_nan() -> None:
-    found = np.asarray(mxfp4.factors(jnp.asarray([0, 1, 127, 254, 255], jnp.uint8)).astype(jnp.bfloat16))
+    found = np.asarray(mxfp4.factors(on_device([0, 1, 127, 254, 255], jnp.uint8)).astype(jnp.bfloat16))
     wanted = np.array([0, 1, 127, 254, 255], np.uint8).view(ml_dtypes.float8_e8m0fnu)
     np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
 
@@ -202,7 +203,7 @@ def test_gpt_oss_with_wrong_bytes_of_its_experts_has_other_logits(golden: Path) 
 
 
 def last_logits(model: Model, prompt: list[int], count: int) -> np.ndarray:
-    logits = run_texts(model, jnp.asarray([prompt])).logits
+    logits = run_texts(model, on_device([prompt])).logits
     assert logits is not None
     return np.asarray(logits[0, -count:])
 

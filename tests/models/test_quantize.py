@@ -39,6 +39,7 @@ from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.weights import EXPERT_KINDS, FORMATS, KINDS, Quantized
 from tests.reference import int4
 from tests.support import byte_pair, folders, tiny
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 from tests.support.recordings import most_likely
 
@@ -66,7 +67,7 @@ def problem(rows: int, out: int, inner: int, dtype: str = "float32") -> tuple[ja
     rng = np.random.default_rng(rows + out)
     x = rng.normal(size=(rows, inner)) * 10.0 ** rng.uniform(-1, 2, (rows, 1))
     weight = rng.normal(size=(out, inner)) * 10.0 ** rng.uniform(-2, 1, (out, 1))
-    return jnp.asarray(x, dtype), jnp.asarray(weight, jnp.float32)
+    return on_device(x, dtype), on_device(weight, jnp.float32)
 
 
 def dequantized(weight: Quantized) -> np.ndarray:
@@ -140,18 +141,18 @@ def test_quantised_product_of_one_row_equals_its_row_in_a_product_of_many(kind: 
 @pytest.mark.once
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4"])
 def test_quantised_weight_with_zero_and_largest_values_represents_them_exactly(kind: str) -> None:
-    weight = jnp.asarray([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
-    got = matmul(jnp.eye(2), quantize(weight, kind))
+    weight = on_device([[0.0, 0.0], [3.0, -3.0], [1e-20, 0.0]])
+    got = matmul(on_device(np.eye(2)), quantize(weight, kind))
     np.testing.assert_allclose(got, weight.T, rtol=1e-6)
-    assert not matmul(jnp.zeros((1, 2)), quantize(weight, kind)).any()
-    least = jnp.asarray([[1e-36, -3e-37], [1e-38, 0.0]])  # its scale would be below the smallest normal number
-    assert jnp.isfinite(matmul(jnp.concatenate([jnp.eye(2), least]), quantize(least, kind))).all()
+    assert not matmul(on_device(np.zeros((1, 2))), quantize(weight, kind)).any()
+    least = on_device([[1e-36, -3e-37], [1e-38, 0.0]])  # its scale would be below the smallest normal number
+    assert jnp.isfinite(matmul(jnp.concatenate([on_device(np.eye(2)), least]), quantize(least, kind))).all()
 
 
 @pytest.mark.once
 def test_weight_of_an_odd_width_cannot_be_int4() -> None:
     with pytest.raises(ValueError, match="int4: expected an even number of input channels, got 15; leave"):
-        quantize(jnp.ones((4, 15)), "int4")
+        quantize(on_device(np.ones((4, 15))), "int4")
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
@@ -310,7 +311,7 @@ def test_random_target_and_head_with_quantize_have_quantised_weights(kind: str) 
 def divergence(target: Model, other: Model, texts: np.ndarray) -> tuple[float, float]:
     """Return the mean Kullback-Leibler divergence (nats) of next-token probabilities, and the share of equal maxima."""
     log_probs = jax.jit(lambda model, tokens: jax.nn.log_softmax(run_texts(model, tokens).logits, axis=-1))
-    p, q = (np.asarray(log_probs(model, jnp.asarray(texts, jnp.int32)), np.float64) for model in (target, other))
+    p, q = (np.asarray(log_probs(model, on_device(texts, jnp.int32)), np.float64) for model in (target, other))
     return float((np.exp(p) * (p - q)).sum(-1).mean()), float((p.argmax(-1) == q.argmax(-1)).mean())
 
 

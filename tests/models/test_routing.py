@@ -17,6 +17,7 @@ from jspec.models.kv_pool import KVPool
 from jspec.models.mlp_config import Experts, Router
 from pallas_kernels.layers.experts.routing import route
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 ROUTERS = {
     "softmax, normalised": Router(8, 3),
@@ -59,7 +60,7 @@ def problem(router: Router, rows: int = 40) -> tuple[np.ndarray, np.ndarray | No
 
 def choose(logits: np.ndarray, router: Router, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     experts, weights = route(
-        jnp.asarray(logits), router, correction=None if correction is None else jnp.asarray(correction)
+        on_device(logits), router, correction=None if correction is None else on_device(correction)
     )
     return np.asarray(experts), np.asarray(weights)
 
@@ -167,7 +168,7 @@ def test_mixture_adds_up_the_weighted_outputs_of_a_loop_over_experts(rows: int) 
 
     got = mix()
     np.testing.assert_allclose(got, wanted, atol=1e-5)
-    used = jnp.asarray(rng.integers(2, size=(1, rows)), bool)
+    used = on_device(rng.integers(2, size=(1, rows)), bool)
     some = mix(used)
     np.testing.assert_allclose(some[used[0]], got[used[0]], atol=1e-6)  # other rows move a row in its expert's block
     alone = np.stack([mlp(row, *shared) for row in x[0]])
@@ -191,16 +192,16 @@ def test_forward_pass_chooses_no_experts_for_tokens_whose_outputs_are_not_used(
 
     monkeypatch.setattr(mixtures, "expert_mlp", watched)
     fields: dict[str, Any] = dict(
-        tokens=jnp.asarray([[3, 4, 5], [6, 0, 0]]),
-        positions=jnp.asarray([[0, 1, 2], [0, 1, 2]]),
-        valid=jnp.asarray([[True] * 3, [False] * 3]),
-        first_row=jnp.zeros(2, jnp.int32),
-        page_table=jnp.asarray([[1], [2]], jnp.int32),
+        tokens=on_device([[3, 4, 5], [6, 0, 0]]),
+        positions=on_device([[0, 1, 2], [0, 1, 2]]),
+        valid=on_device([[True] * 3, [False] * 3]),
+        first_row=on_device(np.zeros(2, jnp.int32)),
+        page_table=on_device([[1], [2]], jnp.int32),
         bits=None,
         numerics=REFERENCE,
     )
-    batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(jnp.asarray([3, 1]), **fields)
-    pool = jnp.zeros((3, 2, 4, 4))
+    batch = TokenBatch(**fields) if kind == "nodes" else PromptBatch.whole(on_device([3, 1]), **fields)
+    pool = on_device(np.zeros((3, 2, 4, 4)))
     forward(mixture(), [KVPool(pool, pool)], batch)
     (chosen,) = seen
     assert chosen.shape == (2, 6)

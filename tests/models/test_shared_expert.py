@@ -22,6 +22,7 @@ from jspec.models.tensor_parallel import mesh_of, place
 from jspec.tools.bench import random_models as bench
 from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from tests.support import tiny
+from tests.support.arrays import on_device
 from tests.support.h200 import compile_for_h200
 
 WIDTH, HIDDEN, COUNT = 64, 128, 4
@@ -49,7 +50,7 @@ def mixture(*shared: int, **options: Any) -> Model:
 def mix(model: Model, x: Any, used: Any = None, numerics: Numerics = REFERENCE) -> np.ndarray:
     layer, config = model.layers[0], model.config.layers[0].mlp
     assert isinstance(config, Experts)
-    several = mixtures.mix_experts(jnp.asarray(x)[None], layer, config, used, numerics)
+    several = mixtures.mix_experts(on_device(x)[None], layer, config, used, numerics)
     return np.asarray(sum(part for parts in several for part in parts), np.float64)[0]
 
 
@@ -119,7 +120,7 @@ def test_shared_expert_is_among_the_experts_of_few_rows(count: int, is_among: bo
 
 def test_row_that_is_not_used_has_no_shared_expert() -> None:
     model, x = mixture(), rows(6)
-    used = jnp.asarray([[True, False, True, True, False, True]])
+    used = on_device([[True, False, True, True, False, True]])
     found, whole = mix(model, x, used), mix(model, x)
     np.testing.assert_array_equal(found[np.asarray(used[0])], whole[np.asarray(used[0])])
     assert not found[~np.asarray(used[0])].any()

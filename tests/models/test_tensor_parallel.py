@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -30,6 +29,7 @@ from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.shard import AXIS, Shard, look_up
 from pallas_kernels.layers.split_matmul import split_matmul
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 
 
 def test_rows_of_fused_parameters_are_ordered_by_device() -> None:
@@ -76,9 +76,9 @@ def test_each_weight_of_a_target_is_divided_by_its_declared_axes() -> None:
 @pytest.mark.parametrize("kind", [None, "int8", "fp8_dynamic"])
 def test_products_and_look_ups_on_four_devices_are_those_of_one(rows: int, kind: str | None, dtype: str) -> None:
     rng, mesh = np.random.default_rng(0), mesh_of(4)
-    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, 32), (24, 32)))
+    x, weight = (on_device(rng.normal(size=shape), dtype) for shape in ((rows, 32), (24, 32)))
     weight = weight.at[22:].set(0)  # padding, so that four devices can divide 22 rows
-    ids = jnp.asarray(rng.integers(0, 22, rows))
+    ids = on_device(rng.integers(0, 22, rows))
     whole: Any = weight if kind is None else quantize_weights({"o": weight}, kind)["o"]
 
     def local(x: Any, by_rows: Any, by_columns: Any, table: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft
 from jspec.core.tree import Tree
+from tests.support.arrays import on_device
 
 PrefixProbs = list[np.ndarray]
 
@@ -89,11 +90,11 @@ def probs_at_nodes(tree: Tree, tokens: np.ndarray, probs: PrefixProbs) -> np.nda
 def draft_of(tree: Tree, tokens: np.ndarray, probs: np.ndarray | None, valid: np.ndarray | bool = True) -> Draft:
     """Return the `Draft` record of tokens [drafts, nodes] of one tree."""
     return Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), tokens.shape),
-        scores=jnp.zeros(tokens.shape),
-        valid=jnp.broadcast_to(jnp.asarray(valid), tokens.shape),
-        probs=None if probs is None else jnp.asarray(probs, jnp.float32),
+        tokens=on_device(tokens, jnp.int32),
+        parents=on_device(np.broadcast_to(tree.parents, tokens.shape), jnp.int32),
+        scores=on_device(np.zeros(tokens.shape)),
+        valid=on_device(np.broadcast_to(valid, tokens.shape)),
+        probs=None if probs is None else on_device(probs, jnp.float32),
         vocab_map=None,
     )
 
@@ -132,12 +133,12 @@ def outcomes(
     p = probs_at_nodes(tree, tokens, target)
     q = None if draft_probs is None else probs_at_nodes(tree, tokens, draft_probs)
     draft = draft_of(tree, tokens, q, valid)
-    ancestor_mask = ancestors(draft.parents)
-    uniforms = jnp.asarray(1.0 - accepts, jnp.float32)
-    result = accept_function(jnp.asarray(p, jnp.float32), draft, ancestor_mask, uniforms)
+    ancestor_mask = ancestors(np.asarray(draft.parents))
+    uniforms = on_device(1.0 - accepts, jnp.float32)
+    result = accept_function(on_device(p, jnp.float32), draft, ancestor_mask, uniforms)
     last_node, residual = np.asarray(result.last_node), np.asarray(result.residual_probs, np.float64)
     probs = np.minimum(np.asarray(result.accept_probs, np.float64), 1)
-    is_tried = _is_tried(tree, np.asarray(ancestor_mask)[np.arange(len(last_node)), last_node]) | all_at_once
+    is_tried = _is_tried(tree, ancestor_mask[np.arange(len(last_node)), last_node]) | all_at_once
     each = np.where(is_tried & valid, np.where(accepts == 1, probs, 1 - probs), 0.5)
     return Outcomes(tokens, last_node, residual, weight * np.prod(each[:, 1:], axis=1))
 

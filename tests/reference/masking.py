@@ -11,6 +11,7 @@ from jspec import SamplingParams
 from jspec.sampling import sampler
 from tests.reference import decoder, descent, processors, regular
 from tests.support import engines, lettered
+from tests.support.arrays import on_device
 
 
 def decoded(
@@ -48,8 +49,8 @@ def decoded(
         logits = edit(logits, prompt, output)
         if params.temperature:
             assert seed is not None
-            words = jnp.asarray([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
-            key = sampler.keys(words, 0, jnp.asarray([len(prompt) + len(output)]))
+            words = on_device([[seed >> 32, seed & 0xFFFFFFFF]], jnp.uint32)
+            key = sampler.keys(words, 0, on_device([len(prompt) + len(output)]))
             logits = processors.processed(logits, params) + np.asarray(sampler.gumbel(key, engines.VOCAB))[0]
         output.append(int(logits.argmax()))
     return output

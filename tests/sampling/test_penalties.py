@@ -21,6 +21,7 @@ from jspec.engine.input.penalty_input import bad_words, check, pack_controls
 from jspec.engine.request.request import OutputState, Request, RequestState
 from jspec.sampling import penalties, sampler
 from tests.reference import processors
+from tests.support.arrays import on_device
 from tests.support.views import draft_of_rows, view_of_rows
 
 pytestmark = pytest.mark.once
@@ -78,18 +79,18 @@ def view_of(requests: list[Request], params: list[SamplingParams]) -> SlotView:
     state = penalties.unused(ROWS, VOCAB)
     for request, own in zip(requests, params, strict=True):
         if own.controls_used:
-            state = admit()(state, jnp.asarray(pack_controls(with_params(request, own), VOCAB)))
+            state = admit()(state, on_device(pack_controls(with_params(request, own), VOCAB)))
     view = view_of_rows([request.token_ids[-1] for request in requests])
     rows = view.sampling.replace(
-        temperature=jnp.asarray([p.temperature for p in params], jnp.float32),
-        top_k=jnp.asarray([p.top_k for p in params], jnp.int32),
-        top_p=jnp.asarray([p.top_p for p in params], jnp.float32),
-        min_p=jnp.asarray([p.min_p for p in params], jnp.float32),
-        stop_ids=jnp.asarray([[*STOPS, *[-1] * 6]] * ROWS, jnp.int32),
+        temperature=on_device([p.temperature for p in params], jnp.float32),
+        top_k=on_device([p.top_k for p in params], jnp.int32),
+        top_p=on_device([p.top_p for p in params], jnp.float32),
+        min_p=on_device([p.min_p for p in params], jnp.float32),
+        stop_ids=on_device([[*STOPS, *[-1] * 6]] * ROWS, jnp.int32),
     )
     lengths = [len(request.prompt_token_ids) + len(request.token_ids) - 1 for request in requests]
-    slots = jnp.asarray([request.state.slot for request in requests], jnp.int32)
-    return view.replace(slots=slots, lengths=jnp.asarray(lengths, jnp.int32), sampling=rows, controls=state)
+    slots = on_device([request.state.slot for request in requests], jnp.int32)
+    return view.replace(slots=slots, lengths=on_device(lengths, jnp.int32), sampling=rows, controls=state)
 
 
 def edited_and_processed(logits: jax.Array, draft: Draft, view: SlotView) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +116,7 @@ def context(draft: Draft, row: int, node: int) -> list[int]:
 def compare(seed: int, params: list[SamplingParams], *, chain: bool, run: Any = None) -> None:
     logits, draft, requests = random_case(seed, chain=chain)
     view = view_of(requests, params)
-    edited, processed = (np.asarray(x) for x in (run or compiled())(jnp.asarray(logits), draft, view))
+    edited, processed = (np.asarray(x) for x in (run or compiled())(on_device(logits), draft, view))
     for row, (request, own) in enumerate(zip(requests, params, strict=True)):
         for node in range(NODES):
             output = [*request.token_ids, *context(draft, row, node)]
@@ -180,15 +181,16 @@ WRONG: dict[str, Any] = {
 def only_last(path: jax.Array, *, keep: bool) -> jax.Array:
     """Replace each path's tokens by an unused token: all but the node's own (``keep``), or only its own."""
     depth = jnp.sum(path != NO_TOKEN, axis=-1, keepdims=True)
-    is_own = jnp.arange(DEPTH) == depth - 1
+    is_own = on_device(np.arange(DEPTH)) == depth - 1
     return jnp.where((path != NO_TOKEN) & (is_own != keep), VOCAB + 1, path)
 
 
 def other_order(logits: jax.Array, row: Any, path: jax.Array) -> jax.Array:
     """Apply the presence and frequency penalty before the repetition penalty, each by the correct code."""
-    off = row.replace(repetition=jnp.ones(ROWS))
+    off = row.replace(repetition=on_device(np.ones(ROWS)))
     penalised = RIGHT_PENALTIES(logits, off, path)
-    return RIGHT_PENALTIES(penalised, row.replace(presence=jnp.zeros(ROWS), frequency=jnp.zeros(ROWS)), path)
+    zeros = on_device(np.zeros(ROWS))
+    return RIGHT_PENALTIES(penalised, row.replace(presence=zeros, frequency=zeros), path)
 
 
 def no_prompt(row: Any) -> Any:

@@ -20,10 +20,14 @@ from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state
 from pallas_kernels.layers.partial_sums import Scaled
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 VOCAB, PAGE, ROWS = 16, 4, 4
 PROMPTS = ([3, 1, 4, 1, 5], [2, 7, 6], [8, 8, 1, 2])
 SLOTS = (1, 0, 2, 4)  # slot 4 does not exist: a padding row
+
+
+budgeted = jax.jit(apply_budget, static_argnums=2, static_argnames="is_chain")
 
 
 def random_draft(rng: np.random.Generator, rows: int, nodes: int, *, grid: int | None = None) -> Draft:
@@ -35,7 +39,7 @@ def random_draft(rng: np.random.Generator, rows: int, nodes: int, *, grid: int |
         scores[:, node] = scores[np.arange(rows), parents[:, node]] + step
         valid[:, node] = valid[np.arange(rows), parents[:, node]] & (rng.random(rows) < 0.9)
     tokens = rng.integers(0, VOCAB, (rows, nodes)).astype(np.int32)
-    return Draft(*map(jnp.asarray, (tokens, parents, scores, valid)), probs=None, vocab_map=None)
+    return Draft(*map(on_device, (tokens, parents, scores, valid)), probs=None, vocab_map=None)
 
 
 @pytest.mark.parametrize("grid", [None, 2])
@@ -43,7 +47,7 @@ def test_budget_selects_the_most_probable_nodes_and_their_ancestors(grid: int | 
     rng = np.random.default_rng(0)
     for count in (3, 7, 12, 20):
         draft, active = random_draft(rng, 3, 8, grid=grid), np.array([True, False, True])
-        selected, packing = apply_budget(draft, jnp.asarray(active), count)
+        selected, packing = budgeted(draft, on_device(active), count)
         kept = np.asarray(packing.places) != NO_ROW
         assert kept.sum() == count == packing.size
         assert kept[active, 0].all(), "every active root must be selected"
@@ -60,35 +64,43 @@ def test_budget_selects_the_most_probable_nodes_and_their_ancestors(grid: int | 
 
 def test_budget_with_a_score_that_is_nan_does_not_select_the_node() -> None:
     draft = random_draft(np.random.default_rng(0), 2, 4)
-    draft = replace(draft, scores=draft.scores.at[0, 2].set(jnp.nan), valid=jnp.ones((2, 4), bool))
-    _, packing = apply_budget(draft, jnp.ones(2, bool), 7)
+    scores = np.array(draft.scores)
+    scores[0, 2] = np.nan
+    draft = replace(draft, scores=on_device(scores), valid=on_device(np.ones((2, 4), bool)))
+    _, packing = budgeted(draft, on_device(np.ones(2, bool)), 7)
     assert np.asarray(packing.places == NO_ROW).sum() == 1 and packing.places[0, 2] == NO_ROW
 
 
 def test_budget_of_chains_goes_to_the_row_with_the_higher_confidence() -> None:
     """The scores say the opposite; in a tree, whose siblings have one confidence, the scores count."""
-    parents = jnp.asarray([[-1, 0, 1, 2]] * 2)
-    scores = jnp.asarray([[0, -1, -2, -3], [0, -9, -10, -11]], jnp.float32)
-    confidence = jnp.asarray([[1, 0.5, 0.5, 0.5], [1, 0.9, 0.9, 0.1]], jnp.float32)
-    draft = Draft(jnp.zeros((2, 4), jnp.int32), parents, scores, jnp.ones((2, 4), bool), None, None, confidence)
+    parents = on_device([[-1, 0, 1, 2]] * 2)
+    scores = on_device([[0, -1, -2, -3], [0, -9, -10, -11]], jnp.float32)
+    confidence = on_device([[1, 0.5, 0.5, 0.5], [1, 0.9, 0.9, 0.1]], jnp.float32)
+    tokens, valid = on_device(np.zeros((2, 4), np.int32)), on_device(np.ones((2, 4), bool))
+    draft = Draft(tokens, parents, scores, valid, None, None, confidence)
     for is_chain, counts in ((True, [2, 3]), (False, [4, 1])):
-        _, packing = apply_budget(draft, jnp.ones(2, bool), 5, is_chain=is_chain)
+        _, packing = budgeted(draft, on_device(np.ones(2, bool)), 5, is_chain=is_chain)
         assert np.asarray(packing.places != NO_ROW).sum(axis=1).tolist() == counts
 
 
 def test_packing_and_unpacking_return_the_selected_rows_and_zeros_elsewhere() -> None:
     rng = np.random.default_rng(0)
-    _, packing = apply_budget(random_draft(rng, 3, 5), jnp.ones(3, bool), 9)
-    values = jnp.asarray(rng.normal(size=(3, 5, 2)))
+    _, packing = budgeted(random_draft(rng, 3, 5), on_device(np.ones(3, bool)), 9)
+    values = on_device(rng.normal(size=(3, 5, 2)))
     kept = np.asarray(packing.places) != NO_ROW
-    packed = packing.pad(3).pack(values)
-    assert packed.shape == (1, 12, 2) and not np.asarray(packed[0, 9:]).any()
-    assert np.array_equal(packed[0, :9], np.asarray(values)[kept])  # row after row
-    for padded in (packing, packing.pad(3)):
+
+    @partial(jax.jit, static_argnums=1)
+    def packed_and_back(packing: Any, more: int) -> Any:
+        padded = packing.pad(more)
         sums = padded.pack(values)
-        expected = np.where(kept[..., None], values, 0)
-        assert np.array_equal(padded.unpack(sums[None])[0], expected)
-        scaled = padded.unpack(Scaled(sums[None], sums[..., 0], jnp.ones(2)))
+        return sums, padded.unpack(sums[None])[0], padded.unpack(Scaled(sums[None], sums[..., 0], jnp.ones(2)))
+
+    expected = np.where(kept[..., None], values, 0)
+    for more in (0, 3):
+        packed, unpacked, scaled = jax.tree.map(np.asarray, packed_and_back(packing, more))
+        assert packed.shape == (1, 9 + more, 2) and not packed[0, 9:].any()
+        assert np.array_equal(packed[0, :9], np.asarray(values)[kept])  # row after row
+        assert np.array_equal(unpacked, expected)
         assert np.array_equal(scaled.values[0], expected) and np.array_equal(scaled.row_scale, expected[..., 0])
 
 
@@ -115,7 +127,7 @@ def prefilled(program: Program, params: Params) -> SlotState:
 
 def run(program: Program, params: Params, state: SlotState) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the reports of three rounds, and all cache rows of the slots afterwards."""
-    step, slots, reports = jax.jit(partial(decode.spec_round, program)), jnp.asarray(SLOTS), []
+    step, slots, reports = jax.jit(partial(decode.spec_round, program)), on_device(SLOTS), []
     for _ in range(3):
         state, report, *_ = step(params, state, slots)
         reports.append(np.asarray(report))
@@ -150,7 +162,7 @@ def test_round_with_a_budget_computes_only_the_selected_rows() -> None:
     tree, rows = Tree.topk(9, 3, 3), ROWS * (1 + 2)
     program, params = program_of(tree, nodes=2)
     state = prefilled(program, params)
-    traced = jax.jit(partial(decode.spec_round, program)).trace(params, state, jnp.asarray(SLOTS))
+    traced = jax.jit(partial(decode.spec_round, program)).trace(params, state, on_device(SLOTS))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()  # for a CPU, products of few rows are transposed
     gate_up = params.target.layers[0].gate_up.shape[0]
     products = [line for line in text.splitlines() if "dot_general" in line and f"x{gate_up}xf32>" in line]

@@ -21,6 +21,7 @@ from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 from tests.support.recordings import TOLERANCE, engine_of, most_likely, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
@@ -83,7 +84,7 @@ def concatenated_the_other_way_round(head: EagleHead) -> EagleHead:
 def with_absolute_d2t(head: EagleHead) -> EagleHead:
     """Treat the file's offsets as target ids."""
     assert head.draft_to_target is not None
-    return head.replace(draft_to_target=head.draft_to_target - jnp.arange(len(head.draft_to_target)))
+    return head.replace(draft_to_target=head.draft_to_target - on_device(np.arange(len(head.draft_to_target))))
 
 
 def with_config(**changes: object) -> Callable[[EagleHead], EagleHead]:
@@ -129,7 +130,7 @@ def score_error(golden: Path, chain: dict[str, np.ndarray], drafter: Eagle3) -> 
     state = init_state(program, params, PoolShape(1, 2, 128, 100, "float32", "float32"))
     own = tiny.prefill_input(ids, page_row=[1])
     state, _ = prefill_step(program, params, state, own)
-    view = view_of(state, jnp.zeros(1, jnp.int32), program).replace(all_greedy=True)
+    view = view_of(state, on_device(np.zeros(1, jnp.int32)), program).replace(all_greedy=True)
     draft, _ = drafter.draft(params.draft, state.draft, view)
     recorded = chain["sel_scores"][chain["iter_offset"][prompt]]
     return float(np.abs(np.asarray(draft.scores)[0, 1:] - recorded).max())

@@ -25,6 +25,7 @@ from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.replay import observe
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 from tests.support.recordings import TOLERANCE, engine_of, recording, replay, same_rounds
 
 pytestmark = pytest.mark.once
@@ -78,7 +79,7 @@ class Detail:
         own = tiny.prefill_input(ids, page_row=[1])
         prefill = jax.jit(partial(prefill_step, self.program))
         self.state, _ = prefill(self.params, state, own)
-        view = view_of(self.state, jnp.zeros(1, jnp.int32), self.program).replace(all_greedy=True)
+        view = view_of(self.state, on_device(np.zeros(1, jnp.int32)), self.program).replace(all_greedy=True)
         self._watch_levels(monkeypatch)
 
         def draft(state: DraftState) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from jspec.step import prefill
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.attention.append_attention import MOST_ROWS
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -185,6 +186,7 @@ def run_pieces(
     pieces = [prompt.piece(count) for prompt, count in chosen]
     tokens = [prompt.tokens[prompt.start :][:count] for prompt, count in chosen]
     state, output = one.run(one.params, state, PrefillInput.pack(pieces, tokens, SIZE, slots=SLOTS))
+    output = jax.tree.map(np.asarray, output)
     found, first = list[np.ndarray](), 0
     for index, (prompt, count) in enumerate(chosen):
         found.append(distributions(output.prompt.part(first, first + count)))
@@ -231,9 +233,9 @@ def check_mixes(one: PrefillCase, prefills: int, seed: int = 0) -> int:
             for (prompt, count), values in zip(chosen, found, strict=True):
                 wanted = expected[prompts.index(prompt)][0][prompt.start - count : prompt.start]
                 np.testing.assert_allclose(values, wanted, atol=TOLERANCE)
-        drafts = one.draft(state, jnp.array([prompt.slot for prompt in prompts] + [SLOTS] * (SLOTS - len(prompts))))
+        drafts = one.draft(state, on_device([prompt.slot for prompt in prompts] + [SLOTS] * (SLOTS - len(prompts))))
         for row, (_, alone) in enumerate(expected):
-            wanted = one.draft(alone, jnp.zeros(1, jnp.int32))
+            wanted = one.draft(alone, on_device(np.zeros(1, jnp.int32)))
             np.testing.assert_array_equal(drafts.valid[row], wanted.valid[0])
             np.testing.assert_array_equal(np.where(drafts.valid[row], drafts.tokens[row], 0), wanted.tokens[0])
             np.testing.assert_allclose(drafts.scores[row], wanted.scores[0], atol=TOLERANCE)

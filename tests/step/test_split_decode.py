@@ -9,7 +9,6 @@ from itertools import cycle
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from jspec.sampling import logprobs, penalties
 from jspec.step.executable_key import ExecutableKey
 from tests.reference import descent
 from tests.support import engines, lettered
+from tests.support.arrays import on_device
 from tests.support.grammar_cases import MASKS, PROMPTS, check_decoding, masked
 from tests.support.views import draft_of_rows, view_of_rows
 
@@ -239,14 +239,14 @@ def test_processed_logprobs_with_host_masks_are_those_of_the_masked_logits() -> 
     for row, node in ((0, 1), (1, 1), (1, 3)):  # drafts of wrong tokens, which are rejected
         tokens[row, node] = (tokens[row, node] + 1) % engines.VOCAB
     draft = draft_of_rows(tokens, np.broadcast_to(parents, (2, 5)))
-    state = penalties.unused(2, engines.VOCAB)
-    view = view_of_rows([1, 1]).replace(controls=state.replace(used=jnp.ones(2, bool)), masks=jnp.asarray(words))
+    state = penalties.unused(2, engines.VOCAB).replace(used=on_device(np.ones(2, bool)))
+    view = view_of_rows([1, 1]).replace(controls=state, masks=on_device(words))
 
     def run(logits: jax.Array, draft: Draft, view: SlotView) -> Any:
         verdict = verify.accept(logits[None], draft, ancestors(draft.parents), view, tree)
         return verdict, logprobs.of_round(logprobs.PROCESSED, logits, draft, verdict, view, tree)
 
-    verdict, scores = jax.jit(run)(jnp.asarray(logits), draft, view)
+    verdict, scores = jax.jit(run)(on_device(logits), draft, view)
     for row, path in enumerate([[0, 2, 3, 4], [0, 2]]):
         assert verdict.counts.tolist()[row] == len(path)
         for place, node in enumerate(path):

@@ -18,6 +18,7 @@ from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import GrownSizes
 from jspec.tools.replay import run_texts
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 
 VOCAB, DRAFTED, LAYERS = 40, 12, 7
 SIZES = GrownSizes(
@@ -59,7 +60,7 @@ def head_of(model: Model, **changes: Any) -> EagleHead:
 
 
 def tokens(vocab: int = VOCAB) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(3).integers(0, vocab, (1, 48)), jnp.int32)
+    return on_device(np.random.default_rng(3).integers(0, vocab, (1, 48)), jnp.int32)
 
 
 class Match(NamedTuple):
@@ -122,4 +123,4 @@ def large_pair() -> tuple[Model, EagleHead]:
 
 
 def text_tokens() -> jax.Array:
-    return jnp.asarray(np.frombuffer(TEXT, np.uint8).astype(np.int32))[None]
+    return on_device(np.frombuffer(TEXT, np.uint8).astype(np.int32))[None]

@@ -13,6 +13,7 @@ from jspec.draft.suffix import Suffix
 from jspec.models.kv_pool import PoolShape
 from jspec.verify import Coupled
 from tests.reference.lookup import Node, expected_nodes
+from tests.support.arrays import on_device
 
 SLOTS, MAX_LEN, BUCKET, ROWS = 3, 40, 5, 6  # ROWS: rows of a block
 POOL = PoolShape(slots=SLOTS, pages=9, page_size=16, max_len=MAX_LEN, dtype="float32", draft_dtype="float32")
@@ -85,7 +86,7 @@ class LookupRun:
                 self.texts[slot] += new
                 self.lengths[slot] += len(new)
                 self.roots[slot] = new[-1]
-        verdict = Verdict(accept_len=None, path=None, tokens=jnp.array(tokens), counts=None, ended=None)
+        verdict = Verdict(accept_len=None, path=None, tokens=on_device(tokens), counts=None, ended=None)
         self.state = self._commit(self.state, view, draft, verdict)
         return draft
 
@@ -94,18 +95,18 @@ def batch_of(pieces: list[list[int]], start: int) -> PromptBatch:
     """Return pieces that begin at position ``start``; padding rows have tokens too."""
     blocks = [(index, at, own[at : at + ROWS]) for index, own in enumerate(pieces) for at in range(0, len(own), ROWS)]
     blocks += [(SLOTS, 0, [])] * (2 * SLOTS - len(blocks))
-    first_row = jnp.array([start + at for _, at, _ in blocks])
-    counts = jnp.array([len(own) for own in pieces] + [0] * (SLOTS - len(pieces)))
+    first_row = on_device([start + at for _, at, _ in blocks])
+    counts = on_device([len(own) for own in pieces] + [0] * (SLOTS - len(pieces)))
     return PromptBatch(
-        tokens=jnp.array([own + [1] * (ROWS - len(own)) for *_, own in blocks]),
-        positions=first_row[:, None] + jnp.arange(ROWS),
-        valid=jnp.arange(ROWS) < jnp.array([len(own) for *_, own in blocks])[:, None],
+        tokens=on_device([own + [1] * (ROWS - len(own)) for *_, own in blocks]),
+        positions=first_row[:, None] + on_device(np.arange(ROWS)),
+        valid=on_device(np.arange(ROWS)) < on_device([len(own) for *_, own in blocks])[:, None],
         first_row=first_row,
         page_table=None,
         bits=None,
         numerics=REFERENCE,
         piece=jnp.array([index for index, *_ in blocks]),
-        starts=jnp.full(SLOTS, start),
+        starts=on_device(np.full(SLOTS, start)),
         ends=start + counts,
         newest=None,
     )
@@ -113,10 +114,10 @@ def batch_of(pieces: list[list[int]], start: int) -> PromptBatch:
 
 def view_of(slots: list[int], lengths: list[int], roots: list[int], active: list[bool]) -> SlotView:
     return SlotView(
-        slots=jnp.array(slots, jnp.int32),
-        root=jnp.array(roots, jnp.int32),
-        lengths=jnp.array(lengths, jnp.int32),
-        active=jnp.array(active),
+        slots=on_device(slots, jnp.int32),
+        root=on_device(roots, jnp.int32),
+        lengths=on_device(lengths, jnp.int32),
+        active=on_device(active),
         remaining=None,
         page_table=None,
         sampling=None,

@@ -6,13 +6,13 @@ import itertools
 from functools import cache
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import Completion, Drafter, Engine, Model, SamplingParams
 from jspec.engine.request.round_record import Round
 from jspec.tools.replay import run_texts
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 
 TOLERANCE = 1e-4  # float32 sums in another order; a second implementation of the recordings' authors differs by 8e-6
 NEAR_TIE = 1e-5  # below this margin another correct implementation may choose differently
@@ -28,7 +28,7 @@ def most_likely(target: Model, prompts: list[list[int]], tokens: list[list[int]]
     """Return the target's most likely token at the place of each token after each prompt, in one forward pass."""
     texts = [prompt + after for prompt, after in zip(prompts, tokens, strict=True)]
     padded = np.array(list(itertools.zip_longest(*texts, fillvalue=0)), np.int32).T  # no row sees the tokens after it
-    choices = np.argmax(run_texts(target, jnp.asarray(padded)).logits, axis=-1)
+    choices = np.argmax(run_texts(target, on_device(padded)).logits, axis=-1)
     return [
         row[len(prompt) - 1 : len(text) - 1].tolist() for row, prompt, text in zip(choices, prompts, texts, strict=True)
     ]

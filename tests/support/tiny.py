@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from convert.orbax import unflatten
@@ -29,6 +28,7 @@ from jspec.models.param_spec import Params, ParamSpec
 from jspec.models.params import model_params
 from jspec.models.rope import Rope
 from jspec.tools import check_head
+from tests.support.arrays import on_device
 
 
 def config(vocab: int, *, layers: int = 2, hidden: int = 16, **flags: Any) -> ModelConfig:
@@ -69,8 +69,13 @@ def random_model(c: ModelConfig, *, seed: int = 0, sharpness: float = 1.0) -> Mo
         kind, spec = name.rpartition(".")[2], params[name]
         is_norm = spec.init == "ones"
         values = rng.uniform(0.5, 1.5, spec.shape) if is_norm else _normal(rng, spec, gains.get(kind, 1.0))
-        weights[name] = jnp.asarray(values, jnp.float32)
-    return Model.from_weights(c, unflatten(weights))
+        weights[name] = values.astype(np.float32)
+    return Model.from_weights(c, tree_of(weights))
+
+
+def tree_of(weights: dict[str, np.ndarray]) -> Any:
+    """Return the tree of named weights as jax arrays."""
+    return unflatten({name: on_device(values) for name, values in weights.items()})
 
 
 # Values are drawn in this order; tests depend on the weights that a seed gives.
@@ -92,10 +97,10 @@ def _normal(rng: np.random.Generator, spec: ParamSpec, gain: float = 1.0) -> np.
     return rng.normal(0, gain / np.sqrt(spec.shape[-1]), spec.shape)
 
 
-def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, jnp.ndarray]:
+def _draw(rng: np.random.Generator, params: Params, *names: str) -> dict[str, np.ndarray]:
     """Draw normal values for the named parameters in this order, and set all norms to 1."""
-    return {name: jnp.asarray(_normal(rng, params[name]), jnp.float32) for name in names} | {
-        name: jnp.ones(spec.shape) for name, spec in params.items() if spec.init == "ones"
+    return {name: _normal(rng, params[name]).astype(np.float32) for name in names} | {
+        name: np.ones(spec.shape, np.float32) for name, spec in params.items() if spec.init == "ones"
     }
 
 
@@ -116,8 +121,8 @@ def eagle_head(
     later = [name.replace("layers.0", f"layers.{index}") for index in range(1, c.num_layers) for name in HEAD_LAYER]
     weights = _draw(rng, params, *HEAD_LAYER, *later)
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
-    weights |= _draw(rng, params, "fc", "head") | {"draft_to_target": jnp.asarray(ids)}
-    return EagleHead.from_weights(c, unflatten(weights))
+    weights |= _draw(rng, params, "fc", "head") | {"draft_to_target": ids}
+    return EagleHead.from_weights(c, tree_of(weights))
 
 
 def peagle_head(
@@ -129,8 +134,8 @@ def peagle_head(
     params = head_params(c)
     weights = _draw(rng, params, *(name for name, spec in params.items() if spec.init == "normal"))
     ids = np.sort(rng.choice(c.vocab_size, draft_vocab, replace=False)).astype(np.int32)
-    weights |= {"draft_to_target": jnp.asarray(ids), "mask_hidden": 5 * weights["mask_hidden"]}
-    return EagleHead.from_weights(c, unflatten(weights))
+    weights |= {"draft_to_target": ids, "mask_hidden": 5 * weights["mask_hidden"]}
+    return EagleHead.from_weights(c, tree_of(weights))
 
 
 def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
@@ -138,14 +143,14 @@ def eagle1_head(target: Model, *, seed: int = 1) -> EagleHead:
     rng = np.random.default_rng(seed)
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="eagle")
     weights = _draw(rng, head_params(c), "fc")
-    weights["fc_bias"] = jnp.asarray(rng.normal(0, 0.1, c.hidden_size), jnp.float32)
-    return EagleHead.from_weights(c, unflatten(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
+    weights["fc_bias"] = rng.normal(0, 0.1, c.hidden_size).astype(np.float32)
+    return EagleHead.from_weights(c, tree_of(weights | _draw(rng, head_params(c), *HEAD_LAYER)))
 
 
 def mtp_head(target: Model, *, seed: int = 1) -> EagleHead:
     """Return a random MTP layer, which uses the target's final norm output, vocabulary and output head."""
     c = head_config(target, draft_vocab=target.config.vocab_size, feature_layers=None, method="mtp")
-    return EagleHead.from_weights(c, unflatten(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
+    return EagleHead.from_weights(c, tree_of(_draw(np.random.default_rng(seed), head_params(c), "fc", *HEAD_LAYER)))
 
 
 def dflash_head(
@@ -153,7 +158,7 @@ def dflash_head(
 ) -> DFlashHead:
     """Return a random DFlash head, whose mask token is the last id of the vocabulary."""
     c = block_config(DFlashConfig, target, block_size=block_size, feature_layers=feature_layers, num_layers=layers)
-    return DFlashHead.from_weights(c, _block_weights(c, seed))
+    return DFlashHead.from_weights(c, tree_of(_block_weights(c, seed)))
 
 
 def dspark_head(
@@ -163,8 +168,8 @@ def dspark_head(
     fields: dict[str, Any] = dict(block_size=block_size, feature_layers=feature_layers, num_layers=2)
     c = block_config(DSparkConfig, target, **fields, markov_rank=4, markov_head_type=markov)
     weights = _block_weights(c, seed)
-    weights["markov"]["embed"] *= 6
-    return DSparkHead.from_weights(c, weights)
+    weights["markov.embed"] *= 6
+    return DSparkHead.from_weights(c, tree_of(weights))
 
 
 def _sizes(target: Model) -> dict[str, Any]:
@@ -187,11 +192,11 @@ def block_config(record: type[DFlashConfig], target: Model, **fields: Any) -> An
     )
 
 
-def _block_weights(c: DFlashConfig, seed: int) -> dict[str, Any]:
+def _block_weights(c: DFlashConfig, seed: int) -> dict[str, np.ndarray]:
     """Draw the weights of a head for blocks, biases too."""
     params = block_params(c)
     names = [name for name, spec in params.items() if spec.init != "ones"]
-    return unflatten(_draw(np.random.default_rng(seed), params, *names))
+    return _draw(np.random.default_rng(seed), params, *names)
 
 
 def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
@@ -205,10 +210,10 @@ def medusa_heads(target: Model, heads: int, *, seed: int = 1) -> MedusaHeads:
     weights = {}
     for name, spec in params.items():
         if spec.init == "zeros":
-            weights[name] = jnp.zeros(spec.shape)
+            weights[name] = np.zeros(spec.shape, np.float32)
         else:  # all heads share the block of the first head
             weights[name] = drawn.get(name, drawn["heads.0.blocks.0.weight"])
-    return MedusaHeads.from_weights(c, unflatten(weights))
+    return MedusaHeads.from_weights(c, tree_of(weights))
 
 
 def head_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,7 @@ from jspec.draft.base import Drafter
 from jspec.models.decoder import Model
 from jspec.models.kv_pool import PoolShape
 from jspec.verify import resolve
+from tests.support.arrays import on_device
 
 
 def view_of_rows(
@@ -22,16 +24,16 @@ def view_of_rows(
     """Return a view of active rows of equal length, with one page and one seed per row."""
     rows = len(roots)
     controls = Sampling.greedy(rows).replace(
-        temperature=jnp.full(rows, temperature, jnp.float32),
-        seed=jnp.asarray(np.stack([np.zeros(rows), np.arange(rows)], axis=1), jnp.uint32),
+        temperature=on_device(np.full(rows, temperature, jnp.float32)),
+        seed=on_device(np.stack([np.zeros(rows), np.arange(rows)], axis=1), jnp.uint32),
     )
     return SlotView(
-        slots=jnp.arange(rows, dtype=jnp.int32),
-        root=jnp.asarray(roots, jnp.int32),
-        lengths=jnp.full(rows, length, jnp.int32),
-        active=jnp.ones(rows, bool),
-        remaining=jnp.full(rows, 1000, jnp.int32),
-        page_table=jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None],
+        slots=on_device(np.arange(rows, dtype=jnp.int32)),
+        root=on_device(roots, jnp.int32),
+        lengths=on_device(np.full(rows, length, jnp.int32)),
+        active=on_device(np.ones(rows, bool)),
+        remaining=on_device(np.full(rows, 1000, jnp.int32)),
+        page_table=on_device(np.arange(1, rows + 1)[:, None]),
         sampling=controls,
         accept=resolve(accept),
         all_greedy=False,
@@ -58,25 +60,26 @@ def prefilled(
     params, view = drafter.bind(model), view_of_rows([root], length=size)
     state = drafter.init(params, PoolShape(1, 2, 64, 48, "float32", "float32"))
     batch = PromptBatch.whole(
-        jnp.asarray([size]),
-        tokens=jnp.asarray(np.zeros(size) if tokens is None else tokens, jnp.int32)[None],
-        positions=jnp.arange(size)[None],
-        valid=jnp.ones((1, size), bool),
-        first_row=jnp.zeros(1, jnp.int32),
+        on_device([size]),
+        tokens=on_device([np.zeros(size) if tokens is None else tokens], jnp.int32),
+        positions=on_device([np.arange(size)]),
+        valid=on_device(np.ones((1, size), bool)),
+        first_row=on_device(np.zeros(1, jnp.int32)),
         page_table=view.page_table,
         bits=None,
         numerics=REFERENCE,
     )
-    return params, drafter.prefill(params, state, view, batch, jnp.asarray(features, jnp.float32)[None]), view
+    state = jax.jit(drafter.prefill)(params, state, view, batch, on_device([features], jnp.float32))
+    return params, state, view
 
 
 def draft_of_rows(tokens: np.ndarray, parents: np.ndarray) -> Draft:
     """Return a draft of given tokens and parents [rows, nodes] without probabilities; all nodes are valid."""
     return Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros(tokens.shape),
-        valid=jnp.ones(tokens.shape, bool),
+        tokens=on_device(tokens, jnp.int32),
+        parents=on_device(parents, jnp.int32),
+        scores=on_device(np.zeros(tokens.shape)),
+        valid=on_device(np.ones(tokens.shape, bool)),
         probs=None,
         vocab_map=None,
     )

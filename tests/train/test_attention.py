@@ -14,6 +14,7 @@ import pytest
 from jspec.models.layer_config import LayerConfig
 from jspec.train import attention, eagle3, observe
 from jspec.train.attention import Keys
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -31,7 +32,7 @@ def dense(window: int | None, q: Any, steps: list[Keys], rows: Any) -> Any:
     """Concatenate the keys of all steps, and mask them."""
     size, group, ahead = q.shape[1], HEADS // KV_HEADS, len(steps) - 1
     k, v = (jnp.repeat(jnp.concatenate(of, axis=1), group, axis=2) for of in zip(*steps, strict=True))
-    i, m = jnp.arange(size)[:, None], jnp.arange(size)
+    i, m = on_device(np.arange(size))[:, None], on_device(np.arange(size))
     causal = (m <= i) & (rows.segments[:, :, None] == rows.segments[:, None])
     if window is not None:
         causal &= i + ahead - m < window
@@ -49,7 +50,7 @@ def test_attention_of_the_test_and_its_gradient_equal_the_dense_form(count: int,
     shape = rows.tokens.shape
 
     def draw(heads: int) -> Any:
-        return jnp.asarray(rng.normal(size=(*shape, heads, DIM)), jnp.float32)
+        return on_device(rng.normal(size=(*shape, heads, DIM)), jnp.float32)
 
     q, steps = draw(HEADS), [Keys(draw(KV_HEADS), draw(KV_HEADS)) for _ in range(count)]
     weights = draw(HEADS).reshape(*shape, -1) * (rows.segments > 0)[..., None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.tools.replay import run_texts
 from jspec.train import blocks, losses, observe
 from jspec.train.blocks import choose_blocks
 from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
 from tests.reference import dflash, dspark
 from tests.reference.head import norm
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.once
 DEPTH, ANCHORS, LENGTH = 3, 5, 48
 OPTIONS: dict[str, Any] = dict(ttt=DEPTH, anchors=ANCHORS, length=LENGTH, feature_layers=(1, 3), layers=2)
 SIZES = (19, 30, 7, 16)
+drawn_blocks = jax.jit(choose_blocks, static_argnums=(3, 4))
 
 
 def config_of(method: str) -> TrainConfig:
@@ -39,8 +40,8 @@ def head_of(method: str) -> Any:
     trained, rest = made.split(head)
 
     def draw(x: Any) -> Any:
-        is_norm = x.ndim == 1 and bool((x == 1).all())
-        return jnp.asarray(rng.uniform(0.5, 1.5, x.shape) if is_norm else rng.normal(0, 0.4, x.shape), jnp.float32)
+        is_norm = x.ndim == 1 and bool((np.asarray(x) == 1).all())
+        return on_device(rng.uniform(0.5, 1.5, x.shape) if is_norm else rng.normal(0, 0.4, x.shape), jnp.float32)
 
     return jax.tree.map(draw, trained).replace(**rest)
 
@@ -73,14 +74,14 @@ class BlockCase:
         self.labels: dict[tuple[int, int, int], float] = {}  # of the confidences, by the weights of the first call
         for tokens, _ in self.documents:
             states = made.states(self.head, target) or (1,)
-            out = run_texts(target, jnp.asarray(tokens[None], jnp.int32), (*states, 3))
-            found = np.asarray(out.features[0], np.float64)  # type: ignore[index]
-            self.outputs.append((found[:, :-16], found[:, -16:], np.asarray(out.logits[0], np.float64)))
+            found, logits = support.outputs(tokens, (*states, 3))
+            self.outputs.append((found[:, :-16], found[:, -16:], logits))
 
+    @cached_property
     def places(self) -> list[tuple[int, int]]:
         """Return the document and the position of each anchor that training draws."""
         keys = jax.random.split(jax.random.key(0), len(self.rows.tokens))
-        drawn = choose_blocks(self.rows, self.rows.tokens, keys, ANCHORS, DEPTH)
+        drawn = drawn_blocks(self.rows, self.rows.tokens, keys, ANCHORS, DEPTH)
         found = []
         tokens, segments = np.asarray(self.rows.tokens), np.asarray(self.rows.segments)
         for row in range(len(tokens)):
@@ -102,7 +103,7 @@ class BlockCase:
         each: Callable[..., float] = {"dflash": self._dflash, "dspark": self._dspark, "medusa": self._medusa}[
             self.method
         ]
-        places = self.places()
+        places = self.places
         if self.method == "medusa":
             places = [(i, position) for i, (tokens, _) in enumerate(self.documents) for position in range(len(tokens))]
         return sum(each(tensors, document, position) for document, position in places)
@@ -164,7 +165,7 @@ case_of = cache(BlockCase)  # each compiles one program
 def test_loss_and_gradient_equal_the_equations(method: str) -> None:
     case = case_of(method)
     value, gradient = case.run(case.rows)
-    assert len(case.places()) >= 6
+    assert len(case.places) >= 6
     tensors = {name: np.asarray(tensor, np.float64) for name, tensor in case.tensors.items()}
     assert float(value) == pytest.approx(case.loss(tensors), rel=1e-5)
     made = METHODS[method](config_of(method))
@@ -203,7 +204,7 @@ def test_loss_that_ignores_segments_differs(method: str) -> None:
 def test_anchors_are_distinct_tokens_that_count_before_others_that_count() -> None:
     case = case_of("dflash")
     keys = jax.random.split(jax.random.key(3), len(case.rows.tokens))
-    drawn = choose_blocks(case.rows, case.rows.tokens, keys, 40, DEPTH)
+    drawn = drawn_blocks(case.rows, case.rows.tokens, keys, 40, DEPTH)
     counts, anchors = np.asarray(drawn.counts), np.asarray(drawn.anchors)
     counted, segments = np.asarray(case.rows.counted), np.asarray(case.rows.segments)
     for row in range(len(anchors)):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jspec.train import eagle3
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.observe import observe
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -30,10 +30,12 @@ def without_random_part(head: EagleHead) -> EagleHead:
     """Return the head without the part of its weights that the target does not have."""
     assert isinstance(head.fc, jax.Array)
     width = support.target().config.layers[0].mlp.width
-    layers = [layer.replace(down=layer.down.at[:, width:].set(0)) for layer in head.layers]
-    layers[0] = layers[0].replace(qkv=layers[0].qkv.at[:, :HIDDEN].set(0))
-    identity = jnp.concatenate([jnp.zeros((HIDDEN, 2 * HIDDEN)), jnp.eye(HIDDEN)], axis=1)
-    return head.replace(layers=layers, fc=identity)
+    channels = np.arange(head.layers[0].down.shape[1])
+    layers = [layer.replace(down=on_device(np.where(channels < width, layer.down, 0))) for layer in head.layers]
+    qkv = np.array(layers[0].qkv)
+    qkv[:, :HIDDEN] = 0
+    layers[0] = layers[0].replace(qkv=on_device(qkv))
+    return head.replace(layers=layers, fc=on_device(np.eye(HIDDEN, 3 * HIDDEN, 2 * HIDDEN)))
 
 
 @pytest.mark.parametrize(
@@ -46,13 +48,16 @@ def test_head_without_its_random_part_computes_the_targets_last_layers(
     options = dict(feature_layers=states, layers=layers)
     width = target.config.layers[0].mlp.width + wider
     head = without_random_part(made(**options, intermediate_size=width, copy_layers=True))
-    seen, out = observe(target, rows, (states[-1],)), observe(target, rows, (2,))
-    teacher = jnp.zeros((*rows.tokens.shape, 40)), seen.choices, jnp.zeros(rows.tokens.shape)
+    seen, out = (jax.jit(observe, static_argnums=2)(target, rows, own) for own in ((states[-1],), (2,)))
+    teacher = on_device(np.zeros((*rows.tokens.shape, 40))), seen.choices, on_device(np.zeros(rows.tokens.shape))
     valid = np.asarray(rows.segments > 0)
 
+    @jax.jit
+    def features_of(head: EagleHead) -> Any:
+        return eagle3._run_step(head, seen.features, [], rows, teacher, step=0, kind="soft")[0]
+
     def run(head: EagleHead) -> np.ndarray:
-        features, *_ = eagle3._run_step(head, seen.features, [], rows, teacher, step=0, kind="soft")
-        return np.asarray(features)[valid]
+        return np.asarray(features_of(head))[valid]
 
     np.testing.assert_allclose(run(head), np.asarray(out.features)[valid], atol=1e-4)
     np.testing.assert_array_equal(head.norm, target.norm)

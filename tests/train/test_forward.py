@@ -18,6 +18,7 @@ from jspec.train import eagle3
 from jspec.train.observe import observe
 from jspec.train.rows import Rows
 from tests.support import byte_pair, tiny
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -58,7 +59,7 @@ def predicted(texts: ReplayedTexts, **changes: Any) -> np.ndarray:
         norm_output=changes.get("norm_output", False)
     )
     tokens = jnp.roll(texts.tokens, changes.get("shift", 0), axis=1)
-    rows = Rows(texts.tokens, jnp.ones_like(texts.tokens), jnp.ones(texts.tokens.shape, bool))
+    rows = Rows(texts.tokens, jnp.ones_like(texts.tokens), on_device(np.ones(texts.tokens.shape, bool)))
     seen = jax.jit(observe, static_argnums=2)(TARGET, rows, changes.get("layers", LAYERS))
     run = partial(eagle3.unroll, options=eagle3.Eagle3Loss(steps=DEPTH))
     _, hits, _ = jax.jit(run)(head.replace(config=config), TARGET, seen, rows.replace(tokens=tokens))

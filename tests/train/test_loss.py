@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jspec.draft.eagle_head import EagleHead
-from jspec.tools.replay import run_texts
 from jspec.train import eagle3, losses, observe
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method
 from jspec.train.rows import Rows
 from pallas_kernels.attention import interval_reference
 from tests.reference import training
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -49,9 +49,8 @@ def observed(sizes: tuple[int, ...]) -> list[training.ReferenceDocument]:
     """Return documents with the target's states and logits."""
     documents = []
     for tokens, counted in support.documents(sizes):
-        out = run_texts(support.target(), jnp.asarray(tokens[None], jnp.int32), support.STATES)
-        states = np.asarray(out.features[0], np.float64).reshape(len(tokens), 3, -1)  # type: ignore[index]
-        documents.append(training.ReferenceDocument(tokens, counted, states, np.asarray(out.logits[0], np.float64)))
+        states, logits = support.outputs(tokens, support.STATES)
+        documents.append(training.ReferenceDocument(tokens, counted, states.reshape(len(tokens), 3, -1), logits))
     return documents
 
 
@@ -113,7 +112,7 @@ def test_lk_loss_equals_its_equation() -> None:
 @pytest.mark.parametrize("kind", losses.LOSSES)
 def test_gradient_of_rounded_probabilities_has_the_sum_zero(kind: str) -> None:
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(4, 4096)), jnp.float32)
+    logits = on_device(rng.normal(size=(4, 4096)), jnp.float32)
     teacher = jax.nn.softmax(2 * logits[::-1]).astype(jnp.bfloat16).astype(jnp.float32)
     assert float(jnp.abs(teacher.sum(axis=-1) - 1).max()) > 1e-4
     gradient = jax.grad(lambda logits: losses.LOSSES[kind](logits, teacher).sum())(logits)
@@ -138,7 +137,7 @@ def test_loss_that_ignores_segments_masks_or_the_draft_vocabulary_differs() -> N
     weights, everything = named(head), np.arange(40)
     target_ids = np.asarray(head.draft_to_target)
     assert len(target_ids) < len(everything)
-    unmasked = expected(weights, head.replace(draft_to_target=jnp.asarray(target_ids[::-1].copy())), SIZES)
+    unmasked = expected(weights, head.replace(draft_to_target=on_device(target_ids[::-1].copy())), SIZES)
     assert abs(unmasked - value) > 1e-2 * value  # draft ids in another order
 
 
@@ -157,7 +156,7 @@ def test_blocks_of_tokens_vocabulary_and_queries_change_nothing(monkeypatch: pyt
 def test_choices_of_equal_logits_are_the_smallest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "LOGITS", 32)
     target = support.target()
-    normed = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 16)), jnp.float32)
+    normed = on_device(np.random.default_rng(0).normal(size=(1, 16, 16)), jnp.float32)
     flat = target.replace(head=jnp.concatenate([target.head[:20]] * 2))  # type: ignore[index]
     expected = np.argmax(np.asarray(normed @ flat.head.T), axis=-1)
     np.testing.assert_array_equal(observe.choose(flat, normed), expected)

@@ -17,6 +17,7 @@ from jspec.train.material import Material
 from jspec.train.measured import Figures, Measured
 from jspec.train.pack import Packed
 from jspec.train.rows import ahead
+from tests.support.arrays import on_device
 from tests.train import support
 
 pytestmark = pytest.mark.once
@@ -29,7 +30,7 @@ def test_acceptance_of_documents_shorter_than_the_draft_counts_the_chains_that_f
     rows = support.packed(documents, 48)
     places = jnp.stack([rows.reaches(by) & ahead(rows.counted, by) for by in range(1, DEPTH + 1)])
     hits = np.random.default_rng(1).random(places.shape) < 0.7
-    found = Measured.of(jnp.zeros(places.shape), jnp.asarray(hits), places).figures()
+    found = Measured.of(on_device(np.zeros(places.shape)), on_device(hits), places).figures()
     expected, held = 1.0, np.asarray(places)
     assert not held.all(axis=0).any()  # no chain has all draft positions
     for depth in range(1, DEPTH + 1):

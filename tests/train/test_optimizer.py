@@ -11,6 +11,7 @@ from flax import struct
 
 from jspec.train.config import TrainConfig
 from jspec.train.optimizer import optimizer
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -35,7 +36,7 @@ def first_change(kind: str, weights: OptimizedWeights, gradient: OptimizedWeight
 @pytest.fixture
 def gradient() -> OptimizedWeights:
     rng = np.random.default_rng(0)
-    return OptimizedWeights(*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((6, 20), (6,), (30, 6))))
+    return OptimizedWeights(*(on_device(rng.normal(size=size), jnp.float32) for size in ((6, 20), (6,), (30, 6))))
 
 
 def test_muon_makes_matrices_orthogonal_and_leaves_norms_and_output_heads_to_adamw(gradient: OptimizedWeights) -> None:

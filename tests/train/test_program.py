@@ -14,6 +14,7 @@ from jspec.train import program
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.rows import Rows
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -28,7 +29,7 @@ class HeadWeights:
 def loss(head: HeadWeights, *arguments: Any) -> tuple[Any, Measured]:
     """Return a sum over products in float16, whose least number is 6e-8."""
     total = jnp.sum((head.x.astype(jnp.float16) * jnp.float16(0.01)).astype(jnp.float32))
-    none = jnp.zeros((1, 4))
+    none = on_device(np.zeros((1, 4)))
     return total, Measured.of(none, none > 0, none > 0)
 
 
@@ -37,9 +38,13 @@ def test_gradient_is_divided_by_the_number_of_places_after_the_products(monkeypa
     method: Any = SimpleNamespace(config=TrainConfig(), frozen=(), loss=loss, columns=lambda rows: COLUMNS)
     method.states, method.split = lambda head, target: (), lambda head: (head, {})
     target: Any = None
-    made = program.TrainingProgram(method, target, HeadWeights(jnp.ones(3)), steps=1)
-    state = made.start(HeadWeights(jnp.ones(3)))
-    rows = Rows(jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16), jnp.int32), jnp.ones((1, 16), bool))
+    made = program.TrainingProgram(method, target, HeadWeights(on_device(np.ones(3))), steps=1)
+    state = made.start(HeadWeights(on_device(np.ones(3))))
+    rows = Rows(
+        on_device(np.zeros((1, 16), jnp.int32)),
+        on_device(np.ones((1, 16), jnp.int32)),
+        on_device(np.ones((1, 16), bool)),
+    )
     state, report = made.update(state, rows)
     mean = np.asarray(state.optimizer[1][0].mu.x)  # Adam's mean, (1 - beta1) times the gradient
     np.testing.assert_allclose(mean, 0.1 * float(np.float16(0.01)) / COLUMNS, rtol=1e-3)

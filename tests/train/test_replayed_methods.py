@@ -25,6 +25,7 @@ from jspec.train.blocks import choose_blocks
 from jspec.train.observe import Observed, observe
 from jspec.train.rows import Rows
 from tests.support import tiny
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -81,7 +82,7 @@ def test_predicted_acceptance_of_each_method_equals_that_of_replay_at_every_root
     layers = drafter.feature_layers(TARGET)
     texts = replay_observe(TARGET, continue_greedily(TARGET, prompts, SIZE - PROMPT), layers)
     rounds = Replay(drafter, TARGET)(texts, layers=layers, start=[PROMPT] * TEXTS, stepwise=[True] * TEXTS)
-    rows = Rows(texts.tokens, jnp.ones_like(texts.tokens), jnp.ones(texts.tokens.shape, bool))
+    rows = Rows(texts.tokens, jnp.ones_like(texts.tokens), on_device(np.ones(texts.tokens.shape, bool)))
     states = () if method == "medusa" else layers
     seen = jax.jit(partial(observe, states=states))(TARGET, rows)
     found = np.cumprod(np.asarray(jax.jit(predict)(seen, rows)), axis=0).sum(axis=0)

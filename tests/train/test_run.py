@@ -33,11 +33,19 @@ from tests.train.test_data import ChatBytes
 pytestmark = pytest.mark.once
 
 
+@pytest.fixture(scope="module", autouse=True)
+def known_programs() -> Iterator[None]:
+    """Trace the programs of equal runs once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "TrainingProgram", runs.KnownTraining)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, data, and the head of an unbroken run."""
     made = tmp_path_factory.mktemp("runs")
-    keep_compiled(None)  # all runs have the same programs
+    keep_compiled(None)  # runs in another process have the same programs
     runs.target_folder(made / "target")
     runs.data_file(made / "data.jsonl")
     return made
@@ -97,7 +105,7 @@ def test_heads_of_each_method_are_trained_and_draft(
     assert check_lossless(drafter, target, [[100, 101, 102]], **options) == {0.0: [], 1.0: []}
     if method == "eagle3":
         assert drafter.head.config.norm_output and drafter.head.config.fc_norm
-        again = runs.train(folder, "again", init=str(result.out), steps=1, **runs.NO_SHAPE)
+        again = runs.train(folder, "again", init=str(result.out), steps=8, **runs.NO_SHAPE)
         first = measured(again.out)[0]
         assert first["loss"] < measured(result.out)[0]["loss"]  # it goes on from trained weights
 
@@ -151,11 +159,11 @@ def test_a_run_that_a_signal_ends_between_two_records_goes_on_with_the_same_numb
             signal.raise_signal(number)
         return update(self, state, step)
 
-    options: dict[str, Any] = dict(eval_every=40, steps=10)  # a record of each two updates, and one evaluation
+    options: dict[str, Any] = dict(eval_every=40)  # a record of each two updates, and one evaluation
     expected = runs.train(folder, f"expected{number}", **options)
     monkeypatch.setattr(loop.Loop, "_update", update_and_signal)
     name = f"signalled{number}"
-    with pytest.raises(KeyboardInterrupt, match=r"after update 7 of 10, whose state is in .*: go on with --resume"):
+    with pytest.raises(KeyboardInterrupt, match=r"after update 7 of 12, whose state is in .*: go on with --resume"):
         runs.train(folder, name, **options)
     monkeypatch.undo()
     assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
@@ -240,22 +248,22 @@ def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_g
     good = file.read_text()
     file.write_text(good + "[]\n")
     with pytest.raises(ValueError, match="line 9: "):
-        runs.train(tmp_path, "head", steps=1)
+        runs.train(tmp_path, "head")
     file.write_text(good)
     with pytest.raises(NotImplementedError, match="ascending states"):  # before any update
-        runs.train(tmp_path, "head", steps=1, feature_layers=[3, 1, 0])
+        runs.train(tmp_path, "head", feature_layers=[3, 1, 0])
     assert not (tmp_path / "head" / "training" / "journal.jsonl").exists()
     target = Model.from_pretrained(tmp_path / "target")
     tokenizer = ChatBytes()
     tokenizer.eos_id = 250
-    options = {**runs.OPTIONS, "steps": 1, "tokenizer": tokenizer}
+    options = {**runs.OPTIONS, "eval_every": 12, "tokenizer": tokenizer}
     result = fit(target, file, tmp_path / "head", **options)
     ids = np.asarray(Eagle3.from_pretrained(result.out, tree="chain:2").head.draft_to_target)
     assert 250 in ids and result.coverage < 1
-    again = runs.train(tmp_path, "again", init=str(result.out), steps=1, **runs.NO_SHAPE)
+    again = runs.train(tmp_path, "again", init=str(result.out), eval_every=12, **runs.NO_SHAPE)
     assert again.coverage == pytest.approx(result.coverage)
     monkeypatch.setattr(run, "regenerate", answer)
-    own: dict[str, Any] = dict(regenerate=True, steps=1, max_tokens=6)
+    own: dict[str, Any] = dict(regenerate=True, eval_every=12, max_tokens=6)
     for layers, temperature, known in (
         ((3, 1, 0), 0.5, 0),
         ((3, 1, 0), 0.5, 1),
@@ -271,14 +279,14 @@ def test_a_run_that_was_refused_begins_with_the_same_command_when_the_cause_is_g
 
 
 def test_a_run_without_held_out_rows_keeps_its_last_head_and_has_nothing_left_to_do(folder: Path) -> None:
-    result = runs.train(folder, "whole", held_out=0, steps=4)
+    result = runs.train(folder, "whole", held_out=0)
     assert {entry["kind"] for entry in measured(result.out)} == {"train"}
-    assert runs.train(folder, "whole", held_out=0, steps=4, resume=True).figures == result.figures
+    assert runs.train(folder, "whole", held_out=0, resume=True).figures == result.figures
     kept = (result.out / "training" / "data" / "train.tokens.npy").read_bytes()
     (folder / "data.jsonl").rename(folder / "elsewhere.jsonl")
     try:
         with pytest.raises(FileNotFoundError, match="got no such file; check --data"):
-            runs.train(folder, "whole", held_out=0, steps=4, resume=True)
+            runs.train(folder, "whole", held_out=0, resume=True)
     finally:
         (folder / "elsewhere.jsonl").rename(folder / "data.jsonl")
     assert (result.out / "training" / "data" / "train.tokens.npy").read_bytes() == kept
@@ -348,9 +356,9 @@ def small_files() -> Iterator[Any]:
 def test_a_disk_that_is_full_while_data_is_packed_is_an_error_that_names_it(folder: Path, small_files: Any) -> None:
     small_files(900)
     with pytest.raises(OSError, match="File too large"):
-        runs.train(folder, "unpacked", steps=1)
+        runs.train(folder, "unpacked")
     small_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    assert runs.train(folder, "unpacked", resume=True, steps=1).steps == 1
+    assert runs.train(folder, "unpacked", resume=True).steps == 12
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's tasks

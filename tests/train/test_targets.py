@@ -13,6 +13,7 @@ from jspec.train.config import TrainConfig
 from jspec.train.methods import METHODS
 from jspec.train.program import TrainingProgram
 from jspec.train.rows import Rows
+from tests.support.arrays import on_device
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "families"
 FOLDERS = sorted(path.parent.relative_to(GOLDEN) for path in GOLDEN.rglob("config.json"))
@@ -34,7 +35,7 @@ def test_updates_for_targets_of_each_family_lower_the_loss(name: Path) -> None:
     head = method.create(target, np.arange(16, dtype=np.int32))
     program = TrainingProgram(method, target, head, 10)
     state, tokens = program.start(head), np.random.default_rng(0).integers(0, 16, (2, 32))
-    rows = Rows(jnp.asarray(tokens, jnp.int32), jnp.ones((2, 32), jnp.int32), jnp.ones((2, 32), bool))
+    rows = Rows(on_device(tokens, jnp.int32), on_device(np.ones((2, 32), jnp.int32)), on_device(np.ones((2, 32), bool)))
     losses = []
     for _ in range(4):
         state, report = program.update(state, rows)

@@ -18,6 +18,7 @@ from jspec.verify.multi_candidate import multi_candidate, multi_candidate_accept
 from jspec.verify.traversal import traversal_accept
 from tests.reference import accept, enumeration
 from tests.reference.enumeration import distance, emitted, joint, most_likely_draft, random_probs, sampled_drafts
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -148,8 +149,8 @@ def test_traversal_rule_with_certain_draft_probabilities_accepts_as_the_multi_ca
     )  # all probability on the first child's token, so that siblings are point masses
     for row, node in np.argwhere(valid & (parents >= 0))[::-1]:
         first[row, parents[row, node]] = np.eye(5)[draft.tokens[row, node]]
-    given = jnp.asarray(p, jnp.float32), draft.replace(probs=jnp.asarray(first)), ancestors(draft.parents)
-    half = jnp.full(parents.shape, 0.5)
+    given = on_device(p, jnp.float32), draft.replace(probs=on_device(first)), ancestors(np.asarray(draft.parents))
+    half = on_device(np.full(parents.shape, 0.5))
     mine, other = (np.asarray(ACCEPT[name](*given, half).accept_probs) for name in ("traversal", "multi_candidate"))
     for row, own in enumerate(valid):
         tree = parents[row], np.asarray(draft.tokens[row]), own
@@ -234,7 +235,13 @@ def test_rejection_rule_with_rejected_tokens_left_in_draft_probs_is_lossy(monkey
     tree, target, draft_probs = case("star", 0)
     right = rejection.try_token
     monkeypatch.setattr(rejection, "try_token", lambda p, q, token: right(p, q, token)._replace(residual_q=q))
-    output = emitted(rejection.rejection_accept, tree, sampled_drafts(tree, draft_probs), target, draft_probs)
+    output = emitted(
+        jax.jit(lambda *given: rejection.rejection_accept(*given)),
+        tree,
+        sampled_drafts(tree, draft_probs),
+        target,
+        draft_probs,
+    )
     assert distance(output, joint(target)) > 0.1
 
 
@@ -254,11 +261,11 @@ def random_draft(seed: int, *, rows: int, nodes: int, vocab: int) -> tuple[Draft
             valid[row, node] &= valid[row, parents[row, node]] & (rng.random() < 0.9)
     p, q = rng.dirichlet(np.ones(vocab), (2, rows, nodes))
     record = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros((rows, nodes)),
-        valid=jnp.asarray(valid),
-        probs=jnp.asarray(q, jnp.float32),
+        tokens=on_device(tokens, jnp.int32),
+        parents=on_device(parents, jnp.int32),
+        scores=on_device(np.zeros((rows, nodes))),
+        valid=on_device(valid),
+        probs=on_device(q, jnp.float32),
         vocab_map=None,
     )
     return record, p, q
@@ -269,13 +276,14 @@ def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> Non
     """The test compares the path and the probabilities of the token after it; "block" is traversal of a chain."""
     draft, p, q = random_draft(3, rows=400, nodes=10, vocab=6)
     if name == "block":
-        chain = jnp.broadcast_to(jnp.arange(-1, 9, dtype=jnp.int32), draft.parents.shape)
-        draft = draft.replace(parents=chain, valid=jnp.cumprod(draft.valid, axis=1).astype(bool))
-    ancestor_mask = ancestors(draft.parents)
+        chain = on_device(np.broadcast_to(np.arange(-1, 9), draft.parents.shape))
+        draft = draft.replace(parents=chain, valid=on_device(np.logical_and.accumulate(draft.valid, axis=1)))
+    ancestor_mask = ancestors(np.asarray(draft.parents))
     u = np.random.default_rng(4).random(draft.tokens.shape)
     rule = ACCEPT["traversal" if name == "block" else name]
-    result = rule(jnp.asarray(p, jnp.float32), draft, ancestor_mask, jnp.asarray(u, jnp.float32))
+    result = rule(on_device(p, jnp.float32), draft, ancestor_mask, on_device(u, jnp.float32))
     tokens, parents, valid = (np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid))
+    last_node, residual_probs = np.asarray(result.last_node), np.asarray(result.residual_probs)
     lengths = set()
     for row in range(len(u)):
         here = p[row], q[row], tokens[row], parents[row], valid[row], u[row]
@@ -289,8 +297,8 @@ def test_accept_rules_on_random_trees_equal_plain_python_loops(name: str) -> Non
             path, residual = accept.multi_candidate_accept(here[0], *here[2:])
         else:
             path, residual = accept.rejection_accept(*here)
-        assert np.flatnonzero(ancestor_mask[row, result.last_node[row]]).tolist() == path
-        np.testing.assert_allclose(result.residual_probs[row], residual, atol=1e-5)
+        assert np.flatnonzero(ancestor_mask[row, last_node[row]]).tolist() == path
+        np.testing.assert_allclose(residual_probs[row], residual, atol=1e-5)
         lengths.add(len(path))
     assert len(lengths) > 3, "the cases must reach different depths"
 
@@ -307,7 +315,7 @@ def test_traversal_rule_with_peaked_probabilities_equals_the_loop_in_float64(sha
     tokens = np.zeros(q.shape[:2], int)
     tokens[:, 1:] = drawn[:, np.array(UNEVEN.parents[1:]), np.array(UNEVEN.ranks[1:])]
     draft = enumeration.draft_of(UNEVEN, tokens, q)
-    given = jnp.asarray(p), draft, ancestors(draft.parents), jnp.full(tokens.shape, 0.5)
+    given = on_device(p), draft, ancestors(np.asarray(draft.parents)), on_device(np.full(tokens.shape, 0.5))
     found = np.asarray(ACCEPT["traversal"](*given).accept_probs)
     shape, p = (np.array(UNEVEN.parents), np.ones(UNEVEN.nodes, bool)), p.astype(np.float64)
     p /= p.sum(axis=-1, keepdims=True)
@@ -329,11 +337,11 @@ def test_accept_rules_with_vocabulary_map_equal_those_with_full_draft_probs() ->
     wide = np.zeros((64, 4, 5), np.float32)
     wide[..., ids] = own
     tokens = ids[rng.integers(0, 3, (64, 4))]
-    p, u = jnp.asarray(rng.dirichlet(np.ones(5), (64, 4)), jnp.float32), jnp.asarray(rng.random((64, 4)), jnp.float32)
+    p, u = on_device(rng.dirichlet(np.ones(5), (64, 4)), jnp.float32), on_device(rng.random((64, 4)), jnp.float32)
     full = enumeration.draft_of(CHAIN, tokens, wide)
-    narrow = full.replace(probs=jnp.asarray(own), vocab_map=jnp.asarray(ids))
+    narrow = full.replace(probs=on_device(own), vocab_map=on_device(ids))
     for name in ("rejection", "traversal"):
-        one, two = (ACCEPT[name](p, draft, ancestors(draft.parents), u) for draft in (full, narrow))
+        one, two = (ACCEPT[name](p, draft, ancestors(np.asarray(draft.parents)), u) for draft in (full, narrow))
         for a, b in zip(one, two, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -346,8 +354,8 @@ def test_accept_rules_with_draft_probs_equal_to_target_probs_accept_all_tokens(n
     tokens = tokens[weight > 0]
     p = enumeration.probs_at_nodes(tree, tokens, target)
     draft = enumeration.draft_of(tree, tokens, p)
-    u = jnp.full(tokens.shape, ALMOST_ONE)
-    result = ACCEPT[name](jnp.asarray(p, jnp.float32), draft, ancestors(draft.parents), u)
+    u = on_device(np.full(tokens.shape, ALMOST_ONE))
+    result = ACCEPT[name](on_device(p, jnp.float32), draft, ancestors(np.asarray(draft.parents)), u)
     np.testing.assert_array_equal(result.last_node, 3)
     np.testing.assert_allclose(result.residual_probs, p[:, 3], atol=1e-6)
 
@@ -362,9 +370,9 @@ def test_accept_rules_with_a_one_hot_target_accept_exactly_the_certain_token(nam
     p[..., 2] = 1
     q = np.full_like(p, 1 / 3)
     draft = enumeration.draft_of(tree, tokens, q)
-    u = jnp.full(tokens.shape, draw, jnp.float32)
-    result = ACCEPT[name](jnp.asarray(p), draft, ancestors(draft.parents), u)
-    _, deepest = tree_walk.longest_accepted_path(jnp.asarray(tokens == 2), draft, ancestors(draft.parents))
+    u = on_device(np.full(tokens.shape, draw, jnp.float32))
+    result = ACCEPT[name](on_device(p), draft, ancestors(np.asarray(draft.parents)), u)
+    _, deepest = tree_walk.longest_accepted_path(on_device(tokens == 2), draft, ancestors(np.asarray(draft.parents)))
     np.testing.assert_array_equal(result.last_node, deepest)
     np.testing.assert_allclose(result.residual_probs, p[:, 0], atol=1e-6)
 
@@ -376,8 +384,8 @@ def test_multi_candidate_rule_with_all_target_mass_on_children_accepts_one() -> 
     p = np.zeros((500, 4, 5), np.float32)
     p[..., 1:4] = (weights / weights.sum(1, keepdims=True))[:, None]
     draft = enumeration.draft_of(STAR, np.broadcast_to(np.arange(4), (500, 4)), None)
-    u = jnp.full((500, 4), ALMOST_ONE)
-    result = ACCEPT["multi_candidate"](jnp.asarray(p), draft, ancestors(draft.parents), u)
+    u = on_device(np.full((500, 4), ALMOST_ONE))
+    result = ACCEPT["multi_candidate"](on_device(p), draft, ancestors(np.asarray(draft.parents)), u)
     assert (np.asarray(result.last_node) > 0).all()
     assert np.isfinite(np.asarray(result.residual_probs)).all()
 

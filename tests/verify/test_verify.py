@@ -24,6 +24,7 @@ from jspec.verify.sampled_rule import draw_and_accept
 from jspec.verify.tree_walk import AcceptResult
 from tests.reference import accept, enumeration
 from tests.support import engines
+from tests.support.arrays import on_device
 
 pytestmark = pytest.mark.once
 
@@ -32,31 +33,31 @@ CHAIN = Tree.chain(3)
 ROWS, VOCAB = 64, 5  # equal in all tests, so each rule compiles once
 
 
-def decide(logits: object, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
+def decide(logits: np.ndarray, draft: Draft, here: SlotView, tree: Tree) -> Verdict:
     """Return the verdict of `verify.accept`, compiled as in a step, as numpy arrays."""
     compiled = jax.jit(verify.accept, static_argnames="tree")
-    verdict = compiled(jnp.asarray(logits)[None], draft, ancestors(draft.parents), here, tree=tree)
+    verdict = compiled(on_device(logits[None]), draft, ancestors(np.asarray(draft.parents)), here, tree=tree)
     return jax.tree.map(np.asarray, verdict)
 
 
 def view(rows: int, **fields: object) -> SlotView:
-    zeros = jnp.zeros(rows, jnp.int32)
+    zeros = on_device(np.zeros(rows, jnp.int32))
     controls = Sampling(
-        temperature=jnp.zeros(rows),
+        temperature=on_device(np.zeros(rows)),
         top_k=zeros,
-        top_p=jnp.ones(rows),
-        min_p=jnp.zeros(rows),
-        seed=jnp.zeros((rows, 2), jnp.uint32),
-        stop_ids=jnp.full((rows, 8), -1),
-        draft_cap=zeros + 99,
+        top_p=on_device(np.ones(rows)),
+        min_p=on_device(np.zeros(rows)),
+        seed=on_device(np.zeros((rows, 2), jnp.uint32)),
+        stop_ids=on_device(np.full((rows, 8), -1)),
+        draft_cap=on_device(np.full(rows, 99)),
     )
     record = SlotView(
-        slots=jnp.arange(rows),
+        slots=on_device(np.arange(rows)),
         root=zeros,
-        lengths=zeros + 7,
-        active=jnp.ones(rows, bool),
-        remaining=zeros + 100,
-        page_table=jnp.zeros((rows, 1), jnp.int32),
+        lengths=on_device(np.full(rows, 7)),
+        active=on_device(np.ones(rows, bool)),
+        remaining=on_device(np.full(rows, 100)),
+        page_table=on_device(np.zeros((rows, 1), jnp.int32)),
         sampling=controls,
         accept=verify.Coupled(),
         all_greedy=False,
@@ -102,10 +103,10 @@ def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> Non
             path.append(node)
         expected.append((path, [*tokens[row, path[1:]], wanted]))
     draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        scores=jnp.zeros((rows, nodes)),
-        valid=jnp.asarray((parents >= 0) | (np.arange(nodes) == 0)),
+        tokens=on_device(tokens, jnp.int32),
+        parents=on_device(parents, jnp.int32),
+        scores=on_device(np.zeros((rows, nodes))),
+        valid=on_device((parents >= 0) | (np.arange(nodes) == 0)),
         probs=None,
         vocab_map=None,
     )
@@ -119,7 +120,7 @@ def test_coupled_rule_on_random_trees_equals_plain_python_loop(seed: int) -> Non
 
 def test_ancestors_of_nodes_in_random_trees_equal_those_found_by_following_parents() -> None:
     parents = np.stack([random_tree(np.random.default_rng(s), 40, s % 5) for s in range(8)])
-    ancestor_mask = np.asarray(ancestors(jnp.asarray(parents, jnp.int32)))
+    ancestor_mask = np.asarray(jax.jit(ancestors)(on_device(parents, jnp.int32)))
     for row, node in itertools.product(range(8), range(40)):
         climbed, at = {node}, int(parents[row, node])
         while at >= 0:
@@ -165,16 +166,16 @@ def test_accepted_tokens_with_a_stop_id_or_no_tokens_remaining_are_cut_there(
     here = view(1)
     ids = np.full((1, 8), -1)
     ids[0, : len(stops)] = stops
-    here = here.replace(remaining=jnp.asarray([remaining]), sampling=here.sampling.replace(stop_ids=jnp.asarray(ids)))
+    here = here.replace(remaining=on_device([remaining]), sampling=here.sampling.replace(stop_ids=on_device(ids)))
     length = sum(token >= 0 for token in tokens)
     verdict = Verdict(
-        accept_len=jnp.asarray([length - 1]),
-        path=jnp.zeros((1, 4), jnp.int32),
-        tokens=jnp.asarray([tokens]),
-        counts=jnp.asarray([length]),
-        ended=jnp.asarray([False]),
+        accept_len=on_device([length - 1]),
+        path=on_device(np.zeros((1, 4), jnp.int32)),
+        tokens=on_device([tokens]),
+        counts=on_device([length]),
+        ended=on_device([False]),
     )
-    cut = verify.cut(verdict, here)
+    cut = jax.tree.map(np.asarray, jax.jit(verify.cut)(verdict, here))
     assert (int(cut.counts[0]), bool(cut.ended[0])) == (count, ended)
     assert cut.tokens[0].tolist() == [t if i < count else -1 for i, t in enumerate(tokens)]
 
@@ -184,10 +185,10 @@ def sampled_view(
 ) -> SlotView:
     """Return a view of sampled rows with a seed each, or all with one seed (``one_seed``)."""
     here = view(ROWS, accept=verify.resolve(rule))
-    low = jnp.arange(ROWS, dtype=jnp.uint32) if one_seed is None else jnp.full(ROWS, one_seed, jnp.uint32)
+    low = np.arange(ROWS) if one_seed is None else np.full(ROWS, one_seed)
     controls = here.sampling.replace(
-        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (ROWS,)),
-        seed=jnp.stack([jnp.zeros_like(low), low], axis=1),
+        temperature=on_device(np.broadcast_to(temperature, ROWS), jnp.float32),
+        seed=on_device(np.stack([np.zeros_like(low), low], axis=1), jnp.uint32),
     )
     return here.replace(sampling=controls)
 
@@ -212,7 +213,7 @@ def test_coupled_rule_with_any_draft_emits_tokens_of_plain_decoding() -> None:
     drafted = [{enumeration.prefix(PAIRS, tuple(row), n) for n in range(PAIRS.nodes)} for row in tokens.tolist()]
     for seed in range(12):
         here = sampled_view("coupled", one_seed=seed)
-        key = sampler.keys(here.sampling.seed[:1], sampler.Purpose.TOKEN, here.lengths[0] + jnp.arange(1, 4))
+        key = sampler.keys(here.sampling.seed[:1], sampler.Purpose.TOKEN, here.lengths[0] + on_device(np.arange(1, 4)))
         plain: tuple[int, ...] = ()
         for probs, noise in zip(target, np.asarray(sampler.gumbel(key, VOCAB)), strict=True):
             plain = (*plain, int(np.argmax(np.log(probs[plain]) + noise)))
@@ -238,7 +239,7 @@ def test_accept_rules_on_greedy_rows_in_a_mixed_batch_emit_the_argmax(tree: Tree
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(ROWS, tree.nodes, VOCAB)).astype(np.float32)
     draft = enumeration.draft_of(tree, random_tokens(rng, tree), None)
-    draft_probs = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    draft_probs = on_device(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
     greedy = np.arange(ROWS) % 2 == 0
     alone = decide(logits, draft, view(ROWS), tree)
     drawn = draft.replace(probs=draft_probs) if rule in ("rejection", "block", "traversal") else draft
@@ -254,7 +255,7 @@ def test_rules_for_drawn_drafts_without_draft_probs_equal_multi_candidate(rule: 
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(ROWS, CHAIN.nodes, VOCAB)).astype(np.float32)
     draft = enumeration.draft_of(CHAIN, random_tokens(rng, CHAIN), None)
-    draft_probs = jnp.asarray(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
+    draft_probs = on_device(rng.dirichlet(np.ones(VOCAB), draft.tokens.shape), jnp.float32)
     without, other = (decide(logits, draft, sampled_view(name), CHAIN) for name in (rule, "multi_candidate"))
     np.testing.assert_array_equal(without.tokens, other.tokens)
     own = decide(logits, draft.replace(probs=draft_probs), sampled_view(rule), CHAIN)
@@ -272,7 +273,7 @@ def test_multi_candidate_rule_with_one_seed_draws_independently_per_sibling() ->
     logits[..., :3] = 0
     count = np.zeros(3)
     for repeat in range(10):
-        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=repeat * ROWS + jnp.arange(ROWS))
+        here = sampled_view("multi_candidate", one_seed=0).replace(lengths=repeat * ROWS + on_device(np.arange(ROWS)))
         count += np.bincount(decide(logits, draft, here, PAIRS).tokens[:, 0], minlength=3)
     np.testing.assert_allclose(count / count.sum(), 1 / 3, atol=0.06)
 
@@ -282,13 +283,17 @@ def test_uniforms_of_the_nodes_of_a_tree_are_all_different() -> None:
     drawn, tree = [], Tree.static([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0)])
 
     def note(probs: jax.Array, draft: Draft, ancestor_mask: object, uniforms: jax.Array) -> AcceptResult:
-        drawn.append(np.asarray(uniforms))
+        drawn.append(uniforms)
         return AcceptResult(jnp.zeros(ROWS, jnp.int32), probs[:, 0], uniforms)
 
+    @jax.jit
+    def uniforms_of(draft: Draft, here: SlotView) -> jax.Array:
+        logits = jnp.zeros((ROWS, tree.nodes, VOCAB))
+        draw_and_accept(note, logits, draft, ancestors(draft.parents), here)
+        return drawn.pop()
+
     draft = enumeration.draft_of(tree, np.zeros((ROWS, tree.nodes), int), None)
-    logits = jnp.zeros((ROWS, tree.nodes, VOCAB))
-    draw_and_accept(note, logits, draft, ancestors(draft.parents), sampled_view("traversal"))
-    assert len(np.unique(drawn)) == ROWS * tree.nodes
+    assert len(np.unique(uniforms_of(draft, sampled_view("traversal")))) == ROWS * tree.nodes
 
 
 def test_traversal_rule_whose_trial_reads_nan_emits_no_token_after_the_path() -> None:

@@ -1,7 +1,7 @@
 """`jspec bench step`: time of one decoding step for a shape with random weights, beside its least possible time.
 
-The compiled step runs without an engine, and almost no draft is accepted. `--measure` times other costs of a step
-(`step_costs`).
+The compiled step runs without an engine, and almost no draft is accepted. `--measure startup`
+times the start of an engine (`startup`).
 """
 
 from __future__ import annotations
