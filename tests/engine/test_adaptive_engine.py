@@ -156,7 +156,7 @@ def wipe(one: Engine) -> None:
     state = one.core.runner.state
     if hasattr(state.draft, "cache"):
         draft = replace(state.draft, cache=jax.tree.map(jnp.zeros_like, state.draft.cache))
-        one.core.runner.state = replace(state, draft=draft)
+        one.core.runner.target_side.state = replace(state, draft=draft)
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:

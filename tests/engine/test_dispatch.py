@@ -272,7 +272,7 @@ def test_request_up_to_max_len_writes_no_page_of_other_owners(either: Engine) ->
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
-    either.core.runner.state = poisoned(either.core.runner.state, others)
+    either.core.runner.target_side.state = poisoned(either.core.runner.state, others)
     before = pages_of(either.core.runner.state, others)
     assert to_the_end(either) == expected
     for old, new in zip(before, pages_of(either.core.runner.state, others), strict=True):
@@ -287,7 +287,7 @@ def test_nan_in_committed_pages_ends_the_request_with_an_error(either: Engine) -
     either.scheduler.pages.clear()
     stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
     next(stream)
-    either.core.runner.state = poisoned(either.core.runner.state, [])
+    either.core.runner.target_side.state = poisoned(either.core.runner.state, [])
     with pytest.raises(FloatingPointError, match="got NaN"):
         list(stream)
     either.scheduler.pages.clear()

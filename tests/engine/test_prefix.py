@@ -164,7 +164,7 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 
     def dispatch(plan: Any) -> Any:
         draft = one.core.runner.state.draft
-        one.core.runner.state = replace(
+        one.core.runner.target_side.state = replace(
             one.core.runner.state, draft=replace(draft, page_end_features=jnp.ones_like(draft.page_end_features))
         )
         return original(plan)
@@ -224,7 +224,9 @@ def test_request_that_finds_shared_pages_does_not_write_them(name: str) -> None:
     one.generate(prompt(16), params)
     pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
     marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one.core.runner.state.draft.cache)
-    one.core.runner.state = replace(one.core.runner.state, draft=replace(one.core.runner.state.draft, cache=marked))
+    one.core.runner.target_side.state = replace(
+        one.core.runner.state, draft=replace(one.core.runner.state.draft, cache=marked)
+    )
 
     def rows() -> list[np.ndarray]:
         pools = [one.core.runner.state.target, one.core.runner.state.draft.cache]

@@ -129,7 +129,7 @@ class EngineLoop:
         self._lock.check_process()
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
-        self.core.runner.check_serves()
+        self.core.runner.calls.check_serves()
         if not self.healthy:
             raise RuntimeError(RESTART)
 
@@ -190,7 +190,7 @@ class EngineLoop:
 
         It cannot if it could not recreate the device's state after an error, or if a process with devices is lost.
         """
-        return self._recovery.healthy and self.core.runner.is_whole
+        return self._recovery.healthy and self.core.runner.calls.is_whole
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -62,7 +62,7 @@ class Recovery:
             self._core.runner.reset_state(error)
         except Exception as failure:
             self.healthy = False
-            if not self._core.runner.is_whole:  # the failure says which process is lost
+            if not self._core.runner.calls.is_whole:  # the failure says which process is lost
                 self._core.fail(self._core.scheduler.waiting, failure)
             else:
                 request_error.add_note(RESTART)

@@ -43,13 +43,6 @@ class HostTime:
     ratio: Annotated[float, Column("beside the first", ".3f")]  # CPU time over the first case's, median over blocks
 
 
-class ReadyResult(np.ndarray):
-    """An array that replaces a step's result on the device and is ready at once."""
-
-    def block_until_ready(self) -> ReadyResult:
-        return self
-
-
 class Turns:
     """An engine whose steps are turns of an `EngineThread`, run in the caller's thread."""
 
@@ -114,7 +107,7 @@ def _answer(rows: int, length: int, accepted: int, ids: Sequence[int]) -> Callab
     rest = [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     count = accepted + 1
     lines = [[*ids[at : at + count], *rest] for at in range(0, len(ids) - accepted, count)]
-    reports = [np.array([[line] * rows], np.int32).view(ReadyResult) for line in lines]
+    reports = [np.array([[line] * rows], np.int32) for line in lines]
     outputs = cycle(StepOutput(report=one, trace=None) for one in reports)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, next(outputs))
 
