@@ -21,7 +21,7 @@ from jspec.engine.callers.engine_thread import Delivery, EngineThread
 from jspec.engine.request.request import Request
 from jspec.engine.request.round_record import BreakOff, Round
 from jspec.engine.request.token_logprobs import PromptLogprobs
-from tests.support import brittle, engines, tiny
+from tests.support import brittle, engines, paper, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
 
 pytestmark = pytest.mark.once
@@ -79,9 +79,9 @@ def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
 
 
 @cache
-def undrafted() -> Engine:
-    """Return an engine with the slots of `engines.shared_bytes` and without drafter."""
-    return engines.make(tiny.model(256, layers=1), **engines.BYTE_OPTIONS)
+def byte_engine(*, drafted: bool = True) -> Engine:
+    """Return an engine of four slots on a device of paper."""
+    return paper.byte_engine() if drafted else paper.make(tiny.model(256, layers=1), **engines.BYTE_OPTIONS)
 
 
 def params_of(number: int) -> SamplingParams:
@@ -92,9 +92,9 @@ def params_of(number: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("drafted", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("drafted", [False, True])
 def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: bool, received: Received) -> None:
-    engine = engines.shared_bytes() if drafted else undrafted()
+    engine = byte_engine(drafted=drafted)
     prompts = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(64)]
     params = [params_of(i) for i in range(64)]
     expected = engine.generate(prompts, params)
@@ -120,7 +120,7 @@ def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: b
 
 
 def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Received) -> None:
-    engine = engines.shared_bytes()
+    engine = byte_engine()
     thread = EngineThread(engine, received)
     thread.start()
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
@@ -146,7 +146,7 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
 def test_round_that_breaks_off_tells_the_targets_token_and_its_place_in_the_draft() -> None:
     """The formulas are written again here, over the tree's arrays and the completion's log-probabilities."""
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
-    chunks = list(engines.shared_bytes().stream("once", params, trace=True))
+    chunks = list(byte_engine().stream("once", params, trace=True))
     scores = [one for chunk in chunks for one in chunk.logprobs or []]
     rounds, breaks = [one for chunk in chunks for one in chunk.rounds or []], []
     for one in rounds:
@@ -287,7 +287,7 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
 
 
 def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all_keys(received: Received) -> None:
-    engine = engines.byte_engine()
+    engine = paper.byte_engine()
     thread = EngineThread(engine, received)
     for i in range(20):
         thread.submit(i, engine.prepare([1, 2], max_tokens=8))
@@ -368,7 +368,7 @@ def test_engine_thread_given_a_wrong_request_or_key_raises(engine: Engine, threa
     with pytest.raises(TypeError, match="submit: expected a request"):
         thread.submit("b", PROMPTS[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="submit: expected a request of this engine"):
-        thread.submit("b", engines.shared_bytes().prepare("x"))
+        thread.submit("b", byte_engine().prepare("x"))
 
 
 def test_engine_thread_makes_prompt_logprobs_in_another_thread(

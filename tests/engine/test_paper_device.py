@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import Engine, NGram, SamplingParams, Tree
+from jspec import Engine, SamplingParams
 from jspec.core.config import EngineConfig
 from jspec.step.executable_key import ExecutableKey
-from tests.support import engines, lettered, paper, tiny
+from tests.support import lettered, paper
 
 pytestmark = pytest.mark.once
 
@@ -100,10 +100,6 @@ PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6] * 3, [3, 8, 4, 6, 2, 6, 4], [3, 3], [7, 
 SEEDED = [SamplingParams(max_tokens=6 + 3 * seed, seed=seed, temperature=0.5 * seed) for seed in range(len(PROMPTS))]
 
 
-def engine(**options: Any) -> Engine:
-    return paper.make(tiny.model(256, layers=1), NGram(Tree.chain(3)), **{**engines.BYTE_OPTIONS, **options})
-
-
 def tokens(one: Engine, params: Any = SEEDED) -> list[list[int]]:
     return [done.token_ids for done in one.generate(PROMPTS, params)]
 
@@ -114,9 +110,9 @@ def tokens(one: Engine, params: Any = SEEDED) -> list[list[int]]:
 def test_tokens_of_paper_do_not_depend_on_slots_pages_or_drafts(
     options: dict[str, Any], compilations: list[str]
 ) -> None:
-    expected = tokens(engine())
+    expected = tokens(paper.byte_engine())
     compilations.clear()  # those of the weights
-    one = engine(**options)
+    one = paper.byte_engine(**options)
     assert tokens(one) == expected and ("pages" not in options or one.metrics.num_preemptions > 0)
     assert tokens(one, [replace(params, draft=False) for params in SEEDED]) == expected
     assert 0 < one.metrics.num_accepted_tokens < one.metrics.num_draft_tokens
@@ -127,17 +123,17 @@ def test_tokens_of_paper_do_not_depend_on_slots_pages_or_drafts(
     "fields", [dict(seed=9), dict(temperature=0.9), dict(top_k=3), dict(top_p=0.3), dict(min_p=0.5)]
 )
 def test_tokens_of_paper_depend_on_the_parameters(fields: dict[str, float]) -> None:
-    one = engine()
+    one = paper.byte_engine()
     (plain,), (other,) = (one.generate([1, 2], max_tokens=20, **{"seed": 1, **own}) for own in ({}, fields))
     assert plain.token_ids != other.token_ids
 
 
 def test_pages_that_are_lost_change_tokens_or_make_logits_nan() -> None:
     """Negative control: the host enters no page, or the wrong one."""
-    expected = engine().generate([1, 2], max_tokens=20, seed=1)[0]
+    expected = paper.byte_engine().generate([1, 2], max_tokens=20, seed=1)[0]
 
     def served(change: Callable[[np.ndarray], None]) -> Any:
-        one = engine()
+        one = paper.byte_engine()
         runner, enter = one.core.runner, one.core.runner._enter_pages
         runner._enter_pages = lambda new: enter([change(entry) for entry in new])  # type: ignore[method-assign,func-returns-value]
         return one.generate([1, 2], max_tokens=20, seed=1)[0]

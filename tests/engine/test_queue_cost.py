@@ -15,7 +15,7 @@ import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.callers.engine_thread import EngineThread
-from tests.support import engines, tiny
+from tests.support import paper, tiny
 
 pytestmark = pytest.mark.once
 
@@ -28,10 +28,10 @@ SHORT, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=200)
 
 @cache
 def make_engine() -> Engine:
-    engine = engines.make(
+    engine = paper.make(
         tiny.model(64, layers=1), slots=2, buckets=(2,), prefill_buckets=(16,), max_len=256, page_size=16
     )
-    engine.generate([[1, 2], [3]], LONG)  # compiles the programs
+    engine.generate([[1, 2], [3]], LONG)
     return engine
 
 

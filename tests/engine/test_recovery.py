@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -129,10 +130,19 @@ def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
     assert isinstance(engine.result(request).error, RuntimeError)
 
 
+@pytest.fixture
+def real_engine() -> Iterator[Engine]:
+    """Yield the engine on a real device; after each test check that it holds nothing."""
+    brittle.alone(brittle.real_engine())
+    yield brittle.real_engine()
+    brittle.check_idle(brittle.real_engine())
+
+
 def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    real_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second interrupt comes after all requests have ended and before the new state exists."""
+    engine = real_engine
     prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
     expected = engine.generate(prompt, params)[0].token_ids
     running = engine.submit(PROMPTS[3], PARAMS[3])
@@ -182,9 +192,10 @@ def test_preempted_request_is_served_again_after_a_read_error(
 
 
 def test_state_reset_after_an_error_frees_old_buffers_before_allocating(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    real_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are freed even if the failed program did not consume them and the traceback refers to them."""
+    engine = real_engine
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
@@ -227,7 +238,7 @@ def test_engine_whose_state_reset_fails_is_unhealthy(
 ) -> None:
     one = brittle.engine.__wrapped__()
     gone = RuntimeError("device lost")
-    monkeypatch.setattr("jspec.step.side.make_state", Fault(np.zeros, 1, gone))
+    monkeypatch.setattr(one.core.runner.target_side, "make_state", Fault(np.zeros, 1, gone))
     monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [completion.finish_reason for completion in done] == ["error"] * len(PROMPTS)

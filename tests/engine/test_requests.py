@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import Engine, Model, SamplingParams
-from tests.support import engines
+from tests.support import engines, paper
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +24,7 @@ def target() -> Model:
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
     """Return an engine with seven usable pages of four rows, too few for max_len tokens."""
-    return engines.make(
+    return paper.make(
         target,
         slots=2,
         max_len=MAX_LEN,

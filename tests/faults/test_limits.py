@@ -51,7 +51,7 @@ FIELDS = list(SamplingParams.__dataclass_fields__)
 def engine() -> Iterator[Engine]:
     """Yield the shared engine; check after every test that it holds no page, slot or request."""
     yield brittle.engine()
-    brittle.check_idle()
+    brittle.check_idle(brittle.engine())
 
 
 @pytest.mark.parametrize(("field", "largest", "beyond"), BOUNDS, ids=[field for field, *_ in BOUNDS])

@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from jspec import Engine, Model
+from jspec import Engine, Model, NGram, Tree
 from jspec.core.bitmask import WORD
 from jspec.core.config import EngineConfig
 from jspec.core.prompt_blocks import NO_TOKEN, padded
@@ -30,7 +31,7 @@ from jspec.models.kv_cache import PoolShape
 from jspec.step.executable_key import ExecutableKey, Kind
 from jspec.step.memory import MemoryPlan
 from jspec.step.program import Params, Program
-from tests.support import paper_model
+from tests.support import engines, paper_model, tiny
 from tests.support.paper_state import PaperSlot, PaperState, PaperTable, Row, controls_type, piece_type
 
 LUCK = 0.6  # probability that a draft token is right
@@ -43,6 +44,12 @@ def make(model: Model, drafter: DrafterSource = None, **options: Any) -> Engine:
     with _making, pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "sides_of", devices_of)
         return Engine(model, drafter=drafter, **options)
+
+
+def byte_engine(mesh: Mesh | None = None, **options: Any) -> Engine:
+    """Make an engine of four slots that reads and writes bytes, and drafts chains."""
+    options = {**engines.BYTE_OPTIONS, **options}
+    return make(tiny.model(256, layers=1), NGram(Tree.chain(engines.LENGTH)), mesh=mesh, **options)
 
 
 def devices_of(program: Program, params: Params, config: EngineConfig, calls: object) -> tuple[Any, Any]:
