@@ -28,7 +28,7 @@ from jspec.engine.request.metrics import Metrics
 from jspec.engine.request.request import Request
 from jspec.engine.run.errors import RESTART
 from pallas_kernels.layers.shard import AXIS
-from tests.support import byte_pair, engines
+from tests.support import byte_pair, engines, paper
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
 
@@ -44,13 +44,13 @@ def devices() -> list[jax.Device]:
 
 @cache
 def alone() -> Engine:
-    """Return one engine on the device of the first replica, whose programs it runs."""
-    return engines.byte_engine(Mesh(np.array(devices()[:1]), (AXIS,)))
+    """Return one engine on a device of paper."""
+    return paper.byte_engine()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Replicas]:
-    with Replicas(engines.byte_engine, devices()) as made:
+    with Replicas(paper.byte_engine, devices()) as made:
         yield made
 
 
@@ -88,13 +88,20 @@ def always(index: int) -> Callable[..., int]:
 # -- the answers of one engine
 
 
-def test_two_replicas_give_the_texts_of_one_engine_and_both_work(two: Replicas) -> None:
+@pytest.mark.parametrize("make", [paper.byte_engine, engines.byte_engine])
+def test_two_replicas_give_the_texts_of_one_engine_and_both_work(make: Callable[..., Engine]) -> None:
     """The requests are greedy, or sampled with seeds of the engine; some have two completions."""
-    before = [engine.metrics for engine in two.engines]
-    assert texts(two) == expected()
-    tokens = [gained(engine, own, "num_tokens") for engine, own in zip(two.engines, before, strict=True)]
-    assert min(tokens) > sum(tokens) / 4
-    assert [engine.core.runner.state.root.devices() for engine in two.engines] == [{device} for device in devices()]
+    alone = make(Mesh(np.array(devices()[:1]), (AXIS,)))  # on the device of the first replica, whose programs it runs
+    with Replicas(make, devices()) as two:
+        assert texts(two) == texts(alone)
+        tokens = [engine.metrics.num_tokens for engine in two.engines]
+        assert min(tokens) > sum(tokens) / 4
+
+
+def test_replicas_have_their_state_on_devices_of_their_own() -> None:
+    with Replicas(engines.byte_engine, devices()) as two:
+        found = [engine.core.runner.state.root.devices() for engine in two.engines]
+    assert found == [{device} for device in devices()]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -272,7 +279,7 @@ def test_failed_replica_loses_only_its_own_requests(
 ) -> None:
     params = [SamplingParams(max_tokens=12, temperature=0.7, seed=i) for i in range(8)]
     wanted = [done.text for done in alone().generate(PROMPTS[:8], params)]
-    with Replicas(engines.byte_engine, devices()) as two:
+    with Replicas(paper.byte_engine, devices()) as two:
         lose(two.engines[0], monkeypatch, at=3)
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
@@ -335,7 +342,7 @@ def test_key_or_request_that_a_replica_has_is_refused_by_all(two: Replicas) -> N
 
 
 def test_close_ends_open_requests_and_refuses_new_ones() -> None:
-    with Replicas(engines.byte_engine, devices()) as two:
+    with Replicas(paper.byte_engine, devices()) as two:
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit("abc", max_tokens=60) for _ in range(12)]
             closing = threading.Thread(target=two.close)
@@ -353,7 +360,7 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
 
 
 def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:
-    two = Replicas(engines.byte_engine, devices())
+    two = Replicas(paper.byte_engine, devices())
     made, threads = two.engines, two._threads._threads
     assert all(thread.healthy for thread in threads)
     del two
@@ -365,7 +372,7 @@ def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() ->
 def test_replicas_of_two_devices_each_give_the_texts_of_one_engine() -> None:
     with Replicas(engines.byte_engine, tensor_parallel=2) as two:
         assert [engine.core.runner.program.mesh.size for engine in two.engines] == [2, 2]  # type: ignore[union-attr]
-        assert texts(two) == expected()
+        assert texts(two) == texts(engines.byte_engine())
 
 
 def test_metrics_are_sums_and_the_prometheus_text_has_each_engine(two: Replicas) -> None:

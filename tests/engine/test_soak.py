@@ -14,7 +14,7 @@ import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.engine.request.request import Request
-from tests.support import engines, tiny
+from tests.support import engines, paper, tiny
 
 pytestmark = pytest.mark.once
 
@@ -132,9 +132,9 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 
 
 @cache
-def engine_with(name: str, rounds: int) -> Engine:
+def engine_with(name: str, rounds: int, make: Callable[..., Engine] = engines.make) -> Engine:
     """Return an engine with four slots and pages for little more than two long requests."""
-    return engines.make(
+    return make(
         engines.target(),
         drafter=DRAFTERS[name](),
         tokenizer=Letters(),
@@ -150,9 +150,9 @@ def engine_with(name: str, rounds: int) -> Engine:
     )
 
 
-def alone(submissions: list[Submission]) -> list[list[list[int]]]:
+def alone(submissions: list[Submission], make: Callable[..., Engine] = engines.make) -> list[list[list[int]]]:
     """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
-    plain = engines.make(
+    plain = make(
         engines.target(),
         tokenizer=Letters(),
         slots=1,
@@ -224,20 +224,30 @@ class Faults:
 
 
 def full(name: str, rounds: int) -> Any:
-    return pytest.param(name, rounds, FULL, marks=pytest.mark.matrix)
+    return pytest.param(engines.make, name, rounds, FULL, marks=pytest.mark.matrix)
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds", "count"),
-    [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
+    ("make", "name", "rounds", "count"),
+    [
+        (paper.make, "eagle3", 1, 120),
+        pytest.param(engines.make, "eagle3", 1, 120, marks=pytest.mark.long),
+        *(full(name, 1) for name in DRAFTERS),
+        full("eagle3", 3),
+    ],
 )
 def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request(
-    monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: list[str],
+    make: Callable[..., Engine],
+    name: str,
+    rounds: int,
+    count: int,
 ) -> None:
-    engine = engine_with(name, rounds)
+    engine = engine_with(name, rounds, make)
     rng = np.random.default_rng(count)
     submissions = list(make_submissions(count, rng))
-    expected = alone(submissions)
+    expected = alone(submissions, make)
     faults = Faults(engine, rng, monkeypatch)
     engine.warmup(grammar=count >= FULL)
     compiled.clear()
