@@ -229,15 +229,15 @@ def test_engine_that_is_closed_has_no_threads_and_refuses_tasks(monkeypatch: pyt
     monkeypatch.undo()
     before = set(threading.enumerate())
 
-    def checks() -> list[str]:
-        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("check")]
+    def own() -> list[str]:
+        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("jspec")]
 
     async def ask() -> None:
         await asyncio.gather(*(engine.agenerate([1], SamplingParams(max_tokens=2)) for _ in range(3)))
 
     with paper.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
         asyncio.run(ask())
-        assert checks(), "control"
-    wait_until(lambda: not checks())
+        assert own(), "control"
+    wait_until(lambda: not own())
     with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
         asyncio.run(ask())

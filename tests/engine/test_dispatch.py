@@ -13,6 +13,7 @@ from jax._src.array import ArrayImpl
 
 from jspec import Engine, SamplingParams
 from jspec.core.records import KVCache, PrefillInput, SlotState
+from jspec.engine.callers.by_hand import ByHand
 from tests.support import engines
 
 VOCAB, MAX_LEN = engines.VOCAB, engines.MAX_LEN
@@ -179,12 +180,11 @@ def test_check_of_transfers_with_an_implicit_upload_fails(
     engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the packed host array is passed to the executable."""
-    request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
+    engine.generate(PROMPT, SamplingParams(max_tokens=2))
     guard_dispatches(engine, monkeypatch)
     monkeypatch.setattr(engine.core.runner.target_side, "send", lambda packed: packed)
-    engine._queue([request])
-    engine.step()
-    assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)
+    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=2))
+    assert done.finish_reason == "error" and "Disallowed host-to-device transfer" in str(done.error)
 
 
 @pytest.mark.gpu
@@ -203,14 +203,16 @@ def test_check_of_transfers_with_an_implicit_download_fails(engine: Engine, monk
 
 
 def test_engine_step_of_a_request_donates_the_state_but_not_the_weights(either: Engine) -> None:
-    request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
-    either._queue([request])
-    while either.scheduler.has_work:
-        before = jax.tree.leaves(either.core.runner.state)
-        planned = len(either.core.in_flight)
-        either.step()
-        if len(either.core.in_flight) or planned == 0:
-            assert all(leaf.is_deleted() for leaf in before)
+    either.generate(PROMPT, SamplingParams(max_tokens=2))
+    with ByHand(either) as by_hand:
+        request = by_hand.submit(PROMPT, SamplingParams(max_tokens=8))
+        while request.finish_reason is None:
+            before = jax.tree.leaves(either.core.runner.state)
+            planned = len(either.core.in_flight)
+            by_hand.step()
+            if len(either.core.in_flight) or planned == 0:
+                assert all(leaf.is_deleted() for leaf in before)
+        by_hand.step()
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either.core.runner.params, either.core.runner.state]))
 
 
@@ -285,10 +287,11 @@ def test_nan_in_committed_pages_ends_the_request_with_an_error(either: Engine) -
     """Negative control: the same NaN are written after the prompt's rows."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
-    stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
-    next(stream)
-    either.core.runner.target_side.state = poisoned(either.core.runner.state, [])
-    with pytest.raises(FloatingPointError, match="got NaN"):
-        list(stream)
+    with ByHand(either) as by_hand:
+        request = by_hand.submit(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
+        while not request.token_ids:
+            by_hand.step()
+        either.core.runner.target_side.state = poisoned(either.core.runner.state, [])
+        assert "got NaN" in str(by_hand.result(request).error)
     either.scheduler.pages.clear()
     assert to_the_end(either) == expected, "NaN of one request reached the next"

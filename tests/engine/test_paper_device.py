@@ -83,11 +83,11 @@ def test_device_of_paper_answers_the_calls_of_a_real_one_with_equal_shapes(real:
     np.testing.assert_array_equal([slot.pages for slot in device.state.slots], real.core.runner.state.page_table)
 
 
-@pytest.mark.parametrize("changes", [{"vocab": 8}, {"config": EngineConfig(slots=2, max_len=48)}])
+@pytest.mark.parametrize("changes", [{"vocab": 20}, {"config": EngineConfig(slots=2, max_len=48)}])
 def test_device_of_paper_of_other_sizes_answers_with_other_shapes(
     real: Engine, calls: list[Call], changes: dict[str, Any]
 ) -> None:
-    """Negative control: fewer log-probabilities, or fewer rounds."""
+    """Negative control: more log-probabilities, or fewer rounds."""
     rounds = [call for call in calls if call[0].kind in ("round", "prefill", "update_page_table")]
     with pytest.raises(AssertionError, match=r"kind='(round|prefill)'"):
         repeat(rounds, device_like(real, **changes))

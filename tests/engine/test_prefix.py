@@ -14,6 +14,7 @@ import pytest
 
 from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.records import PrefillInput, PromptPiece
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
 from tests.support import cover, engines, tiny
@@ -201,13 +202,12 @@ def test_running_requests_with_equal_prompts_share_pages() -> None:
     """The second request starts while the first one is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
-    requests = one._make_requests([prompt(16)] * 2, params, trace=False)
-    one._queue(requests)
     most = 0
-    while one.scheduler.has_work:
-        one.step()
-        one.scheduler.pages.check()
-        most = max(most, one.pages_in_use)
+    with ByHand(one) as by_hand:
+        requests = [by_hand.submit(prompt(16), own) for own in params]
+        while by_hand.step():
+            one.scheduler.pages.check()
+            most = max(most, one.scheduler.pages.num_used)
     own = one.scheduler.pages.needed(16 + 8 + LENGTH + 1)
     assert most == 2 * own - 4
     expected = engine("eagle3", cached=False).generate([prompt(16)] * 2, params)
@@ -317,10 +317,9 @@ def test_preemption_comparison_with_a_resampled_newest_token_fails(monkeypatch: 
 def test_requests_with_a_lower_priority_number_are_served_first() -> None:
     one = engine("plain", cached=False)
     params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
-    requests = one._make_requests([prompt(5)] * 5, params, trace=False)
-    one._queue(requests)
     served: list[int] = []
-    while one.scheduler.has_work:
-        one.step()
-        served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
+    with ByHand(one) as by_hand:
+        requests = [by_hand.submit(prompt(5), own) for own in params]
+        while by_hand.step():
+            served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
     assert served == [2, 4, 0, 1, 3]

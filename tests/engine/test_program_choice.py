@@ -92,8 +92,8 @@ def test_request_for_one_token_compiles_no_round() -> None:
     done = one.generate([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), GREEDY])  # only one request needs rounds
     assert [len(each.token_ids) for each in done] == [1, 6] and "round[1]" in names(one)
     other = engine()
-    request = other.submit([1, 2], GREEDY)  # any thread's step may serve it, so all its programs are compiled
-    assert names(other) == {"prefill[4]", "round[1]"} and len(other.result(request).token_ids) == 6
+    done = [other.result(other.submit([1, 2], GREEDY))]
+    assert names(other) == {"prefill[4]", "round[1]"} and len(done[0].token_ids) == 6
 
 
 def test_requests_of_two_threads_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,8 @@ def test_failed_compilation_of_rounds_raises_and_leaves_nothing_queued(monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(programs, "_compile_one", fails)
-        for call in (one.generate, one.submit, lambda *arguments: list(one.stream(*arguments))):
+        submit = lambda *arguments: one.result(one.submit(*arguments))  # noqa: E731
+        for call in (one.generate, submit, lambda *arguments: list(one.stream(*arguments))):
             with pytest.raises(RuntimeError, match="no memory for the compiler"):
                 call([1, 2], GREEDY)
             assert not one.scheduler.has_work and one.pages_in_use == 0

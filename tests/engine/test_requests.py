@@ -44,7 +44,7 @@ def _the_other_request_goes_on(engine: Engine) -> Iterator[None]:
     stream = engine.stream([1, 2], params)
     tokens = list(next(stream).token_ids)
     yield
-    if not engine._closed:
+    if not engine.threads.is_closed:
         assert len(engine.scheduler.running) == 1 and not engine.scheduler.waiting, "something was queued"
         tokens += [token for chunk in stream for token in chunk.token_ids]
         assert tokens == expected.token_ids and engine.pages_in_use == 0

@@ -121,18 +121,13 @@ def running(
 @contextlib.contextmanager
 def held(served: Engine) -> Iterator[threading.Event]:
     """Let the engine make no step until the yielded event is set, or the context ends."""
-    gate, step = threading.Event(), served.step
-
-    def wait_and_step() -> bool:
-        gate.wait(30)
-        return step()
-
-    served.step = wait_and_step  # type: ignore[method-assign]
+    gate = threading.Event()
+    served.threads.start()
+    served.threads.call(lambda: gate.wait(30))
     try:
         yield gate
     finally:
         gate.set()
-        del served.step  # type: ignore[attr-defined]
 
 
 def request(url: str, path: str, body: Any, **headers: str) -> bytes:

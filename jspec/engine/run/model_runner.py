@@ -224,7 +224,7 @@ class ModelRunner:
         return float(np.median(np.diff(ends)))
 
     def wait(self, output: StepOutput) -> None:
-        """Wait for a step; an interrupt loses nothing."""
+        """Wait for a step."""
         self.target_side.wait(partial(jax.block_until_ready, output.report))
 
     def to_host(self, output: StepOutput) -> StepOutput:

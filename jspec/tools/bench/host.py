@@ -19,9 +19,6 @@ import numpy as np
 
 from jspec.core.records import StepOutput
 from jspec.engine.callers.api import Engine
-from jspec.engine.callers.engine_thread import EngineThread
-from jspec.engine.request.request import Request
-from jspec.engine.request.sampling_params import SamplingParams
 from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
 from jspec.tools.bench import step
 from jspec.tools.bench.report import Column, Report, count, option, tree_name
@@ -43,32 +40,9 @@ class HostTime:
     ratio: Annotated[float, Column("beside the first", ".3f")]  # CPU time over the first case's, median over blocks
 
 
-class Turns:
-    """An engine whose steps are turns of an `EngineThread`, run in the caller's thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._thread = engine, EngineThread(engine, lambda deliveries: None)
-
-    def submit(self, prompt: list[int], params: SamplingParams) -> Request:
-        request = self._engine.prepare(prompt, params)
-        self._thread.submit(request.id, request)
-        return request
-
-    def step(self) -> None:
-        self._thread.turn()
-
-    def abort(self, request: Request) -> None:
-        self._thread.abort(request.id)
-
-    def result(self, request: Request) -> None:
-        while request.finish_reason is None:
-            self._thread.turn()
-
-
 def measure_host(engines: Sequence[Engine], cases: Sequence[step.StepCase], steps: int, blocks: int) -> list[HostTime]:
     """Return the host's time of a turn for each case, over ``blocks`` of ``steps`` turns of its `ready_engine`."""
-    turns = [Turns(engine) for engine in engines]
-    medians = [np.median(time_steps(turns, cases, WARM_UP, steps), axis=-1) for _ in range(blocks)]
+    medians = [np.median(time_steps(engines, cases, WARM_UP, steps), axis=-1) for _ in range(blocks)]
     cpu, wall = np.stack(medians, axis=-1) * 1e3  # each: case, block
     figures = (np.median(cpu, 1), np.ptp(cpu, 1), np.median(wall, 1), np.median(cpu / cpu[0], 1))
     return [HostTime(*line) for line in zip(cases, *(one.tolist() for one in figures), strict=True)]

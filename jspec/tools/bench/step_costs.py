@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -31,6 +32,7 @@ from jspec.core.records import Grammars, SlotState
 from jspec.core.tree import Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.callers.api import Engine
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.metrics import LowAcceptanceWarning
 from jspec.engine.request.request import Request
 from jspec.engine.request.sampling_params import SamplingParams
@@ -197,28 +199,27 @@ def max_tokens(case: step.StepCase, steps: int, size: int = 1) -> int:
 
 
 def time_steps(
-    engines: Sequence[Any], cases: Sequence[step.StepCase], untimed: int, timed: int, size: int = 1
+    engines: Sequence[Engine], cases: Sequence[step.StepCase], untimed: int, timed: int, size: int = 1
 ) -> Float[np.ndarray, "clock engine step"]:
     """Return the seconds of ``timed`` steps of each engine: CPU time of the thread (clock 0), wall time (clock 1).
 
     The engines alternate step by step, so a slow phase of the machine affects all of them. ``size`` is the number of
     decoding steps in a step of the engine.
-
-    Args:
-        engines: engines, or objects with their methods ``submit``, ``step``, ``abort`` and ``result``.
     """
-    pairs = list(zip(engines, cases, strict=True))
-    requests = [_begin(engine, case, max_tokens(case, untimed + timed, size)) for engine, case in pairs]
-    seconds = np.array([[_step_seconds(engine) for engine in engines] for _ in range(untimed + timed)])
-    assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were active"
-    for engine, rows in zip(engines, requests, strict=True):
-        for request in rows:
-            engine.abort(request)
-            engine.result(request)
+    with ExitStack() as stack:
+        by_hand = [stack.enter_context(ByHand(engine)) for engine in engines]
+        pairs = list(zip(by_hand, cases, strict=True))
+        requests = [_begin(engine, case, max_tokens(case, untimed + timed, size)) for engine, case in pairs]
+        seconds = np.array([[_step_seconds(engine) for engine in by_hand] for _ in range(untimed + timed)])
+        assert all(one.finish_reason is None for rows in requests for one in rows), "all rows were active"
+        for engine, rows in zip(by_hand, requests, strict=True):
+            for request in rows:
+                engine.abort(request)
+                engine.result(request)
     return seconds[untimed:].T
 
 
-def _begin(engine: Any, case: step.StepCase, tokens: int) -> list[Request]:
+def _begin(engine: ByHand, case: step.StepCase, tokens: int) -> list[Request]:
     """Submit a random prompt for each batch row and return the requests once each has its first token."""
     rng, vocab = np.random.default_rng(case.context), random_models.TARGETS[case.shape].vocab_size
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -229,7 +230,7 @@ def _begin(engine: Any, case: step.StepCase, tokens: int) -> list[Request]:
     return requests
 
 
-def _step_seconds(engine: Any) -> tuple[float, float]:
+def _step_seconds(engine: ByHand) -> tuple[float, float]:
     """Step the engine once; return the CPU time of the thread and the wall time, seconds."""
     began, since = time.perf_counter(), time.thread_time()
     engine.step()
