@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Runs the steps of an engine in one thread, which alone uses the engine's loop. All calls return at once.
+    """Runs the steps of an engine in one thread, which alone uses the engine's loop.
 
     Programs that a request lacks are compiled in a second thread, while the first one steps the other requests. The
     thread begins with the first request. Ctrl-C never reaches it, so no step is interrupted.
@@ -72,8 +72,8 @@ class EngineThread:
 
         Args:
             asked: the requests by keys, which name them in deliveries and for `abort`.
-            outlet: function that takes the new output of a step. It is called in the engine's thread, and no step runs
-                before it returns, so it should only pass the list on. If it raises an error, the thread ends.
+            outlet: function that takes the new output of a step. The engine's thread calls it and steps on when it
+                returns, so it should only pass the list on. If it raises an error, the thread ends.
             whole: whether to deliver each completion only at its end, in one chunk.
 
         Raises:
@@ -92,10 +92,7 @@ class EngineThread:
         self._deliveries.check_new(asked)
 
     def abort(self, key: Key) -> None:
-        """Abort the unfinished completions of a key; their last chunks have ``finish_reason="abort"``.
-
-        A key without an unfinished request is ignored, because the request may just have ended.
-        """
+        """Abort the unfinished completions of a key; a key that has none is ignored, as they may just have ended."""
         self.call(partial(self._abort, key))
 
     def call(self, function: Callable[[], object]) -> None:
@@ -127,11 +124,7 @@ class EngineThread:
             self.core.close()
 
     def check_process(self) -> None:
-        """Raise an error in a forked child of the process that made the engine.
-
-        Raises:
-            RuntimeError: this process is such a child.
-        """
+        """Raise a RuntimeError in a forked child of the process that made the engine."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"expected the process that made the engine ({self._process}), got its forked child ({os.getpid()}), "
@@ -151,7 +144,7 @@ class EngineThread:
     @property
     def num_running(self) -> int:
         """The number of completions that have a slot."""
-        return sum(sample.state.slot is not None for sample in self._deliveries.unfinished())
+        return sum(one.state.slot is not None for one in self._deliveries.unfinished())
 
     @property
     def num_unfinished(self) -> int:
@@ -266,10 +259,13 @@ class EngineThread:
 
     def _abort(self, key: Key) -> None:
         live = [sample for sample in self._deliveries.samples_of(key) if sample.finish_reason is None]
-        for sample in live[:AT_ONCE]:
-            self.core.finish(sample, "abort")
+        self._abort_all(live[:AT_ONCE])
         if live[AT_ONCE:]:
             self.abort(key)
+
+    def _abort_all(self, samples: Sequence[Request]) -> None:
+        for sample in samples:
+            self.core.finish(sample, "abort")
 
     def _end(self, error: BaseException | None) -> None:
         """Take no more requests, end all unfinished ones, deliver their last chunks, and end the other threads.
@@ -283,8 +279,7 @@ class EngineThread:
         self._compiler.shutdown(wait=False, cancel_futures=True)
         unfinished = self._deliveries.tracked()
         if error is None:
-            for sample in unfinished:
-                self.core.finish(sample, "abort")
+            self._abort_all(unfinished)
         else:
             self.core.fail(unfinished, caused_by(error, ENDED))
         self._deliveries.close()
