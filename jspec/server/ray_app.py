@@ -173,7 +173,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise a RuntimeError if the engine has failed, so that Ray replaces this replica."""
         service = self._app.state.service
-        if service.state == UNHEALTHY or not service.calls.thread.healthy:
+        if service.state == UNHEALTHY or not service.calls.threads.healthy:
             raise RuntimeError("the engine has failed")
 
     async def __del__(self) -> None:  # Ray awaits it too, when the replica ends

@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
 
     def _check_health(self) -> None:
         """End with status 1 if the engine can serve no more."""
-        if self.status == 1 or (self._service.calls.thread.healthy and self._service.state != UNHEALTHY):
+        if self.status == 1 or (self._service.calls.threads.healthy and self._service.state != UNHEALTHY):
             return
         logger.error("the engine failed, so the server ends")
         self._service.state, self.status, self._end_at = UNHEALTHY, 1, time.monotonic()

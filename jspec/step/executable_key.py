@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -107,3 +108,26 @@ class ExecutableKey:
             case "prefill":
                 return f"prefill[{self.size}]" + (" with prompt logprobs" if self.prompt_logprobs else scored)
         return self.kind
+
+
+def covering(key: ExecutableKey, compiled: Collection[ExecutableKey], full_depth: int) -> ExecutableKey:
+    """Find the compiled program that can do the work of a program with the fewest additional outputs and rows.
+
+    Args:
+        compiled: keys of the compiled programs.
+        full_depth: depth of the drafter's whole tree.
+
+    Raises:
+        KeyError: no compiled program can do the work.
+    """
+    if key in compiled:
+        return key
+    able = [other for other in list(compiled) if other.covers(key)]  # other threads may add programs meanwhile
+    if not able:
+        raise KeyError(f"no compiled program can run {key.name(full_depth)}")
+    return min(able, key=lambda other: (other.logprobs, other.traced, other.size))
+
+
+def page_updates(slots: int) -> int:
+    """Return the number of page table entries that one call of "update_page_table" writes."""
+    return 2 * slots

@@ -26,7 +26,7 @@ from jspec.core.records import Draft, SlotState, StepResult
 from jspec.models.kv_cache import update_page_table
 from jspec.sampling import grammar_mask, penalties
 from jspec.step.decode import spec_step
-from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
+from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind, page_updates
 from jspec.step.on_mesh import helper_on, shapes_of, spans_processes, step_on
 from jspec.step.prefill import draft_prefill_step, prefill_step, write_pending_rows_step
 from jspec.step.program import Params, Program
@@ -54,7 +54,6 @@ class Executables:
     Attributes:
         compiled: the executables by key.
         memory: memory of each executable by key.
-        page_updates: number of page table entries that one call of "update_page_table" writes.
         seconds: compilation time of each executable in seconds, by name.
         lower_seconds: time in seconds for tracing and lowering each executable, by name.
         digests: digest of each executable's text before compilation, by name, if several processes run it.
@@ -74,7 +73,6 @@ class Executables:
         self._config = config
         self._drafting = drafting
         self._pages = state.page_table.shape[1]
-        self.page_updates = config.slots * 2
         self._shapes = shapes_of(state, program.mesh)
         self._devices = 1 if program.mesh is None else program.mesh.size
         self._compiling = threading.Lock()
@@ -124,19 +122,6 @@ class Executables:
             self.memory = memory
             self.compiled.update((key, executable) for key, (executable, _) in new.items())
 
-    def cover(self, key: ExecutableKey) -> ExecutableKey:
-        """Find the compiled program that can do the work of a program with the fewest additional outputs and rows.
-
-        Raises:
-            KeyError: no compiled program can do the work.
-        """
-        if key in self.compiled:
-            return key
-        able = [other for other in list(self.compiled) if other.covers(key)]
-        if not able:
-            raise KeyError(f"no compiled program can run {self._name(key)}")
-        return min(able, key=lambda other: (other.logprobs, other.traced, other.size))
-
     def _program_of(self, key: ExecutableKey) -> Program:
         drafter = self._program.drafter
         return replace(
@@ -170,7 +155,8 @@ class Executables:
         state, mesh = self._shapes, self._program.mesh
         match key.kind:
             case "update_page_table":
-                return helper_on(mesh, update_page_table), 0, (state.page_table, _int32(self.page_updates, 3))
+                entries = _int32(page_updates(self._config.slots), 3)
+                return helper_on(mesh, update_page_table), 0, (state.page_table, entries)
             case "controls":
                 packed = _int32(penalties.packed_size(state.controls))
                 return helper_on(mesh, penalties.admit), 0, (state.controls, packed)

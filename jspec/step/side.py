@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
@@ -31,6 +32,7 @@ from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.decoder import Model
 from jspec.models.kv_pool import PoolShape
+from jspec.models.quantize import check_device
 from jspec.step import memory
 from jspec.step.across_processes import Calls
 from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind
@@ -83,6 +85,19 @@ class Side:
         self.planner = memory.MemoryPlanner(*on_one(program, params), config, free, count)
         self.draft: Draft | None = None
         self._rows, self._slots = np.zeros(0, np.int32), self.send(np.zeros(0, np.int32))
+
+    def fit(self, pool: PoolShape) -> PoolShape:
+        """Return the pools with as many pages as fit (`jspec.step.memory.fit`).
+
+        Raises:
+            ValueError: the devices cannot compute with the weights or pools as they are, or the least do not fit.
+        """
+        mesh = self.program.mesh
+        check_device(self.params, pool.dtype, pool.draft_dtype, device=None if mesh is None else mesh.devices.flat[0])
+        return memory.fit(self.planner, pool)[0]
+
+    def explain_oom(self, pool: PoolShape) -> AbstractContextManager[None]:
+        return memory.explain_oom(self.planner, pool)
 
     def start(self, pool: PoolShape, drafting: Side) -> None:
         """Allocate the state and prepare for compiling programs.
@@ -201,18 +216,6 @@ class Side:
     def wait(self, call: Callable[[], T]) -> T:
         """Return the result of a function that waits for the devices."""
         return self._calls.wait(call)
-
-    def enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
-        """Write pages into the page table.
-
-        Args:
-            new: (slot, column, page) of each entry to write; the page table has one row per slot.
-        """
-        size = self.programs.page_updates
-        for start in range(0, len(new), size):
-            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
-            packed[: len(new) - start] = new[start : start + size]
-            self.run(ExecutableKey("update_page_table"), packed)
 
 
 def sides_of(program: Program, params: Params, config: EngineConfig, calls: Calls) -> tuple[Side, Side]:

@@ -290,14 +290,17 @@ class SpeedMeter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._before = engine, engine.metrics
+        self._tokens = 0  # number of tokens that came
         self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks of an answer, and record the time of the first one that a round produced."""
+        begun: set[int] = set()  # completions whose first token came
         for chunk in chunks:
-            now = self._engine.metrics
-            if self._first is None and now.num_drafts > self._before.num_drafts:
-                self._first = now.num_tokens, time.perf_counter()
+            self._tokens += len(chunk.token_ids)
+            if self._first is None and chunk.index in begun:
+                self._first = self._tokens, time.perf_counter()
+            begun.add(chunk.index)
             yield chunk
 
     def line(self) -> str:
@@ -306,10 +309,10 @@ class SpeedMeter:
         rounds = now.num_drafts - before.num_drafts
         length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
         text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
-        tokens, began = self._first or (now.num_tokens, 0.0)
-        if now.num_tokens == tokens:
+        tokens, began = self._first or (self._tokens, 0.0)
+        if self._tokens == tokens:
             return text
-        return f"{text}, {(now.num_tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
+        return f"{text}, {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
 
 
 def run(arguments: argparse.Namespace) -> int:

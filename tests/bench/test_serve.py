@@ -19,6 +19,7 @@ from scipy import stats
 from jspec import Engine, SamplingParams, Tree
 from jspec.__main__ import main
 from jspec.core.config import PREFILL_BUCKETS
+from jspec.engine.callers.by_hand import ByHand
 from jspec.tools.bench import pair as pairs
 from jspec.tools.bench import serve as bench
 from jspec.tools.bench.acceptance import SOURCE_TEXT
@@ -98,13 +99,14 @@ class SteppedClock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedClock]:
-    clock, step = SteppedClock(), Engine.step
+    clock, step = SteppedClock(), ByHand.step
 
-    def steps(self: Engine) -> None:
-        step(self)
+    def steps(self: ByHand) -> bool:
+        has_work = step(self)
         clock.time += 1.0
+        return has_work
 
-    monkeypatch.setattr(Engine, "step", steps)
+    monkeypatch.setattr(ByHand, "step", steps)
     yield clock
     assert engines.plain().pages_in_use == 0
 

@@ -60,7 +60,7 @@ def scores(chunk: int, fill: float) -> list[np.ndarray]:
     cache = engine.core.runner.state.draft.cache
     dirty = jax.tree.map(lambda pool: jnp.full_like(pool, fill), cache)
     state = engine.core.runner.state
-    engine.core.runner.state = replace(state, draft=replace(state.draft, cache=dirty))
+    engine.core.runner.target_side.state = replace(state, draft=replace(state.draft, cache=dirty))
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0), trace=True)
     return [np.concatenate([one.scores for one in completion.rounds or []]) for completion in done]
 

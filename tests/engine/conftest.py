@@ -18,7 +18,7 @@ def engine() -> Iterator[Engine]:
 
     brittle.expected()
     yield brittle.engine()
-    brittle.check_idle()
+    brittle.check_idle(brittle.engine())
 
 
 @pytest.fixture

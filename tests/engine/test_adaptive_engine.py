@@ -30,6 +30,7 @@ from jspec import (
     Suffix,
     Tree,
 )
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.engine.run.prometheus import Gauges, Latencies, exposition
 from jspec.engine.run.stopwatch import Stopwatch
@@ -156,7 +157,7 @@ def wipe(one: Engine) -> None:
     state = one.core.runner.state
     if hasattr(state.draft, "cache"):
         draft = replace(state.draft, cache=jax.tree.map(jnp.zeros_like, state.draft.cache))
-        one.core.runner.state = replace(state, draft=draft)
+        one.core.runner.target_side.state = replace(state, draft=draft)
 
 
 def resumed(one: Engine, prompt: list[int], pause: int, temperature: float) -> tuple[list[int], list[int]]:
@@ -239,15 +240,18 @@ def test_draft_model_cache_after_rounds_of_depth_0_is_complete(spoilt: bool, mon
     wipe(one)
 
 
-def test_stopwatch_with_a_pausing_stream_reader_does_not_count_the_pauses() -> None:
+def test_stopwatch_with_pauses_between_steps_does_not_count_the_pauses() -> None:
     """The result of the dispatch that runs during the pause is read an hour later."""
     policy, passed = Recording(), [0.0]
     with make("draft model") as engine:
         engine.policy = policy
         engine.core.stopwatch = Stopwatch(lambda: time.perf_counter() + passed[0])
-        for pause in (0.0, 3600.0):
-            for _ in engine.stream([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0)):
-                passed[0] += pause
+        with ByHand(engine) as by_hand:
+            for pause in (0.0, 3600.0):
+                request = by_hand.submit([1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0))
+                while request.finish_reason is None:
+                    by_hand.step()
+                    passed[0] += pause
     assert passed[0] >= 3 * 3600.0 and None in policy.heard
     told = [seconds for seconds in policy.heard if seconds is not None]
     assert told and max(told) < 3600.0

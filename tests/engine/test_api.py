@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +13,9 @@ from typing import Any
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.callers.fair_lock import FairLock
-from jspec.engine.request.request import Request
-from tests.support.brittle import PARAMS, PATIENCE, PROMPTS, Fault, make_events, run_together
+from tests.support import paper
+from tests.support.brittle import PARAMS, PATIENCE, PROMPTS, Fault, run_together
+from tests.support.serving import held, wait_until
 
 pytestmark = pytest.mark.once
 
@@ -38,105 +41,71 @@ def test_engine_shared_by_threads_returns_the_right_tokens_to_each_thread(
     run_together([lambda i=i, use=use: use(i) for i in range(len(PROMPTS)) for use in (generates, streams, submits)])
 
 
-def test_request_aborted_by_another_thread_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the request has tokens, each step waits until it is aborted."""
-    request, has_tokens, is_aborted = engine.submit([1, 2], SamplingParams(max_tokens=50)), *make_events(2)
+def test_request_aborted_by_another_thread_ends(engine: Engine) -> None:
+    """The engine waits once the request has tokens, until it is aborted."""
+    request, gate = engine.submit([1, 2], SamplingParams(max_tokens=50)), threading.Event()
     done: list[Any] = []
-    step = engine.step
 
-    def steps() -> None:
-        step()
-        if request.token_ids:
-            has_tokens.set()
-            assert is_aborted.wait(PATIENCE)
+    def waits(ids: Sequence[int]) -> bool:
+        assert gate.wait(PATIENCE)
+        return False
 
     def abort() -> None:
-        assert has_tokens.wait(PATIENCE)
-        engine.abort(request)
-        is_aborted.set()
+        wait_until(lambda: bool(request.token_ids))
+        engine.tokenizer.fails = waits  # type: ignore[union-attr]
+        engine.threads.abort(engine._endings[request])
+        gate.set()
 
-    monkeypatch.setattr(engine, "step", steps)
     run_together([abort, lambda: done.append(engine.result(request))])
     assert done[0].finish_reason == "abort" and 0 < len(done[0].token_ids) < 50
+    engine.abort(request)
+    assert engine.result(request).finish_reason == "abort"
 
 
-def test_engine_that_queues_many_requests_takes_its_lock_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborting many running requests takes the lock once too; aborting ended ones does not take it."""
-    taken: list[str] = []
-    enter, step = FairLock.__enter__, Engine.step
-
-    def counted(self: FairLock) -> None:
-        taken.append("lock")
-        enter(self)
-
-    def steps(self: Engine) -> bool:
-        has_work = step(self)
-        taken.pop()
-        return has_work
-
-    monkeypatch.setattr(FairLock, "__enter__", counted)
-    monkeypatch.setattr(Engine, "step", steps)
-    engine.generate(PROMPTS, PARAMS)
-    assert len(taken) == 1
-    requests = [engine.submit(prompt) for prompt in PROMPTS]
-    engine._abort(requests)
-    assert len(taken) == 1 + len(PROMPTS) + 1
-    engine.abort(requests[0])
-    assert len(taken) == 1 + len(PROMPTS) + 1 and engine.metrics.finished["abort"] >= len(PROMPTS)
-
-
-def test_async_stream_closed_while_the_lock_is_held_does_not_block_the_loop(engine: Engine) -> None:
-    """A thread holds the engine's lock until the event loop has run another task."""
-    is_held, gone_on = make_events(2)
-
-    def holds() -> None:
-        with engine._lock:
-            is_held.set()
-            assert gone_on.wait(PATIENCE), "the event loop is blocked"
-
+def test_async_stream_that_is_closed_does_not_wait_for_a_step(engine: Engine) -> None:
     async def main() -> None:
         stream = engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))
         await anext(stream)
-        holder = asyncio.ensure_future(asyncio.to_thread(holds))
-        await asyncio.to_thread(is_held.wait, PATIENCE)
-        closing = asyncio.ensure_future(stream.aclose())  # type: ignore[attr-defined]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        gone_on.set()
-        await holder
-        await closing
+        with held(engine):
+            await asyncio.wait_for(stream.aclose(), PATIENCE)  # type: ignore[attr-defined]
 
     asyncio.run(main())
 
 
-def test_async_stream_cancelled_while_queueing_leaves_no_request_queued(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that queues the request goes on after the task was cancelled."""
-    is_queueing, go_on = make_events(2)
-    queue = Engine._queue
-
-    def slow(self: Engine, requests: Sequence[Request]) -> None:
-        is_queueing.set()
-        assert go_on.wait(PATIENCE)
-        queue(self, requests)
-
+def test_async_stream_cancelled_before_its_request_is_queued_leaves_no_request_queued(engine: Engine) -> None:
     async def reads() -> None:
         async for _ in engine.astream([1, 2, 3], SamplingParams(max_tokens=5)):
             pass
 
     async def main() -> None:
-        task = asyncio.create_task(reads())
-        await asyncio.to_thread(is_queueing.wait, PATIENCE)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        go_on.set()
+        with held(engine):
+            task = asyncio.create_task(reads())
+            while not engine.threads.num_unfinished:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_queue", slow)
-        asyncio.run(main())  # waits for the thread that queues the request
-    assert not engine.scheduler.has_work
+    asyncio.run(main())
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+
+
+def test_requests_of_one_call_are_queued_before_the_next_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: two calls."""
+    live: list[int] = []
+    step = engine.core.step
+
+    def steps(**options: Any) -> bool:
+        live.append(len(engine.core.live))
+        return step(**options)
+
+    monkeypatch.setattr(engine.core, "step", steps)
+    engine.generate(PROMPTS, PARAMS)
+    assert max(live) == next(filter(None, live)) == len(PROMPTS)
+    live.clear()
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.generate(prompt, params)
+    assert max(live) == 1
 
 
 def test_metrics_after_a_request_that_was_never_queued_do_not_count_it(
@@ -253,50 +222,49 @@ def test_request_aborted_within_a_step_ends_with_a_result(engine: Engine) -> Non
     assert engine.result(request).finish_reason == "abort"
 
 
-def test_error_of_a_shared_step_is_raised_in_all_tasks_that_wait_for_it(
-    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def collect(i: int) -> list[int]:
-        return [token async for chunk in engine.astream(PROMPTS[i], PARAMS[i]) for token in chunk.token_ids]
-
-    async def main() -> list[Any]:
-        tasks = [asyncio.create_task(collect(i)) for i in range(6)]
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "step", fails)
-            patch.setattr(engine.core, "add", add)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-    def fails() -> bool:
-        assert all_queued.wait(PATIENCE)
-        raise OSError("no step")
-
-    def add(request: Request, queued_at: float) -> None:
-        queue(request, queued_at)
-        if len(engine.core.live) == 6:
-            all_queued.set()
-
-    all_queued, queue = threading.Event(), engine.core.add
-
-    assert [str(error) for error in asyncio.run(asyncio.wait_for(main(), PATIENCE))] == ["no step"] * 6
-    assert asyncio.run(collect(0)) == expected[0]
+# -- the thread
 
 
-def test_task_that_waits_in_an_event_loop_whose_executor_takes_no_more_steps_raises(engine: Engine) -> None:
-    """The first step gives no output, because the engine leaves its result unread, so the task waits on."""
+def test_engine_that_nobody_holds_ends_its_thread_and_frees_its_memory() -> None:
+    one = paper.byte_engine()
+    one.generate("a")
+    thread, device = one.threads._thread, one.core.runner.target_side
+    assert thread.is_alive() and device.state is not None
+    del one
+    assert not thread.is_alive() and device.state is None
 
-    async def main() -> None:
-        event_loop = asyncio.get_running_loop()
-        start, taken = event_loop.run_in_executor, list[Any]()
 
-        def refuses(executor: Any, function: Any, *args: Any) -> Any:
-            if function == engine._advance:
-                if taken:
-                    raise RuntimeError("no more threads")
-                taken.append(function)
-            return start(executor, function, *args)
+def test_stream_keeps_its_engine() -> None:
+    stream = paper.byte_engine().stream("a", max_tokens=9)
+    gc.collect()
+    assert [chunk.finish_reason for chunk in stream][-1] == "length"
 
-        event_loop.run_in_executor = refuses  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="no more threads"):
-            [_ async for _ in engine.astream(PROMPTS[0], SamplingParams(max_tokens=40))]
 
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+SCRIPT = """
+import os, sys
+from tests.support import brittle
+engine = brittle.engine()
+request = engine.submit([1, 2], max_tokens=50)
+stream = engine.stream([1, 2], max_tokens=50)
+next(stream)
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.generate([1])
+        except RuntimeError as error:
+            print(error, flush=True)
+        sys.exit(0)
+    os.waitpid(child, 0)
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "fork"])
+def test_process_with_running_requests_ends(how: str) -> None:
+    """The script does not close its engine."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, how], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0 and done.stdout.endswith("ends\n") and "Traceback" not in done.stderr, done
+    assert (how == "fork") == ("got its forked child" in done.stdout)

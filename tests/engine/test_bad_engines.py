@@ -17,7 +17,7 @@ from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.step.executables import Executables
 from jspec.tools.testing import Random, Scripted
 from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS
-from tests.support import engines, folders, tiny
+from tests.support import engines, folders, paper, tiny
 from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
@@ -214,7 +214,7 @@ def test_drafter_with_a_tree_wider_than_the_vocabulary_raises(tree: Tree) -> Non
 
 def test_engine_that_is_closed_raises_on_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with engines.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
+    with paper.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
         late, begun = engine.stream([1]), engine.stream([1], SamplingParams(max_tokens=9))
         next(begun)
     assert [chunk.finish_reason for chunk in begun][-1] == "abort"
@@ -229,15 +229,15 @@ def test_engine_that_is_closed_has_no_threads_and_refuses_tasks(monkeypatch: pyt
     monkeypatch.undo()
     before = set(threading.enumerate())
 
-    def checks() -> list[str]:
-        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("check")]
+    def own() -> list[str]:
+        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("jspec")]
 
     async def ask() -> None:
         await asyncio.gather(*(engine.agenerate([1], SamplingParams(max_tokens=2)) for _ in range(3)))
 
-    with engines.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
+    with paper.make(engines.target(), **engines.PLAIN_OPTIONS) as engine:
         asyncio.run(ask())
-        assert checks(), "control"
-    wait_until(lambda: not checks())
+        assert own(), "control"
+    wait_until(lambda: not own())
     with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
         asyncio.run(ask())

@@ -212,7 +212,7 @@ def test_cancelled_agenerate_aborts_its_requests(engine: Engine) -> None:
             await task
 
     asyncio.run(cancel())
-    assert not engine.scheduler.has_work and engine.pages_in_use == 0
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
 
 
 # -- drafters

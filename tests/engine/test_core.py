@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams
+from jspec.engine.callers import clients
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Request
 from tests.support import engines
 
@@ -51,16 +56,14 @@ def _all_comes_back(engine: Engine, engine_of_three: Engine) -> Iterator[None]:
     """Check after each test that no page or slot is held."""
     yield
     for one in (engine, engine_of_three):
-        one.scheduler.pages.check()
         assert one.pages_in_use == 0 and not one.scheduler.has_work
+        one.scheduler.pages.check()
         assert sorted(one.scheduler._free_slots) == [0, 1]
 
 
-def queue(engine: Engine) -> list[Request]:
-    """Queue all requests; the test itself calls `step`."""
-    requests = engine._make_requests(PROMPTS, PARAMS, trace=False)
-    engine._queue(requests)
-    return requests
+def submit(by_hand: ByHand) -> list[Request]:
+    """Submit all requests; the test itself makes the steps."""
+    return [by_hand.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def tokens(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
@@ -73,7 +76,7 @@ def test_engine_with_any_dispatch_options_and_page_size_emits_equal_tokens(
     either: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Five requests share two slots, so requests run together and one after another."""
-    monkeypatch.setattr(either, "config", replace(either.config, overlap=overlap))
+    monkeypatch.setattr(either.threads, "_config", replace(either.config, overlap=overlap))
     done = either.generate(PROMPTS, PARAMS)
     assert [completion.token_ids for completion in done] == expected
     assert [len(completion.token_ids) for completion in done] == [p.max_tokens for p in PARAMS]
@@ -119,35 +122,33 @@ def test_engine_with_prompts_in_chunks_emits_tokens_of_plain_decoding(either: En
 
 
 def test_page_pool_after_every_step_is_consistent_with_running_requests(either: Engine) -> None:
-    queue(either)
-    most = 0
-    while either.scheduler.has_work:
-        either.step()
-        pages, running = either.scheduler.pages, either.scheduler.running
-        pages.check()
-        held = {page for r in running for page in pages.pages_of(r.id)}
-        assert either.pages_in_use == len(held)
-        for r in running:
-            least, enough = r.rows_committed, r.rows_needed + engines.LENGTH + 1
-            assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
-        most = max(most, len(running))
+    most, pages, running = 0, either.scheduler.pages, either.scheduler.running
+    with ByHand(either) as by_hand:
+        submit(by_hand)
+        while by_hand.step():
+            pages.check()
+            held = {page for r in running for page in pages.pages_of(r.id)}
+            assert pages.num_used == len(held)
+            for r in running:
+                least, enough = r.rows_committed, r.rows_needed + engines.LENGTH + 1
+                assert pages.needed(least) <= len(pages.pages_of(r.id)) <= pages.needed(enough)
+            most = max(most, len(running))
     assert most == 2
 
 
 def test_request_aborted_at_any_step_leaves_other_requests_unchanged(either: Engine, expected: list[list[int]]) -> None:
     for steps in range(9):
-        requests = queue(either)
-        for _ in range(steps):
-            either.step()
-        reason = requests[1].finish_reason or "abort"
-        either.abort(requests[1])
-        either.abort(requests[1])
-        assert requests[1].finish_reason == reason
-        assert requests[1] not in [*either.scheduler.running, *either.scheduler.waiting]
-        so_far = list(requests[1].token_ids)
-        while either.scheduler.has_work:
-            either.step()
-            either.scheduler.pages.check()
+        with ByHand(either) as by_hand:
+            requests = submit(by_hand)
+            for _ in range(steps):
+                by_hand.step()
+            reason, so_far = requests[1].finish_reason or "abort", list(requests[1].token_ids)
+            by_hand.abort(requests[1])
+            by_hand.abort(requests[1])
+            while by_hand.step():
+                assert requests[1].finish_reason == reason
+                assert requests[1] not in [*either.scheduler.running, *either.scheduler.waiting]
+                either.scheduler.pages.check()
         assert requests[1].token_ids == so_far == expected[1][: len(so_far)]
         for i in (0, 2, 3, 4):
             assert requests[i].token_ids == expected[i]
@@ -158,59 +159,60 @@ def test_request_with_too_few_free_pages_waits(engine_of_three: Engine, expected
     engine, pages = engine_of_three, engine_of_three.scheduler.pages
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(PROMPTS, PARAMS, strict=True)) + engines.LENGTH + 1
     pages.reserve(-1, pages.num_free - longest)
-    requests, waited = queue(engine), False
-    while engine.scheduler.has_work:
-        engine.step()
-        waited |= bool(engine.scheduler.waiting and engine.scheduler._free_slots)
+    waited = False
+    with ByHand(engine) as by_hand:
+        requests = submit(by_hand)
+        while by_hand.step():
+            waited |= bool(engine.scheduler.waiting and engine.scheduler._free_slots)
     assert waited, "no request waited for pages while a slot was free"
     assert [request.token_ids for request in requests] == expected
     pages.release(-1)
 
 
 def test_engine_after_requests_ended_does_not_retain_them(either: Engine) -> None:
-    requests = queue(either)
-    while either.scheduler.has_work:
-        either.step()
-    either.step()  # reads the results of rounds still in flight
+    with ByHand(either) as by_hand:
+        requests = submit(by_hand)
+        while by_hand.step():
+            pass
     references = [weakref.ref(request) for request in requests]
-    del requests
+    del requests, by_hand
     gc.collect()
     assert all(reference() is None for reference in references)
 
 
-def test_engine_interrupted_while_generating_releases_slots_and_pages(
+def test_caller_interrupted_while_generating_releases_slots_and_pages(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = iter([engine.step] * 4)
+    """The caller is interrupted while it waits for the engine's thread."""
 
-    def interrupted() -> None:
-        next(steps, _interrupt)()
+    class InterruptedQueue(SimpleQueue[Any]):
+        def get(self, *arguments: Any, **options: Any) -> Any:
+            while not engine.scheduler.running:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
 
+    aborted = engine.metrics.finished.get("abort", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "step", interrupted)
+        patch.setattr(clients, "SimpleQueue", InterruptedQueue)
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, PARAMS)
+            engine.generate(PROMPTS, [replace(params, max_tokens=20) for params in PARAMS])
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
+    assert engine.metrics.finished["abort"] == aborted + len(PROMPTS)
     assert tokens(engine, PROMPTS, PARAMS) == expected
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
 def test_stream_closed_early_releases_all_pages(engine: Engine, expected: list[list[int]], chunks: int) -> None:
     stream = engine.stream(PROMPTS[4], PARAMS[4])
     got = [token for _ in range(chunks) for token in next(stream).token_ids]
-    assert (engine.pages_in_use > 0) == (chunks > 0)
     stream.close()
     assert engine.pages_in_use == 0 and not engine.scheduler.has_work
     assert got == expected[4][: len(got)]
     assert tokens(engine, PROMPTS, PARAMS) == expected
 
 
-def test_stream_read_between_steps_of_other_requests_loses_no_token(engine: Engine, expected: list[list[int]]) -> None:
-    """The stream's request also advances in steps that another caller takes."""
+def test_stream_read_between_other_requests_loses_no_token(engine: Engine, expected: list[list[int]]) -> None:
+    """The stream's request also advances while another caller waits."""
     streams = {i: engine.stream(PROMPTS[i], PARAMS[i]) for i in (0, 4)}
     got: dict[int, list[int]] = {i: list(next(stream).token_ids) for i, stream in streams.items()}
     got[0] += next(streams[0]).token_ids

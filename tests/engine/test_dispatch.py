@@ -14,6 +14,7 @@ from jax._src.array import ArrayImpl
 from jspec import Engine, SamplingParams
 from jspec.core.prefill_input import PrefillInput
 from jspec.core.records import SlotState
+from jspec.engine.callers.by_hand import ByHand
 from tests.support import engines
 
 VOCAB, MAX_LEN = engines.VOCAB, engines.MAX_LEN
@@ -180,12 +181,11 @@ def test_check_of_transfers_with_an_implicit_upload_fails(
     engine: Engine, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the packed host array is passed to the executable."""
-    request = engine._make_requests(PROMPT, SamplingParams(max_tokens=2), trace=False)[0]
+    engine.generate(PROMPT, SamplingParams(max_tokens=2))
     guard_dispatches(engine, monkeypatch)
     monkeypatch.setattr(engine.core.runner.target_side, "send", lambda packed: packed)
-    engine._queue([request])
-    engine.step()
-    assert request.finish_reason == "error" and "Disallowed host-to-device transfer" in str(request.error)
+    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=2))
+    assert done.finish_reason == "error" and "Disallowed host-to-device transfer" in str(done.error)
 
 
 @pytest.mark.gpu
@@ -204,14 +204,16 @@ def test_check_of_transfers_with_an_implicit_download_fails(engine: Engine, monk
 
 
 def test_engine_step_of_a_request_donates_the_state_but_not_the_weights(either: Engine) -> None:
-    request = either._make_requests(PROMPT, SamplingParams(max_tokens=8), trace=False)[0]
-    either._queue([request])
-    while either.scheduler.has_work:
-        before = jax.tree.leaves(either.core.runner.state)
-        planned = len(either.core.in_flight)
-        either.step()
-        if len(either.core.in_flight) or planned == 0:
-            assert all(leaf.is_deleted() for leaf in before)
+    either.generate(PROMPT, SamplingParams(max_tokens=2))
+    with ByHand(either) as by_hand:
+        request = by_hand.submit(PROMPT, SamplingParams(max_tokens=8))
+        while request.finish_reason is None:
+            before = jax.tree.leaves(either.core.runner.state)
+            planned = len(either.core.in_flight)
+            by_hand.step()
+            if len(either.core.in_flight) or planned == 0:
+                assert all(leaf.is_deleted() for leaf in before)
+        by_hand.step()
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([either.core.runner.params, either.core.runner.state]))
 
 
@@ -270,7 +272,7 @@ def test_request_up_to_max_len_writes_no_page_of_other_owners(either: Engine) ->
     expected = to_the_end(either)
     either.scheduler.pages.clear()
     others = either.scheduler.pages.reserve(-1, 30)
-    either.core.runner.state = poisoned(either.core.runner.state, others)
+    either.core.runner.target_side.state = poisoned(either.core.runner.state, others)
     before = pages_of(either.core.runner.state, others)
     assert to_the_end(either) == expected
     for old, new in zip(before, pages_of(either.core.runner.state, others), strict=True):
@@ -283,10 +285,11 @@ def test_nan_in_committed_pages_ends_the_request_with_an_error(either: Engine) -
     """Negative control: the same NaN are written after the prompt's rows."""
     expected = to_the_end(either)
     either.scheduler.pages.clear()
-    stream = either.stream(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
-    next(stream)
-    either.core.runner.state = poisoned(either.core.runner.state, [])
-    with pytest.raises(FloatingPointError, match="got NaN"):
-        list(stream)
+    with ByHand(either) as by_hand:
+        request = by_hand.submit(PROMPT, SamplingParams(max_tokens=2**40, temperature=0))
+        while not request.token_ids:
+            by_hand.step()
+        either.core.runner.target_side.state = poisoned(either.core.runner.state, [])
+        assert "got NaN" in str(by_hand.result(request).error)
     either.scheduler.pages.clear()
     assert to_the_end(either) == expected, "NaN of one request reached the next"

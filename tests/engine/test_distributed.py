@@ -40,10 +40,10 @@ def test_two_processes_with_a_drafter_emit_the_tokens_of_one_before_and_after_fa
     expected = [masked(prompt, params) for prompt, params in zip(ASKED, PARAMS, strict=True)]
     first, second = run_script("everything")
     assert (first.status, second.status) == (0, 0), (first.errors, second.errors)
-    *runs, counts, failed, after_failure, interrupted, after_interrupt, interrupts, after_interrupts = first.said
-    assert [*runs, after_failure, after_interrupt, after_interrupts] == [expected] * 5 and interrupts > 5
+    *runs, counts, failed, after_failure, lost, after_loss, interrupts, after_interrupts = first.said
+    assert [*runs, after_failure, after_loss, after_interrupts] == [expected] * 5 and interrupts > 5
     assert counts["preempted"] > 0 and counts["cached"] > 0
-    assert "error" in failed and interrupted == "interrupted"
+    assert "error" in failed and "error" in lost
     refused, followed = second.said
     assert followed == "followed" and len(refused) == 3
     assert all("expected a call in process 0" in error for error in refused[:2]) and "one call" in refused[2]

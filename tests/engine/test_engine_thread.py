@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 
 from jspec import Chunk, Engine, SamplingParams
-from jspec.engine.callers.engine_thread import Delivery, EngineThread
-from jspec.engine.request.request import Request
+from jspec.engine.callers.by_hand import ByHand
+from jspec.engine.callers.deliveries import Delivery
+from jspec.engine.callers.engine_thread import EngineThread
 from jspec.engine.request.round_record import BreakOff, Round
 from jspec.engine.request.token_logprobs import PromptLogprobs
-from tests.support import brittle, engines, tiny
+from jspec.step.executable_key import ExecutableKey
+from tests.support import brittle, engines, paper, tiny
 from tests.support.brittle import PATIENCE, PROMPTS, Fault
+from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
 
@@ -69,19 +72,20 @@ def received() -> Received:
 
 @pytest.fixture
 def thread(engine: Engine, received: Received) -> Iterator[EngineThread]:
-    """Yield a running thread of the shared engine."""
-    one = EngineThread(engine, received)
-    one.start()
-    yield one
-    one.stop()
-    assert received.threads <= {one._thread} and not (one._requests or one._keys or one._records)
-    assert not (one._watch.num_sent or one._watch.started)
+    """Yield the thread of the shared engine."""
+    yield engine.threads
+    for key in list(engine.threads._deliveries._submissions):
+        engine.threads.abort(key)
+    assert received.threads <= {engine.threads._thread}
+    left = engine.threads._deliveries
+    wait_until(lambda: not left._submissions)
+    assert not (left._keys or left._records or left._watch.num_sent or left._watch.started)
 
 
 @cache
-def undrafted() -> Engine:
-    """Return an engine with the slots of `engines.shared_bytes` and without drafter."""
-    return engines.make(tiny.model(256, layers=1), **engines.BYTE_OPTIONS)
+def byte_engine(*, drafted: bool = True) -> Engine:
+    """Return an engine of four slots on a device of paper."""
+    return paper.byte_engine() if drafted else paper.make(tiny.model(256, layers=1), **engines.BYTE_OPTIONS)
 
 
 def params_of(number: int) -> SamplingParams:
@@ -92,18 +96,15 @@ def params_of(number: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("drafted", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("drafted", [False, True])
 def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: bool, received: Received) -> None:
-    engine = engines.shared_bytes() if drafted else undrafted()
+    engine = byte_engine(drafted=drafted)
     prompts = [bytes([65 + i % 26] * (1 + i % 11)).decode() for i in range(64)]
     params = [params_of(i) for i in range(64)]
-    expected = engine.generate(prompts, params)
-    thread = EngineThread(engine, received)
-    thread.start()
+    expected, thread = engine.generate(prompts, params), engine.threads
     for i, prompt in enumerate(prompts):
-        thread.submit(i, engine.prepare(prompt, params[i]))
+        thread.submit({i: engine.prepare(prompt, params[i])}, received)
     received.wait(range(64))
-    thread.stop()
     for i, completion in enumerate(expected):
         for index, sample in enumerate(completion.samples):
             chunks = received.chunks(i, index)
@@ -120,14 +121,12 @@ def test_engine_thread_with_64_requests_streams_the_texts_of_generate(drafted: b
 
 
 def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Received) -> None:
-    engine = engines.shared_bytes()
-    thread = EngineThread(engine, received)
-    thread.start()
+    engine = byte_engine()
+    thread = engine.threads
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
-    thread.submit("traced", engine.prepare("once", params, trace=True))
-    thread.submit("other", engine.prepare("once", params))
+    thread.submit({"traced": engine.prepare("once", params, trace=True)}, received)
+    thread.submit({"other": engine.prepare("once", params)}, received)
     received.wait(["traced", "other"])
-    thread.stop()
     (expected,) = engine.generate("once", params, trace=True)
     rounds = [one for chunk in received.chunks("traced") for one in chunk.rounds or []]
     assert expected.rounds and len(rounds) == len(expected.rounds)
@@ -146,7 +145,7 @@ def test_engine_thread_with_traced_requests_delivers_their_rounds(received: Rece
 def test_round_that_breaks_off_tells_the_targets_token_and_its_place_in_the_draft() -> None:
     """The formulas are written again here, over the tree's arrays and the completion's log-probabilities."""
     params = SamplingParams(max_tokens=40, seed=3, logprobs=0, temperature=0.7)
-    chunks = list(engines.shared_bytes().stream("once", params, trace=True))
+    chunks = list(byte_engine().stream("once", params, trace=True))
     scores = [one for chunk in chunks for one in chunk.logprobs or []]
     rounds, breaks = [one for chunk in chunks for one in chunk.rounds or []], []
     for one in rounds:
@@ -180,7 +179,7 @@ def test_engine_thread_with_random_aborts_of_500_submissions_leaves_no_request(
     """The `engine` fixture checks that no page or slot is held."""
     draw = random.Random(0)
     for i in range(500):
-        thread.submit(i, engine.prepare(PROMPTS[i % 6], max_tokens=20, seed=i, n=1 + i % 2))
+        thread.submit({i: engine.prepare(PROMPTS[i % 6], max_tokens=20, seed=i, n=1 + i % 2)}, received)
         if draw.random() < 0.8:
             thread.abort(draw.randrange(i + 1))
         if i % 50 == 49:
@@ -188,7 +187,7 @@ def test_engine_thread_with_random_aborts_of_500_submissions_leaves_no_request(
     for i in range(500):
         thread.abort(i)
     received.wait(range(500))
-    assert thread.num_waiting == thread.num_running == 0
+    assert thread.num_unfinished == thread.num_running == 0
     reasons = [reason for i in range(500) for reason in received.reasons(i)]
     assert len(reasons) == 750 and {"abort", "length"} == set(reasons)
 
@@ -197,8 +196,8 @@ def test_engine_thread_counts_completions_that_wait_and_that_run(
     engine: Engine, thread: EngineThread, received: Received
 ) -> None:
     for key in "ab":
-        thread.submit(key, engine.prepare(PROMPTS[0], max_tokens=60, n=3))
-    assert thread.num_waiting + thread.num_running == 6
+        thread.submit({key: engine.prepare(PROMPTS[0], max_tokens=60, n=3)}, received)
+    assert thread.num_unfinished == 6
     received.wait("a", lambda key: len(received.by_key[key]) > 8)
     assert thread.num_running == brittle.SLOTS
     assert thread.healthy
@@ -208,15 +207,15 @@ def test_engine_thread_without_requests_sleeps(
     engine: Engine, thread: EngineThread, received: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 0
-    step = engine.step
+    turn = thread.turn
 
     def counted() -> bool:
         nonlocal steps
         steps += 1
-        return step()
+        return turn()
 
-    monkeypatch.setattr(engine, "step", counted)
-    thread.submit("a", engine.prepare(PROMPTS[0], max_tokens=3))
+    monkeypatch.setattr(thread, "turn", counted)
+    thread.submit({"a": engine.prepare(PROMPTS[0], max_tokens=3)}, received)
     received.wait("a")
     time.sleep(0.05)
     before = steps
@@ -224,30 +223,22 @@ def test_engine_thread_without_requests_sleeps(
     assert steps == before > 0
 
 
-@pytest.mark.parametrize("lacks", ["prefills", "rounds"])
-def test_engine_thread_that_compiles_for_one_request_serves_the_others(
-    engine: Engine, thread: EngineThread, received: Received, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    """The compilation for the request with seed 1 ends only after the other request has ended."""
-    others_ended = threading.Event()
-    queue, compile_rounds = engine._queue, engine._compile_rounds
+@pytest.mark.parametrize("lacks", ["prefill", "round"])
+def test_engine_thread_that_compiles_for_one_request_serves_the_others(received: Received, lacks: str) -> None:
+    """The compilation for the request with log-probabilities ends only after the other request has ended."""
+    others_ended, engine = threading.Event(), brittle.engine.__wrapped__()
+    thread, device = engine.threads, engine.core.runner.target_side
+    engine.generate(PROMPTS[0], max_tokens=3)
+    compile_now = device.compile
 
-    def slow_queue(samples: Sequence[Request]) -> None:
-        if lacks == "prefills" and samples[0].params.seed == 1:
+    def slow_compile(keys: Sequence[ExecutableKey]) -> None:
+        if any(key.kind == lacks and key.logprobs for key in device.missing(keys)):
             assert others_ended.wait(PATIENCE)
-        with engine._lock:
-            queue(samples)
-            samples[0].state.awaits_rounds = lacks == "rounds" and samples[0].params.seed == 1
+        compile_now(keys)
 
-    def slow_compile_rounds(samples: Sequence[Request]) -> None:
-        assert others_ended.wait(PATIENCE)
-        compile_rounds(samples)
-
-    monkeypatch.setattr(engine, "_lacks_prefills", lambda samples: lacks == "prefills" and samples[0].params.seed == 1)
-    monkeypatch.setattr(engine, "_queue", slow_queue)
-    monkeypatch.setattr(engine, "_compile_rounds", slow_compile_rounds)
-    thread.submit("slow", engine.prepare(PROMPTS[0], max_tokens=9, seed=1))
-    thread.submit("quick", engine.prepare(PROMPTS[0], max_tokens=9, seed=2))
+    device.compile = slow_compile
+    thread.submit({"slow": engine.prepare(PROMPTS[0], max_tokens=9, logprobs=0)}, received)
+    thread.submit({"quick": engine.prepare(PROMPTS[0], max_tokens=9)}, received)
     received.wait(["quick"])
     assert not received.is_complete("slow")
     others_ended.set()
@@ -263,7 +254,8 @@ def test_engine_thread_with_a_request_that_cannot_be_compiled_delivers_its_error
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.core.runner, "compile", fails)
-        thread.submit("a", engine.prepare(PROMPTS[0]))
+        patch.setattr(engine.core.runner, "missing", list)
+        thread.submit({"a": engine.prepare(PROMPTS[0])}, received)
         received.wait("a")
     (last,) = received.by_key["a"]
     assert last.chunk.finish_reason == "error" and "does not fit" in str(last.error)
@@ -276,7 +268,7 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
     with monkeypatch.context() as patch:
         patch.setattr(engine.core.runner, "dispatch", Fault(engine.core.runner.dispatch, 5, OSError("device lost")))
         for i in range(6):
-            thread.submit(i, engine.prepare(PROMPTS[i], brittle.PARAMS[i]))
+            thread.submit({i: engine.prepare(PROMPTS[i], brittle.PARAMS[i])}, received)
         received.wait(range(6))
     failed = [i for i in range(6) if received.reasons(i) == ["error"]]
     assert 0 < len(failed) < 6 and all("device lost" in str(received.by_key[i][-1].error) for i in failed)
@@ -287,31 +279,27 @@ def test_engine_thread_with_a_failed_step_delivers_errors_and_serves_on(
 
 
 def test_engine_thread_of_an_engine_that_lost_its_device_delivers_errors_for_all_keys(received: Received) -> None:
-    engine = engines.byte_engine()
-    thread = EngineThread(engine, received)
-    for i in range(20):
-        thread.submit(i, engine.prepare([1, 2], max_tokens=8))
+    engine = paper.byte_engine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.core.runner, "dispatch", Fault(engine.core.runner.dispatch, 3, OSError("device lost")))
         patch.setattr(engine.core.runner, "reset_state", Fault(lambda error: None, 1, OSError("no memory")))
-        thread.start()
+        engine.threads.submit({i: engine.prepare([1, 2], max_tokens=8) for i in range(20)}, received)
         received.wait(range(20))
     assert all(received.reasons(i) == ["error"] for i in range(20))
-    assert not thread.healthy
-    thread.stop()
+    assert not engine.threads.healthy
+    engine.close()
 
 
-def test_engine_thread_stopped_during_submissions_ends_every_accepted_request(
-    engine: Engine, received: Received
-) -> None:
+def test_engine_thread_closed_during_submissions_ends_every_accepted_request(received: Received) -> None:
     """Three callers submit until they are refused, each with at most eight unfinished requests."""
-    thread, accepted, refused = EngineThread(engine, received), list[int](), list[str]()
-    thread.start()
+    engine = brittle.engine.__wrapped__()
+    thread, accepted, refused = engine.threads, list[int](), list[str]()
+    late = engine.prepare(PROMPTS[0])
 
     def submits(first: int) -> None:
         for key in itertools.count(first, 3):
             try:
-                thread.submit(key, engine.prepare(PROMPTS[0], max_tokens=5))
+                thread.submit({key: engine.prepare(PROMPTS[0], max_tokens=5)}, received)
             except RuntimeError as error:
                 refused.append(str(error))
                 return
@@ -322,53 +310,56 @@ def test_engine_thread_stopped_during_submissions_ends_every_accepted_request(
     for caller in callers:
         caller.start()
     received.wait([3, 4, 5])  # the second request of each caller
-    thread.stop()
+    engine.close()
     for caller in callers:
         caller.join(PATIENCE)
-    assert len(refused) == 3 and all("has ended" in error for error in refused)
+    assert len(refused) == 3 and all("has ended" in error or "is closed" in error for error in refused)
     assert len(accepted) > 3 and all(map(received.is_complete, accepted))
     with pytest.raises(RuntimeError, match="has ended"):
-        thread.submit("late", engine.prepare(PROMPTS[0]))
+        thread.submit({"late": late}, received)
     assert not thread.healthy
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_engine_thread_whose_deliver_fails_ends_its_requests(engine: Engine) -> None:
+def test_engine_thread_whose_outlet_fails_ends_its_requests() -> None:
     def fails(deliveries: list[Delivery]) -> None:
         raise KeyError("the receiver is gone")
 
-    thread = EngineThread(engine, fails)
-    request = engine.prepare(PROMPTS[0], max_tokens=50)
-    thread.submit("a", request)
-    thread.start()
-    thread._thread.join(PATIENCE)
-    assert request.finish_reason == "error" and not thread.healthy
+    engine = brittle.engine.__wrapped__()
+    request, other = engine.prepare(PROMPTS[0], max_tokens=50), engine.prepare(PROMPTS[0])
+    engine.threads.submit({"a": request}, fails)
+    engine.threads._thread.join(PATIENCE)
+    assert request.finish_reason == "error" and not engine.healthy
     with pytest.raises(RuntimeError, match="has ended"):
-        thread.submit("b", engine.prepare(PROMPTS[0]))
+        engine.threads.submit({"b": other}, fails)
+    with pytest.raises(RuntimeError, match="restart the process"):
+        engine.generate(PROMPTS[0])
+    engine.close()
+    assert engine.core.runner.state is None
 
 
 def test_engine_thread_aborts_a_request_of_several_completions(
     engine: Engine, thread: EngineThread, received: Received
 ) -> None:
     thread.abort("unknown")
-    thread.submit("a", engine.prepare(PROMPTS[0], max_tokens=60, n=5))
+    thread.submit({"a": engine.prepare(PROMPTS[0], max_tokens=60, n=5)}, received)
     received.wait("a", lambda key: len(received.by_key[key]) > 4)
     thread.abort("a")
     received.wait("a")
     assert received.reasons("a") == ["abort"] * 5 and [one.last for one in received.by_key["a"][-2:]] == [False, True]
 
 
-def test_engine_thread_given_a_wrong_request_or_key_raises(engine: Engine, thread: EngineThread) -> None:
+def test_engine_thread_given_a_wrong_request_or_key_raises(
+    engine: Engine, thread: EngineThread, received: Received
+) -> None:
     request = engine.prepare(PROMPTS[0], max_tokens=60)
-    thread.submit("a", request)
+    thread.submit({"a": request}, received)
     with pytest.raises(ValueError, match=r"submit: key: expected one that no unfinished request has, got 'a'"):
-        thread.submit("a", engine.prepare(PROMPTS[0]))
+        thread.submit({"a": engine.prepare(PROMPTS[0])}, received)
     with pytest.raises(ValueError, match="submit: expected a request that was not submitted before"):
-        thread.submit("b", request)
-    with pytest.raises(TypeError, match="submit: expected a request"):
-        thread.submit("b", PROMPTS[0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="submit: expected a request of this engine"):
-        thread.submit("b", engines.shared_bytes().prepare("x"))
+        thread.submit({"b": request}, received)
+    thread.abort("a")
+    received.wait("a")
 
 
 def test_engine_thread_makes_prompt_logprobs_in_another_thread(
@@ -385,17 +376,17 @@ def test_engine_thread_makes_prompt_logprobs_in_another_thread(
         return records(self)
 
     monkeypatch.setattr(PromptLogprobs, "records", watched)
-    thread.submit("a", engine.prepare(PROMPTS[2], params))
+    thread.submit({"a": engine.prepare(PROMPTS[2], params)}, received)
     received.wait("a")
     assert received.chunks("a")[0].prompt_logprobs == expected.prompt_logprobs
     assert len(makers) == 1 and makers[0] not in (thread._thread, threading.main_thread())
 
 
 def test_request_aborted_before_the_engine_thread_takes_it_is_delivered(engine: Engine, received: Received) -> None:
-    request, thread = engine.prepare(PROMPTS[0], max_tokens=5, n=2), EngineThread(engine, received)
-    thread.submit("aborted", request)
-    engine.abort(request)
-    thread.start()
+    request = engine.prepare(PROMPTS[0], max_tokens=5, n=2)
+    with ByHand(engine) as by_hand:
+        engine.threads.submit({"aborted": request}, received)
+        engine.threads.abort("aborted")
+        by_hand.step()
     received.wait(["aborted"])
-    thread.stop()
-    assert received.reasons("aborted") == ["abort"] * 2
+    assert received.reasons("aborted") == ["abort"] * 2 and not received.by_key["aborted"][0].chunk.token_ids

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jspec import Engine, SamplingParams, Tree
-from jspec.tools.bench.host import ready_engine
-from jspec.tools.bench.step import StepCase
-from jspec.tools.bench.step_costs import max_tokens
+from jspec import Engine, NGram, SamplingParams, Tree
+from jspec.engine.callers.by_hand import ByHand
+from jspec.step.executable_key import ExecutableKey
+from tests.support import paper, tiny
 
 pytestmark = pytest.mark.once
 
-CASE = StepCase("least", 4, 64, Tree.chain(1), dtype="float32")
 STEPS = 25
 DEVICE = HOST = 0.004  # seconds
+PARAMS = SamplingParams(max_tokens=4 * STEPS, temperature=0.0)
 
 
 class LateResult:
@@ -39,24 +38,24 @@ class LateResult:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Engine whose simulated device needs `DEVICE` seconds a step, and whose host needs `HOST` seconds."""
-    engine, free_at = ready_engine(CASE, CASE.context + max_tokens(CASE, STEPS)), 0.0
-    read, programs = engine.core._read, engine.core.runner.programs
+    options: dict[str, Any] = dict(slots=1, max_len=16 + 8 * STEPS, prefill_buckets=(16,), log_interval=None)
+    engine, free_at = paper.make(tiny.model(64, layers=1), NGram(Tree.chain(1)), **options), 0.0
+    read, device = engine.core._read, engine.core.runner.target_side
+    start = device.run
 
-    def late(program: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal free_at
-            state, output = program(*args)
-            free_at = max(time.perf_counter(), free_at) + DEVICE
-            return state, replace(output, report=LateResult(output.report, free_at))
-
-        return run
+    def run(key: ExecutableKey, *inputs: Any) -> Any:
+        nonlocal free_at
+        output = start(key, *inputs)
+        if key.kind != "round":
+            return output
+        free_at = max(time.perf_counter(), free_at) + DEVICE
+        return replace(output, report=LateResult(output.report, free_at))
 
     def reads(*args: Any) -> Any:
         time.sleep(HOST)
         return read(*args)
 
-    late_steps = {key: late(one) for key, one in programs.compiled.items() if key.kind == "round"}
-    monkeypatch.setattr(programs, "compiled", programs.compiled | late_steps)
+    monkeypatch.setattr(device, "run", run)
     monkeypatch.setattr(engine.core, "_read", reads)
     return engine
 
@@ -65,14 +64,15 @@ def test_engine_overlap_with_a_slow_host_is_over_1_3_times_faster(slow: Engine) 
     """Negative control: two runs without overlap take equal times."""
 
     def seconds(overlap: bool) -> float:
-        slow.config = replace(slow.config, overlap=overlap)
-        request = slow.submit([5] * 8, SamplingParams(max_tokens=max_tokens(CASE, STEPS), temperature=0.0))
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            slow.step()
-        slow.abort(request)  # no answer of these programs ends it
-        slow.result(request)
-        slow.step()
+        slow.threads._config = replace(slow.config, overlap=overlap)
+        with ByHand(slow) as by_hand:
+            request = by_hand.submit([5] * 8, PARAMS)
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                by_hand.step()
+            by_hand.abort(request)
+            while by_hand.step():
+                pass
         return time.perf_counter() - began
 
     times = [[seconds(overlap) for overlap in (True, False, False)] for _ in range(5)]

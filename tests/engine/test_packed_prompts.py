@@ -26,6 +26,7 @@ from jspec import (
 )
 from jspec.core import prompt_blocks
 from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from tests.support import brittle, engines, lettered, tiny
@@ -180,20 +181,21 @@ def test_fault_of_one_request_of_a_packed_prefill_loses_only_that_request(
     wanted = one.generate(prompt, same)[0].token_ids
     one.scheduler.pages.clear()
     plans.clear()
-    lost, *others = [one.submit(prompt, same) for _ in range(4)]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ByHand(one) as by_hand:
+        lost, *others = [by_hand.submit(prompt, same) for _ in range(4)]
         if fault == "tokenizer":
             once = [True]
             patch.setattr(one.tokenizer, "fails", lambda ids: bool(once) and once.pop())
-        one.core._plan_and_dispatch()
+        by_hand.step()  # leaves the result unread
+        assert one.core.in_flight
         if fault == "abort before the result":
-            one.abort(lost)
-        one.core._read_down_to(0)
+            by_hand.abort(lost)
+        by_hand.step()
+        by_hand.abort(lost)
+        while by_hand.step():
+            pass
     assert prefills(plans)[0].requests[0] is lost and len(prefills(plans)[0].pieces) == 4
     assert any(piece.start for piece in prefills(plans)[0].pieces), "no page was shared"
-    one.abort(lost)
-    while any(other.finish_reason is None for other in others):
-        one.step()
     assert lost.finish_reason == ("error" if fault == "tokenizer" else "abort")
     assert isinstance(lost.error, KeyError) == (fault == "tokenizer")
     assert [other.token_ids for other in others] == [wanted] * 3
@@ -258,16 +260,15 @@ def test_engine_with_32_short_prompts_runs_a_quarter_of_the_prefills(plans: list
 def test_engine_with_a_prefill_budget_packs_at_most_the_budget_between_rounds(plans: list[Plan], budget: int) -> None:
     """A budget below the smallest bucket allows one prefill of that bucket."""
     sizes: dict[str, Any] = dict(prefill_budget=budget, prefill_buckets=(16, 32), compile_ahead=True)
-    with engine(None, prefix_cache=False, **sizes) as one:
-        first = one.submit(random_prompt(3, 0), SamplingParams(max_tokens=40, ignore_eos=True))
+    with engine(None, prefix_cache=False, **sizes) as one, ByHand(one) as by_hand:
+        first = by_hand.submit(random_prompt(3, 0), SamplingParams(max_tokens=40, ignore_eos=True))
         for _ in range(3):
-            one.step()
+            by_hand.step()
         plans.clear()
-        others = [one.submit(random_prompt(9, seed), SamplingParams(max_tokens=1)) for seed in range(20)]
-        while any(other.finish_reason is None for other in others):
-            one.step()
+        others = [by_hand.submit(random_prompt(9, seed), SamplingParams(max_tokens=1)) for seed in range(20)]
+        for other in others:
+            by_hand.result(other)
         assert first.finish_reason is None
-        one.abort(first)
     since, most = 0, 0
     for plan in plans:
         since = 0 if isinstance(plan, RoundPlan) else since + plan.bucket

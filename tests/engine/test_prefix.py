@@ -14,6 +14,7 @@ import pytest
 
 from jspec import Completion, DFlash, Drafter, DraftModel, DSpark, Eagle3, Engine, SamplingParams, Suffix, Tree
 from jspec.core.prefill_input import PrefillInput, PromptPiece
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.run.model_runner import ModelRunner
 from jspec.step.executable_key import ExecutableKey
 from tests.support import cover, engines, tiny
@@ -164,7 +165,7 @@ def no_edges(one: Engine, patch: pytest.MonkeyPatch) -> None:
 
     def dispatch(plan: Any) -> Any:
         draft = one.core.runner.state.draft
-        one.core.runner.state = replace(
+        one.core.runner.target_side.state = replace(
             one.core.runner.state, draft=replace(draft, page_end_features=jnp.ones_like(draft.page_end_features))
         )
         return original(plan)
@@ -201,13 +202,12 @@ def test_running_requests_with_equal_prompts_share_pages() -> None:
     """The second request starts while the first one is still running."""
     one = engine("eagle3", cached=True)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 2)]
-    requests = one._make_requests([prompt(16)] * 2, params, trace=False)
-    one._queue(requests)
     most = 0
-    while one.scheduler.has_work:
-        one.step()
-        one.scheduler.pages.check()
-        most = max(most, one.pages_in_use)
+    with ByHand(one) as by_hand:
+        requests = [by_hand.submit(prompt(16), own) for own in params]
+        while by_hand.step():
+            one.scheduler.pages.check()
+            most = max(most, one.scheduler.pages.num_used)
     own = one.scheduler.pages.needed(16 + 8 + LENGTH + 1)
     assert most == 2 * own - 4
     expected = engine("eagle3", cached=False).generate([prompt(16)] * 2, params)
@@ -224,7 +224,9 @@ def test_request_that_finds_shared_pages_does_not_write_them(name: str) -> None:
     one.generate(prompt(16), params)
     pages = one.scheduler.pages.match(list(one.scheduler.pages._page_of))
     marked = jax.tree.map(lambda pool: pool.at[pages[-1], :, PAGE - 1].add(1), one.core.runner.state.draft.cache)
-    one.core.runner.state = replace(one.core.runner.state, draft=replace(one.core.runner.state.draft, cache=marked))
+    one.core.runner.target_side.state = replace(
+        one.core.runner.state, draft=replace(one.core.runner.state.draft, cache=marked)
+    )
 
     def rows() -> list[np.ndarray]:
         pools = [one.core.runner.state.target, one.core.runner.state.draft.cache]
@@ -315,10 +317,9 @@ def test_preemption_comparison_with_a_resampled_newest_token_fails(monkeypatch: 
 def test_requests_with_a_lower_priority_number_are_served_first() -> None:
     one = engine("plain", cached=False)
     params = [SamplingParams(max_tokens=4, priority=priority, **GREEDY) for priority in (1, 1, 0, 2, 0)]
-    requests = one._make_requests([prompt(5)] * 5, params, trace=False)
-    one._queue(requests)
     served: list[int] = []
-    while one.scheduler.has_work:
-        one.step()
-        served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
+    with ByHand(one) as by_hand:
+        requests = [by_hand.submit(prompt(5), own) for own in params]
+        while by_hand.step():
+            served += [index for index, r in enumerate(requests) if r.token_ids and index not in served]
     assert served == [2, 4, 0, 1, 3]

@@ -13,7 +13,7 @@ from jspec import Engine, NGram, SamplingParams
 from jspec.engine.request.request import Request
 from jspec.engine.schedule.program_choice import Features, LiveRequests, ProgramChoice, union
 from jspec.engine.schedule.sizes import RoundSize
-from jspec.step.executable_key import ExecutableKey
+from jspec.step.executable_key import ExecutableKey, covering
 from tests.support import engines, lettered, tiny
 
 pytestmark = pytest.mark.once
@@ -92,8 +92,8 @@ def test_request_for_one_token_compiles_no_round() -> None:
     done = one.generate([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), GREEDY])  # only one request needs rounds
     assert [len(each.token_ids) for each in done] == [1, 6] and "round[1]" in names(one)
     other = engine()
-    request = other.submit([1, 2], GREEDY)  # any thread's step may serve it, so all its programs are compiled
-    assert names(other) == {"prefill[4]", "round[1]"} and len(other.result(request).token_ids) == 6
+    done = [other.result(other.submit([1, 2], GREEDY))]
+    assert names(other) == {"prefill[4]", "round[1]"} and len(done[0].token_ids) == 6
 
 
 def test_requests_of_two_threads_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,8 @@ def test_failed_compilation_of_rounds_raises_and_leaves_nothing_queued(monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(programs, "_compile_one", fails)
-        for call in (one.generate, one.submit, lambda *arguments: list(one.stream(*arguments))):
+        submit = lambda *arguments: one.result(one.submit(*arguments))  # noqa: E731
+        for call in (one.generate, submit, lambda *arguments: list(one.stream(*arguments))):
             with pytest.raises(RuntimeError, match="no memory for the compiler"):
                 call([1, 2], GREEDY)
             assert not one.scheduler.has_work and one.pages_in_use == 0
@@ -150,16 +151,14 @@ def test_preempted_request_is_prefilled_with_already_compiled_programs() -> None
     assert [each.token_ids for each in done] == [alone.generate(prompt, params)[0].token_ids for prompt in prompts]
 
 
-def test_executables_choose_the_program_with_the_least_outputs_then_the_fewest_rows() -> None:
-    programs = engine().core.runner.programs
-    sizes = [ExecutableKey.round(rows, 0, logprobs=logprobs) for rows in (2, 4) for logprobs in (False, True)]
-    programs.compiled.update(dict.fromkeys(sizes))
-    assert programs.cover(ExecutableKey.round(1, 0)) == ExecutableKey.round(2, 0)
-    assert programs.cover(ExecutableKey.round(3, 0)) == ExecutableKey.round(4, 0)
-    assert programs.cover(ExecutableKey.round(1, 0, traced=True)) == ExecutableKey.round(2, 0, logprobs=True)
+def test_program_that_covers_another_has_the_least_outputs_then_the_fewest_rows() -> None:
+    compiled = [ExecutableKey.round(rows, 0, logprobs=logprobs) for rows in (2, 4) for logprobs in (False, True)]
+    assert covering(ExecutableKey.round(1, 0), compiled, 0) == ExecutableKey.round(2, 0)
+    assert covering(ExecutableKey.round(3, 0), compiled, 0) == ExecutableKey.round(4, 0)
+    assert covering(ExecutableKey.round(1, 0, traced=True), compiled, 0) == ExecutableKey.round(2, 0, logprobs=True)
     for key in (ExecutableKey.round(5, 0), ExecutableKey.round(1, 1), ExecutableKey("prefill", 1)):
         with pytest.raises(KeyError, match="no compiled program can run"):
-            programs.cover(key)
+            covering(key, compiled, 0)
 
 
 def test_engine_on_several_devices_compiles_rounds_with_and_without_gathered_logits() -> None:
@@ -194,12 +193,10 @@ def test_engine_with_a_draft_model_apart_compiles_the_same_programs_on_several_t
 
 
 def test_round_that_gathers_logits_replaces_one_that_does_not() -> None:
-    programs, gathers = engine().core.runner.programs, ExecutableKey.round(2, 0, gathers_logits=True)
-    programs.compiled[gathers] = None
-    assert programs.cover(ExecutableKey.round(2, 0)) == gathers
-    programs.compiled = {ExecutableKey.round(2, 0): None}
+    plain, gathers = ExecutableKey.round(2, 0), ExecutableKey.round(2, 0, gathers_logits=True)
+    assert covering(plain, [gathers], 0) == gathers
     with pytest.raises(KeyError, match=r"no compiled program can run round\[2\] of gathered logits"):
-        programs.cover(gathers)
+        covering(gathers, [plain], 0)
 
 
 def request_with(number: int, **params: Any) -> Request:

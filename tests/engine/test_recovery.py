@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jspec.step.executable_key import ExecutableKey
 from jspec.step.program import init_state
 from tests.support import brittle
 from tests.support.brittle import PARAMS, PROMPTS, SLOTS, Fault
+from tests.support.serving import held
 
 pytestmark = pytest.mark.once
 
@@ -88,69 +89,23 @@ def test_step_with_an_error_ends_running_requests_but_not_waiting_ones(
     assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
 
 
-def test_low_acceptance_warning_turned_into_an_error_is_raised_to_the_caller(
+def test_low_acceptance_warning_turned_into_an_error_is_raised_to_a_caller(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, warning = engine.submit(PROMPTS[0], PARAMS[0]), LowAcceptanceWarning("the drafts hardly help")
+    warning = LowAcceptanceWarning("the drafts hardly help")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._acceptance_warner, "count", Fault(engine._acceptance_warner.count, 2, warning))
+        patch.setattr(engine.threads, "warn", Fault(lambda: None, 1, warning))
         with pytest.raises(LowAcceptanceWarning):
             engine.generate(PROMPTS[1], PARAMS[1])
-    assert engine.result(request).token_ids == expected[0]
+    assert engine.generate(PROMPTS[0], PARAMS[0])[0].token_ids == expected[0]
 
 
-def test_interrupt_while_dispatching_is_raised_and_ends_running_requests(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = engine.stream(PROMPTS[3], PARAMS[3])
-    next(stream)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 3, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, PARAMS)
-    # The stream's step was lost too, so the stream ends with an error instead of a gap in its text.
-    with pytest.raises(RuntimeError, match="interrupted") as caught:
-        list(stream)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-
-
-def test_interrupt_while_a_request_finishes_ends_that_request_with_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller sees the interrupt."""
-    request = engine.submit(PROMPTS[0], PARAMS[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "jspec.engine.request.request.OutputState.finish_text", Fault(lambda *_: None, 1, KeyboardInterrupt())
-        )
-        with pytest.raises(KeyboardInterrupt):
-            engine.result(request)
-        assert request.finish_reason == "error"
-    assert isinstance(engine.result(request).error, RuntimeError)
-
-
-def test_interrupt_during_recovery_lets_the_next_step_complete_the_recovery(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second interrupt comes after all requests have ended and before the new state exists."""
-    prompt, params = PROMPTS[2] + PROMPTS[3], SamplingParams(max_tokens=12, temperature=0.0)
-    expected = engine.generate(prompt, params)[0].token_ids
-    running = engine.submit(PROMPTS[3], PARAMS[3])
-    for _ in range(3):
-        engine.step()
-    for where in ("make_state", "jax.block_until_ready"):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.core, "_dispatch", Fault(engine.core._dispatch, 1, KeyboardInterrupt()))
-            patch.setattr(f"jspec.step.side.{where}", Fault(np.zeros, 1, KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate(PROMPTS[3], PARAMS[3])
-        assert engine._recovery.lost is not None and not engine.scheduler.pages._page_of
-        assert engine.result(running).finish_reason == "error"
-        (again,) = engine.generate(prompt, params)
-        assert (again.token_ids, again.metrics.num_cached_tokens) == (expected, 0) and engine.healthy
-        running = engine.submit(PROMPTS[3], PARAMS[3])
-        engine.step()
-    engine.result(running)
+@pytest.fixture
+def real_engine() -> Iterator[Engine]:
+    """Yield the engine on a real device; after each test check that it holds nothing."""
+    brittle.alone(brittle.real_engine())
+    yield brittle.real_engine()
+    brittle.check_idle(brittle.real_engine())
 
 
 def test_preempted_request_is_served_again_after_a_read_error(
@@ -162,7 +117,6 @@ def test_preempted_request_is_served_again_after_a_read_error(
     pages.reserve(-1, (pages.num_free - 11) * pages.page_size)
     params = SamplingParams(max_tokens=30, seed=1)
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
-    requests = [engine.submit(prompt, params) for prompt in prompts]
     read, failed = engine.core._read, []
 
     def fails(plan: Any, size: Any, output: Any) -> Any:
@@ -172,8 +126,10 @@ def test_preempted_request_is_served_again_after_a_read_error(
         return read(plan, size, output)
 
     monkeypatch.setattr(engine.core, "_read", fails)
-    for _ in range(300):
-        engine.step()
+    with held(engine):
+        requests = [engine.submit(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.result(request)
     pages.release(-1)
     assert failed and [r.finish_reason for r in requests] == ["error", "length"]
     done = [engine.result(request) for request in requests]
@@ -182,9 +138,10 @@ def test_preempted_request_is_served_again_after_a_read_error(
 
 
 def test_state_reset_after_an_error_frees_old_buffers_before_allocating(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    real_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are freed even if the failed program did not consume them and the traceback refers to them."""
+    engine = real_engine
     old, programs, is_gone = jax.tree.leaves(engine.core.runner.state), engine.core.runner.programs, []
 
     def refuses(params: Any, state: Any, packed: Any) -> Any:
@@ -203,31 +160,12 @@ def test_state_reset_after_an_error_frees_old_buffers_before_allocating(
     assert frames and "state" not in frames[0].f_locals
 
 
-def test_interrupt_while_waiting_for_a_result_loses_no_token(
-    engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class InterruptedReport:
-        def block_until_ready(self) -> None:
-            raise KeyboardInterrupt
-
-    stream = engine.stream(PROMPTS[3], PARAMS[3])
-    got = list(next(stream).token_ids)
-    plan, size, output = engine.core.in_flight[0]
-    engine.core.in_flight[0] = plan, size, replace(output, report=InterruptedReport())  # type: ignore[type-var]
-    request = engine.submit(PROMPTS[0], PARAMS[0])
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.core.in_flight[0] = plan, size, output
-    got += [token for chunk in stream for token in chunk.token_ids]
-    assert got == expected[3] and engine.result(request).token_ids == expected[0]
-
-
 def test_engine_whose_state_reset_fails_is_unhealthy(
     expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = brittle.engine.__wrapped__()
     gone = RuntimeError("device lost")
-    monkeypatch.setattr("jspec.step.side.make_state", Fault(np.zeros, 1, gone))
+    monkeypatch.setattr(one.core.runner.target_side, "make_state", Fault(np.zeros, 1, gone))
     monkeypatch.setattr(one.core, "_read", Fault(one.core._read, 2, gone))
     done = one.generate(PROMPTS, PARAMS)
     assert [completion.finish_reason for completion in done] == ["error"] * len(PROMPTS)

@@ -23,12 +23,11 @@ from jax.sharding import Mesh
 
 from jspec import Eagle3, Engine, Replicas, SamplingParams, Tree
 from jspec.engine.callers import replica_threads
-from jspec.engine.callers.replica_threads import BUSIER, ReplicaThreads, choose
+from jspec.engine.callers.replica_threads import BUSIER, choose
 from jspec.engine.request.metrics import Metrics
-from jspec.engine.request.request import Request
 from jspec.engine.run.errors import RESTART
 from pallas_kernels.layers.shard import AXIS
-from tests.support import byte_pair, engines
+from tests.support import byte_pair, engines, paper
 from tests.support.brittle import PATIENCE, Fault, run_together
 from tests.support.serving import held, wait_until
 
@@ -44,13 +43,13 @@ def devices() -> list[jax.Device]:
 
 @cache
 def alone() -> Engine:
-    """Return one engine on the device of the first replica, whose programs it runs."""
-    return engines.byte_engine(Mesh(np.array(devices()[:1]), (AXIS,)))
+    """Return one engine on a device of paper."""
+    return paper.byte_engine()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Replicas]:
-    with Replicas(engines.byte_engine, devices()) as made:
+    with Replicas(paper.byte_engine, devices()) as made:
         yield made
 
 
@@ -88,13 +87,20 @@ def always(index: int) -> Callable[..., int]:
 # -- the answers of one engine
 
 
-def test_two_replicas_give_the_texts_of_one_engine_and_both_work(two: Replicas) -> None:
+@pytest.mark.parametrize("make", [paper.byte_engine, engines.byte_engine])
+def test_two_replicas_give_the_texts_of_one_engine_and_both_work(make: Callable[..., Engine]) -> None:
     """The requests are greedy, or sampled with seeds of the engine; some have two completions."""
-    before = [engine.metrics for engine in two.engines]
-    assert texts(two) == expected()
-    tokens = [gained(engine, own, "num_tokens") for engine, own in zip(two.engines, before, strict=True)]
-    assert min(tokens) > sum(tokens) / 4
-    assert [engine.core.runner.state.root.devices() for engine in two.engines] == [{device} for device in devices()]
+    alone = make(Mesh(np.array(devices()[:1]), (AXIS,)))  # on the device of the first replica, whose programs it runs
+    with Replicas(make, devices()) as two:
+        assert texts(two) == texts(alone)
+        tokens = [engine.metrics.num_tokens for engine in two.engines]
+        assert min(tokens) > sum(tokens) / 4
+
+
+def test_replicas_have_their_state_on_devices_of_their_own() -> None:
+    with Replicas(engines.byte_engine, devices()) as two:
+        found = [engine.core.runner.state.root.devices() for engine in two.engines]
+    assert found == [{device} for device in devices()]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -187,7 +193,7 @@ def test_cached_prefix_of_a_replica_without_free_slots_does_not_make_requests_wa
     home = next(engine for engine in two.engines if engine.scheduler.pages.match(digests_of(two, "p" * 20)))
     with held(two.engines[0]), held(two.engines[1]):
         asked = [two.submit("p" * 20, max_tokens=3) for _ in range(6)]
-        loads = [thread.num_unfinished for thread in two._threads._threads]
+        loads = [thread.num_unfinished for thread in two.threads._threads]
         assert loads == ([4, 2] if home is two.engines[0] else [2, 4])
     assert all(two.result(request).finish_reason == "length" for request in asked)
 
@@ -218,7 +224,7 @@ def test_aborted_requests_and_closed_streams_free_their_pages(
     async def leave() -> None:
         with held(two.engines[index]):
             task = asyncio.create_task(two.agenerate(["abc", "abd"], max_tokens=60))
-            while two._threads._threads[index].num_unfinished < 2:
+            while two.threads._threads[index].num_unfinished < 2:
                 await asyncio.sleep(0.005)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -236,13 +242,13 @@ def test_event_loop_that_ends_before_its_request_does_no_harm(two: Replicas) -> 
 
     async def leave() -> None:
         task = asyncio.create_task(two.agenerate("abc", max_tokens=3))
-        while not two._threads._threads[0].num_unfinished:
+        while not two.threads._threads[0].num_unfinished:
             await asyncio.sleep(0.005)
         assert not task.done()
 
     with held(two.engines[0]), held(two.engines[1]):
         asyncio.run(leave())
-    wait_until(lambda: two._threads._threads[0].num_unfinished == 0)
+    wait_until(lambda: two.threads._threads[0].num_unfinished == 0)
     assert two.generate("abc", max_tokens=2)[0].finish_reason == "length"
 
 
@@ -272,11 +278,11 @@ def test_failed_replica_loses_only_its_own_requests(
 ) -> None:
     params = [SamplingParams(max_tokens=12, temperature=0.7, seed=i) for i in range(8)]
     wanted = [done.text for done in alone().generate(PROMPTS[:8], params)]
-    with Replicas(engines.byte_engine, devices()) as two:
+    with Replicas(paper.byte_engine, devices()) as two:
         lose(two.engines[0], monkeypatch, at=3)
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
-            own = {id(request) for request in two._threads._threads[0]._requests.values()}
+            own = {id(request) for request in two.threads._threads[0]._deliveries.unfinished()}
         done = [two.result(request) for request in asked]
         lost = [index for index, request in enumerate(asked) if id(request) in own]
         assert len(lost) == 4 and [i for i in range(8) if done[i].finish_reason == "error"] == lost
@@ -299,43 +305,43 @@ def test_failed_replica_loses_only_its_own_requests(
         assert not two.healthy
 
 
-def test_request_that_is_placed_as_a_thread_ends_goes_to_another_replica(
-    two: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_that_is_placed_as_a_thread_ends_goes_to_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replica's thread has ended, which is noticed only when the request is handed to it."""
-    threads = ReplicaThreads(two.engines, lambda deliveries: None)
+    two = Replicas(paper.byte_engine, devices())
+    threads = two.threads
     first, second = threads._threads
-    request = two.prepare("a", max_tokens=1)
+    request, late = two.prepare("a", max_tokens=60), two.prepare("a")
 
-    def submit(key: Any, request: Request) -> None:
+    def submit(*arguments: Any, **options: Any) -> None:
         first._error = OSError("a broken thread")
         raise RuntimeError("this thread has ended")
 
     monkeypatch.setattr(first, "submit", submit)
-    threads.submit("key", request)
-    assert list(second._requests) == ["key"] and threads.failed == (f"replica 0 ({devices()[0]})",)
-    threads.stop()
+    with held(two.engines[1]):
+        threads.submit({"key": request}, print)
+        assert list(second._deliveries._submissions) == ["key"] and threads.failed == (f"replica 0 ({devices()[0]})",)
+        threads.abort("key")
+    two.close()
     with pytest.raises(RuntimeError, match="expected running replicas"):
-        threads.submit("late", two.prepare("a"))
+        threads.submit({"late": late}, print)
     assert request.finish_reason == "abort"
 
 
 def test_key_or_request_that_a_replica_has_is_refused_by_all(two: Replicas) -> None:
-    threads = ReplicaThreads(two.engines, lambda deliveries: None)
-    request = two.prepare("a", max_tokens=1)
-    threads.submit("key", request)
-    with pytest.raises(ValueError, match="key: expected one that no unfinished request has"):
-        threads.submit("key", two.prepare("a"))
-    with pytest.raises(ValueError, match="was not submitted before"):
-        threads.submit("other", request)
-    threads.stop()
+    threads, request = two.threads, two.prepare("a", max_tokens=1)
+    with held(two.engines[0]), held(two.engines[1]):
+        threads.submit({"key": request}, lambda deliveries: None)
+        with pytest.raises(ValueError, match="key: expected one that no unfinished request has"):
+            threads.submit({"key": two.prepare("a")}, print)
+        with pytest.raises(ValueError, match="was not submitted before"):
+            threads.submit({"other": request}, print)
 
 
 # -- the replicas as an object
 
 
 def test_close_ends_open_requests_and_refuses_new_ones() -> None:
-    with Replicas(engines.byte_engine, devices()) as two:
+    with Replicas(paper.byte_engine, devices()) as two:
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit("abc", max_tokens=60) for _ in range(12)]
             closing = threading.Thread(target=two.close)
@@ -353,8 +359,8 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
 
 
 def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:
-    two = Replicas(engines.byte_engine, devices())
-    made, threads = two.engines, two._threads._threads
+    two = Replicas(paper.byte_engine, devices())
+    made, threads = two.engines, two.threads._threads
     assert all(thread.healthy for thread in threads)
     del two
     assert [engine.core.runner.state for engine in made] == [None, None]
@@ -365,7 +371,7 @@ def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() ->
 def test_replicas_of_two_devices_each_give_the_texts_of_one_engine() -> None:
     with Replicas(engines.byte_engine, tensor_parallel=2) as two:
         assert [engine.core.runner.program.mesh.size for engine in two.engines] == [2, 2]  # type: ignore[union-attr]
-        assert texts(two) == expected()
+        assert texts(two) == texts(engines.byte_engine())
 
 
 def test_metrics_are_sums_and_the_prometheus_text_has_each_engine(two: Replicas) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import Engine, Model, SamplingParams
-from tests.support import engines
+from tests.support import engines, paper
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +24,7 @@ def target() -> Model:
 @pytest.fixture(scope="module")
 def engine(target: Model) -> Engine:
     """Return an engine with seven usable pages of four rows, too few for max_len tokens."""
-    return engines.make(
+    return paper.make(
         target,
         slots=2,
         max_len=MAX_LEN,
@@ -44,8 +44,8 @@ def _the_other_request_goes_on(engine: Engine) -> Iterator[None]:
     stream = engine.stream([1, 2], params)
     tokens = list(next(stream).token_ids)
     yield
-    if not engine._closed:
-        assert len(engine.scheduler.running) == 1 and not engine.scheduler.waiting, "something was queued"
+    if not engine.threads.is_closed:
+        assert engine.threads.do(lambda: len(engine.core.live)) <= 1, "something was queued"
         tokens += [token for chunk in stream for token in chunk.token_ids]
         assert tokens == expected.token_ids and engine.pages_in_use == 0
 

@@ -10,6 +10,7 @@ import pytest
 from jspec import Chunk, Engine, SamplingParams
 from jspec.engine.request.sampling_params import sample_seed
 from tests.support import engines
+from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
 
@@ -90,8 +91,7 @@ def test_stream_chunks_of_samples_contain_the_sample_index(engine: Engine) -> No
 
 def test_request_with_samples_that_is_aborted_ends_every_sample(engine: Engine) -> None:
     request = engine.submit(PROMPT, SAMPLED)
-    while len(request.token_ids) < 3:
-        engine.step()
+    wait_until(lambda: len(request.token_ids) >= 3)
     engine.abort(request)
     done = engine.result(request)
     assert [one.finish_reason for one in done.samples] == ["abort"] * N

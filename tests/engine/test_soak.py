@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jspec import Drafter, DraftModel, Eagle3, Engine, SamplingParams, Suffix, Tree
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Request
-from tests.support import engines, tiny
+from tests.support import engines, paper, tiny
 
 pytestmark = pytest.mark.once
 
@@ -132,9 +133,9 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 
 
 @cache
-def engine_with(name: str, rounds: int) -> Engine:
+def engine_with(name: str, rounds: int, make: Callable[..., Engine] = engines.make) -> Engine:
     """Return an engine with four slots and pages for little more than two long requests."""
-    return engines.make(
+    return make(
         engines.target(),
         drafter=DRAFTERS[name](),
         tokenizer=Letters(),
@@ -150,9 +151,9 @@ def engine_with(name: str, rounds: int) -> Engine:
     )
 
 
-def alone(submissions: list[Submission]) -> list[list[list[int]]]:
+def alone(submissions: list[Submission], make: Callable[..., Engine] = engines.make) -> list[list[list[int]]]:
     """Return each request's tokens when it runs alone, by plain decoding without prefix cache."""
-    plain = engines.make(
+    plain = make(
         engines.target(),
         tokenizer=Letters(),
         slots=1,
@@ -188,7 +189,7 @@ class LostResult:
 class Faults:
     """A source of faults that makes each stage of a step fail in turn, at random times, and sometimes the tokenizer."""
 
-    STAGES = ("dispatch", "block", "read", "interrupt")
+    STAGES = ("dispatch", "block", "read")
 
     def __init__(self, engine: Engine, rng: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
         self.engine, self.rng, self.due, self.count = engine, rng, "", 0
@@ -197,8 +198,6 @@ class Faults:
         def dispatches(plan: Any) -> Any:
             if self.is_due("dispatch"):
                 raise RuntimeError("RESOURCE_EXHAUSTED")
-            if self.is_due("interrupt"):
-                raise KeyboardInterrupt
             size, output = dispatch(plan)
             return size, replace(output, report=LostResult()) if self.is_due("block") else output
 
@@ -223,53 +222,69 @@ class Faults:
             self.engine.tokenizer.fails = True  # type: ignore[union-attr]
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as one:
+        yield one
+
+
 def full(name: str, rounds: int) -> Any:
-    return pytest.param(name, rounds, FULL, marks=pytest.mark.matrix)
+    return pytest.param(engines.make, name, rounds, FULL, marks=pytest.mark.matrix)
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds", "count"),
-    [pytest.param("eagle3", 1, 120, marks=pytest.mark.long), *(full(name, 1) for name in DRAFTERS), full("eagle3", 3)],
+    ("make", "name", "rounds", "count"),
+    [
+        (paper.make, "eagle3", 1, 120),
+        pytest.param(engines.make, "eagle3", 1, 120, marks=pytest.mark.long),
+        *(full(name, 1) for name in DRAFTERS),
+        full("eagle3", 3),
+    ],
 )
 def test_engine_under_random_faults_returns_right_tokens_or_an_error_per_request(
-    monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str, rounds: int, count: int
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: list[str],
+    make: Callable[..., Engine],
+    name: str,
+    rounds: int,
+    count: int,
+    stack: ExitStack,
 ) -> None:
-    engine = engine_with(name, rounds)
+    engine = engine_with(name, rounds, make)
     rng = np.random.default_rng(count)
     submissions = list(make_submissions(count, rng))
-    expected = alone(submissions)
+    expected = alone(submissions, make)
     faults = Faults(engine, rng, monkeypatch)
     engine.warmup(grammar=count >= FULL)
     compiled.clear()
     requests: dict[int, Request] = {}
-    step, waits = 0, list(range(count))
+    step, waits, by_hand = 0, list(range(count)), stack.enter_context(ByHand(engine))
     while waits or engine.scheduler.has_work:
         while waits and submissions[waits[0]].arrives <= step:
             submission = submissions[waits.pop(0)]
-            requests[len(requests)] = engine.submit(submission.prompt, submission.params)
+            requests[len(requests)] = by_hand.submit(submission.prompt, submission.params)
         for index, request in requests.items():
             if submissions[index].aborted_at == step:
-                engine.abort(request)
+                by_hand.abort(request)
         faults.maybe()
-        with suppress(KeyboardInterrupt):
-            engine.step()
+        by_hand.step()
         engine.tokenizer.fails = False  # type: ignore[union-attr]
         step += 1
         engine.scheduler.pages.check()
         held = {page for r in engine.scheduler.running for page in engine.scheduler.pages.pages_of(r.id)}
-        assert engine.pages_in_use == len(held), "a page leaked"
-    engine.step()
+        assert engine.scheduler.pages.num_used == len(held), "a page leaked"
+    by_hand.step()
     assert not any("/compile/" in event for event in compiled), "something was compiled after the warm-up"
     reasons: dict[str, int] = {}
     for index, request in requests.items():
-        for done, tokens in zip(engine.result(request).samples, expected[index], strict=True):
+        for done, tokens in zip(by_hand.result(request).samples, expected[index], strict=True):
             reasons[done.finish_reason] = reasons.get(done.finish_reason, 0) + 1
             assert (done.error is not None) == (done.finish_reason == "error")
             is_whole = done.finish_reason not in ("abort", "error")
             assert done.token_ids == (tokens if is_whole else tokens[: len(done.token_ids)]), index
     assert faults.count >= len(Faults.STAGES)
     assert set(reasons) >= {"length", "stop", "abort", "error"}, reasons
-    metrics = engine.metrics
+    metrics = engine.core.metrics()
     assert metrics.num_preemptions > 0 and metrics.num_cached_tokens > 0 and metrics.num_accepted_tokens > 0
-    assert engine.pages_in_use == 0 and not engine._abort_after_step
+    assert metrics.pages_in_use == 0
     print(f"{step} steps, {reasons}, {metrics}")

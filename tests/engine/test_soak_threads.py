@@ -1,8 +1,8 @@
-"""Threads and asyncio tasks use one engine as servers do, for as long as JSPEC_SOAK_SECONDS says (by default 20).
+"""Threads and asyncio tasks use one engine as servers do, for some seconds, on a real device as long as one asks.
 
 They complete, stream, read slowly, cancel, abort and send wrong requests, while pages are few and steps fail. Each
-result is compared with the tokens of its request alone. `pytest -m long -s` prints a table; for ten minutes run
-`JSPEC_SOAK_SECONDS=600 pytest -m long -s tests/engine/test_soak_threads.py`.
+result is compared with the tokens of its request alone. `pytest -s` prints a table; for ten minutes on a real device
+run `JSPEC_SOAK_SECONDS=600 pytest -m long -s tests/engine/test_soak_threads.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import pytest
 from jspec import Chunk, Completion, Engine, SamplingParams
 from jspec.engine.run import errors
 from tests.engine import test_soak as soak
+from tests.support import engines, paper
 
-pytestmark = [pytest.mark.once, pytest.mark.long]
+pytestmark = pytest.mark.once
 compiled = soak.compiled
 
-SECONDS = float(os.environ.get("JSPEC_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("JSPEC_SOAK_SECONDS", "20"))  # on a real device
 THREADS, LOOPS, TASKS = 10, 2, 4  # threads of blocking calls, event loops, tasks of each loop
 REQUESTS = 150  # different requests
 PATIENCE = 120.0  # seconds for all threads to end
@@ -172,12 +173,15 @@ def memory() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
+@pytest.mark.parametrize(
+    ("make", "seconds"), [(paper.make, 3.0), pytest.param(engines.make, SECONDS, marks=pytest.mark.long)]
+)
 def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases_all(
-    monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], make: Callable[..., Engine], seconds: float
 ) -> None:
-    engine = soak.engine_with("eagle3", 1)
+    engine = soak.engine_with("eagle3", 1, make)
     submissions = list(soak.make_submissions(REQUESTS, np.random.default_rng(REQUESTS)))
-    callers = Callers(engine, submissions, soak.alone(submissions))
+    callers = Callers(engine, submissions, soak.alone(submissions, make))
     for index in range(REQUESTS):  # compiles every program
         callers.complete(index, random.Random(0))
     engine.generate([submission.prompt for submission in submissions], [one.params for one in submissions])
@@ -192,7 +196,7 @@ def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases
         thread.start()
     sizes = []
     for _ in range(8):
-        callers.is_over.wait(SECONDS / 8)
+        callers.is_over.wait(seconds / 8)
         sizes.append(memory())
     callers.is_over.set()
     for thread in threads:
@@ -207,9 +211,8 @@ def test_engine_under_threads_tasks_and_faults_returns_right_tokens_and_releases
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     assert not any("backend_compile" in event for event in compiled), "something was compiled after the first requests"
     engine.tokenizer.fails = False  # type: ignore[union-attr]
-    engine.step()
+    assert engine.pages_in_use == 0 and not engine.scheduler.has_work
     engine.scheduler.pages.check()
-    assert engine.pages_in_use == 0 and not engine.scheduler.has_work and not engine._abort_after_step
     assert sizes[-1] - sizes[1] < GROWTH
     assert num_injected() > 3 and metrics.num_preemptions > 0
     names = {"complete", "submit", "stream", "ask_wrongly", "astream", "cancel"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jspec import Chunk, Engine, SamplingParams
 from jspec.core.records import StepOutput
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import OutputState, Request
 from jspec.engine.run.output_processor import make_chunk, make_completion, process_step_output
 from jspec.engine.text.detokenizer import TextDecoder
@@ -215,11 +216,11 @@ def test_stream_with_stop_strings_never_yields_text_of_a_stop_string(engine: Eng
 
 def test_request_ended_by_a_stop_string_frees_slot_and_pages_at_once(engine: Engine, plain: list[list[int]]) -> None:
     """It ends while rounds are in flight; other requests that use its cached pages get the right tokens."""
-    request = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
-    while request.finish_reason is None:
-        engine.step()
-    assert engine.core.in_flight and engine.pages_in_use == 0 and len(engine.scheduler._free_slots) == 2
-    done = engine.result(request)
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit(PROMPTS[0], replace(PARAMS[0], stop=text_of(plain[0][2:4])))
+        done = by_hand.result(request)
+        assert engine.core.in_flight and engine.scheduler.pages.num_used == 0
+        assert len(engine.scheduler._free_slots) == 2
     assert done.token_ids == plain[0][: len(done.token_ids)] and len(done.token_ids) < LENGTH
     (after,) = engine.generate(PROMPTS[0] + done.token_ids, SamplingParams(max_tokens=8, temperature=0))
     assert after.metrics.num_cached_tokens > len(PROMPTS[0])

@@ -62,7 +62,7 @@ def many_waiting() -> None:
     """Queue 20,000 requests after the running ones, let them wait for two log lines, and abort them."""
     requests = [engine().submit([1, 2, 3], SamplingParams(max_tokens=1, priority=1, n=1000)) for _ in range(20)]
     try:
-        assert len(engine().scheduler.waiting) >= 19_000
+        assert engine().threads.do(lambda: len(engine().scheduler.waiting)) >= 19_000
         time.sleep(2.5)
     finally:
         for request in requests:
@@ -148,11 +148,10 @@ def test_stream_beside_a_request_at_the_limits_pauses_under_200_ms(demand: str, 
     assert engine().pages_in_use == 0 and not engine().scheduler.has_work
 
 
-def test_measured_pause_of_a_demand_that_holds_the_lock_is_its_duration() -> None:
+def test_measured_pause_of_a_demand_that_holds_the_thread_is_its_duration() -> None:
     """Negative control: the measurement finds a pause."""
 
     def hold() -> None:
-        with engine()._lock:
-            time.sleep(0.5)
+        engine().threads.do(lambda: time.sleep(0.5))
 
     assert longest_pause(hold) > 0.45

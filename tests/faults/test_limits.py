@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from jspec import Engine, SamplingParams
-from jspec.engine.callers import loop
+from jspec.engine.callers import engine_thread
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.request import token_logprobs
 from jspec.engine.request.metrics import Metrics
 from jspec.engine.schedule import scheduler
 from tests.support import brittle, engines, lettered
+from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.once
 
@@ -51,7 +53,7 @@ FIELDS = list(SamplingParams.__dataclass_fields__)
 def engine() -> Iterator[Engine]:
     """Yield the shared engine; check after every test that it holds no page, slot or request."""
     yield brittle.engine()
-    brittle.check_idle()
+    brittle.check_idle(brittle.engine())
 
 
 @pytest.mark.parametrize(("field", "largest", "beyond"), BOUNDS, ids=[field for field, *_ in BOUNDS])
@@ -184,7 +186,6 @@ def test_engine_in_a_forked_child_raises_instead_of_hanging(engine: Engine) -> N
         lambda: list(engine.stream([1])),
         lambda: engine.result(request),
         lambda: engine.abort(request),
-        engine.step,
         engine.close,
         engine.warmup,
         lambda: engine.metrics,
@@ -222,9 +223,7 @@ def test_engine_step_with_prompt_logprobs_makes_no_records(engine: Engine, monke
     monkeypatch.setattr(token_logprobs, "token_logprobs", counted)
     prompt = list(range(1, 41))
     request = engine.submit(prompt, SamplingParams(max_tokens=2, prompt_logprobs=3, n=2))
-    while any(sample.finish_reason is None for sample in request.samples):
-        engine.step()
-    assert made == []
+    wait_until(lambda: all(sample.finish_reason for sample in request.samples))
     done = engine.result(request)
     assert made == [16, 16, 7], "one call a chunk, for the first of two completions"
     found = done.prompt_logprobs
@@ -250,61 +249,74 @@ def test_event_loop_makes_no_records_of_prompts(engine: Engine, monkeypatch: pyt
         return done.prompt_logprobs, chunks[0].prompt_logprobs
 
     assert engine.generate(prompt, params)[0].prompt_logprobs is not None
-    assert made == [threading.get_ident()] * 3, "control: a caller without an event loop makes them itself"
+    assert len(made) == 3, "control"
     made.clear()
     generated, streamed = asyncio.run(both())
     assert generated == streamed and len(made) == 6 and threading.get_ident() not in made
 
 
-def test_queue_and_abort_of_many_requests_give_other_threads_turns(
+def test_queue_and_abort_of_many_requests_let_the_thread_step_in_between(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a bounded number of completions is handled before the lock is released."""
-    turns: list[int] = []
-    enter = type(engine._lock).__enter__
-    monkeypatch.setattr(type(engine._lock), "__enter__", lambda self: (turns.append(0), enter(self))[1])
+    """Only a bounded number of completions is handled in one call."""
+    handled: list[int] = []
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            turns[-1] += 1
+            handled[-1] += 1
             return original(*args)
 
         return call
 
+    def begins(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (handled.append(0), original(*args))[1]
+
+    threads = engine.threads
+    monkeypatch.setattr(threads, "_queue", begins(threads._queue))
+    monkeypatch.setattr(threads, "_abort", begins(threads._abort))
     monkeypatch.setattr(engine.core, "add", counted(engine.core.add))
     monkeypatch.setattr(engine.core, "finish", counted(engine.core.finish))
-    request = engine.submit([1, 2, 3], SamplingParams(n=1000, stop=["a" * 1000]))
-    shared = {id(sample.output.decoder._matcher._stops) for sample in request.samples}
-    assert len(shared) == 1, "the stop strings are prepared once"
-    assert len(turns) == 4 and max(turns) == loop.AT_ONCE
-    engine.abort(request)
-    assert len(turns) == 8 and max(turns) == loop.AT_ONCE and sum(turns) == 2000
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit([1, 2, 3], SamplingParams(n=1000, stop=["a" * 1000]))
+        shared = {id(sample.output.decoder._matcher._stops) for sample in request.samples}
+        assert len(shared) == 1, "the stop strings are prepared once"
+        threads._take_calls()
+        assert len(handled) == 4 and max(handled) == engine_thread.AT_ONCE and sum(handled) == 1000
+        by_hand.abort(request)
+        threads._take_calls()
+        assert len(handled) == 8 and max(handled) == engine_thread.AT_ONCE and sum(handled) == 2000
+        by_hand.result(request)
 
 
 def test_engine_metrics_with_waiting_requests_count_only_requests_that_ran(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = engine.submit([1, 2, 3], SamplingParams(n=500))
     added: list[Metrics] = []
     add = Metrics.__add__
     monkeypatch.setattr(Metrics, "__add__", lambda self, other: (added.append(other), add(self, other))[1])
-    engine.step()
-    before = engine.metrics
-    assert len(added) <= brittle.SLOTS
-    engine.abort(request)
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit([1, 2, 3], SamplingParams(n=500))
+        by_hand.step()
+        before = engine.core.metrics()
+        assert len(added) <= brittle.SLOTS
+        by_hand.abort(request)
+        by_hand.result(request)
     assert engine.metrics.finished["abort"] == before.finished.get("abort", 0) + 500
 
 
 def test_scheduler_removes_a_waiting_request_in_logarithmic_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = brittle.engine()
-    request = engine.submit([1, 2, 3], SamplingParams(n=1000))
     compared: list[int] = []
     order = scheduler._order
-    monkeypatch.setattr(scheduler, "_order", lambda one: (compared.append(one.id), order(one))[1])
-    engine.scheduler.finish(request.samples[700])
-    assert len(compared) <= 11 and request.samples[700] not in engine.scheduler.waiting
-    engine.scheduler.add(request.samples[700])
-    engine.abort(request)
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit([1, 2, 3], SamplingParams(n=1000))
+        engine.threads._take_calls()
+        monkeypatch.setattr(scheduler, "_order", lambda one: (compared.append(one.id), order(one))[1])
+        engine.scheduler.finish(request.samples[700])
+        assert len(compared) <= 11 and request.samples[700] not in engine.scheduler.waiting
+        engine.scheduler.add(request.samples[700])
+        by_hand.abort(request)
+        by_hand.result(request)
 
 
 def test_packed_controls_of_a_bias_on_the_whole_vocabulary_have_every_value() -> None:

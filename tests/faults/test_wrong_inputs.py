@@ -197,7 +197,7 @@ def engine() -> Iterator[Engine]:
     """Yield the shared engine with a byte tokenizer; check afterwards that it holds no request and still generates."""
     brittle.expected()
     yield brittle.engine()
-    brittle.check_idle()
+    brittle.check_idle(brittle.engine())
 
 
 @pytest.mark.parametrize(("call", "words"), CASES, ids=[words[:60] for _, words in CASES])
@@ -352,7 +352,7 @@ def test_public_call_with_random_values_succeeds_or_raises_an_error_saying_expec
 ) -> None:
     found, refused = faults(call, range(count), engine)
     assert not found and refused
-    brittle.check_idle()
+    brittle.check_idle(brittle.engine())
 
 
 def test_random_value_check_of_a_call_without_checks_finds_a_raw_error(

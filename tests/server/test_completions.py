@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from jspec import SamplingParams
-from tests.support import engines, serving
+from tests.support import engines, paper, serving
 
 MESSAGES = [{"role": "user", "content": "a"}]
 PROMPT = "Once upon a time, there was a little girl. Once upon a time"
@@ -290,7 +290,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
 
 
 def test_engine_without_tokenizer_takes_and_gives_token_ids() -> None:
-    engine = engines.plain()
+    engine = paper.make(engines.target(), **engines.PLAIN_OPTIONS)
     (done,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=6, temperature=0, logprobs=0))
     with serving.running(engine) as server, server.http() as http:
         fields = dict(max_tokens=6, temperature=0, return_token_ids=True, logprobs=0)

@@ -57,7 +57,7 @@ def own_chat(messages: Any = MESSAGES, *, tools: Any = None, **params: Any) -> A
 
 def test_models_are_listed(results: Any) -> None:
     (model,) = results["models"]["answer"]
-    assert (model["id"], model["max_model_len"]) == (serving.NAME, tool_serving.MAX_LEN)
+    assert (model["id"], model["max_model_len"]) == (serving.NAME, serving.MAX_LEN)
 
 
 def test_texts_equal_the_engines_own_streamed_or_not(results: Any) -> None:

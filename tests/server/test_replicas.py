@@ -91,13 +91,13 @@ def test_server_serves_on_without_a_lost_replica_and_ends_without_any(
     two: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving.running(two) as server, server.http() as http:
-        monkeypatch.setattr(two.engines[0]._recovery, "healthy", False)
+        monkeypatch.setattr(two.engines[0].threads.recovery, "healthy", False)
         for seed in range(4):
             answer = server.client().completions.create(prompt=PROMPTS[seed], seed=seed, **ASK)
             assert answer.choices[0].text == expected()[seed]
         assert http.get("/health").json() == {"status": "ok", "replicas": 2, "failed": 1}
         assert not server.ended()
-        monkeypatch.setattr(two.engines[1]._recovery, "healthy", False)
+        monkeypatch.setattr(two.engines[1].threads.recovery, "healthy", False)
         with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):  # it may have ended already
             server.client().completions.create(prompt="a", **ASK)
         serving.wait_until(server.ended)

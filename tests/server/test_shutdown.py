@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from jspec import SamplingParams
+from jspec import Engine, SamplingParams
 from jspec.server.http.errors import ApiError
 from jspec.server.routes.calls import OpenCalls
 from tests.support import serving
@@ -86,27 +86,28 @@ def test_requests_that_do_not_end_in_time_get_an_error() -> None:
     assert serving.engine().pages_in_use == 0
 
 
-def die(monkeypatch: pytest.MonkeyPatch) -> None:
+def die(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next step end the engine's thread."""
 
     def step() -> bool:
         raise RuntimeError("a broken thread")
 
-    monkeypatch.setattr(serving.engine(), "step", step)
+    monkeypatch.setattr(engine.threads, "turn", step)
 
 
-def lose_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def lose_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine look as after a failure that it could not recover from."""
-    monkeypatch.setattr(serving.engine()._recovery, "healthy", False)
+    monkeypatch.setattr(engine.threads.recovery, "healthy", False)
 
 
 @pytest.mark.parametrize("fail", [die, lose_device])
 def test_server_of_a_failed_engine_ends_with_status_1(
-    fail: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[Engine, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving.running(ping_seconds=0.05) as server:
+    engine = serving.small_engine(serving.SLOTS, serving.MAX_LEN)
+    with serving.running(engine, ping_seconds=0.05) as server:
         assert server.client().completions.create(model=serving.NAME, **ASK).choices[0].text
-        fail(monkeypatch)
+        fail(engine, monkeypatch)
         with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):  # it may have ended already
             server.client().completions.create(model=serving.NAME, **ASK)
         with pytest.raises(ApiError) as caught:
@@ -138,9 +139,10 @@ def test_failure_while_a_request_is_prepared_is_an_error_of_the_server(monkeypat
 
 
 def test_request_that_comes_as_the_engines_thread_ends_gets_503() -> None:
-    calls = OpenCalls(serving.engine(), 1)
-    calls.thread.stop()
-    with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([serving.engine().prepare([5])]):
+    engine = serving.small_engine(serving.SLOTS, serving.MAX_LEN)
+    calls, request = OpenCalls(engine, 1), engine.prepare([5])
+    engine.close()
+    with pytest.raises(ApiError, match="serves no more") as caught, calls.submitted([request]):
         pass
     assert (caught.value.status, calls.pending, calls._open) == (503, 0, set())
 

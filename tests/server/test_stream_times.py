@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jspec import Eagle3, Engine, Tree
+from jspec.engine.callers.by_hand import ByHand
 from jspec.tools.bench import random_models
 from tests.support import byte_pair
 from tests.support.serving import address, running
@@ -22,14 +23,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 def alone(engine: Engine) -> float:
     """Return the seconds from the first token of the last of the engine's own streams to the end of all."""
-    requests = [engine.prepare([7 + i] * 16, max_tokens=TOKENS, ignore_eos=True, seed=i) for i in range(STREAMS)]
-    engine._queue(requests)
-    while not all(request.token_ids for request in requests):
-        engine.step()
-    start = time.perf_counter()
-    while any(request.finish_reason is None for request in requests):
-        engine.step()
-    return time.perf_counter() - start
+    with ByHand(engine) as by_hand:
+        own = [dict(max_tokens=TOKENS, ignore_eos=True, seed=i) for i in range(STREAMS)]
+        requests = [by_hand.submit([7 + i] * 16, **own[i]) for i in range(STREAMS)]
+        while not all(request.token_ids for request in requests):
+            by_hand.step()
+        start = time.perf_counter()
+        while any(request.finish_reason is None for request in requests):
+            by_hand.step()
+        return time.perf_counter() - start
 
 
 def over_http(url: str, most: int) -> float:

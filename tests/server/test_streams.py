@@ -103,8 +103,8 @@ def test_pings_come_while_a_prompt_waits_and_clients_pass_over_them(server: serv
 
 def test_pings_come_while_text_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     own_texts(1)  # compiles, which would be a reason for pings too
-    step = serving.engine().step
-    monkeypatch.setattr(serving.engine(), "step", lambda: time.sleep(0.03) or step())
+    turn = serving.engine().threads.turn
+    monkeypatch.setattr(serving.engine().threads, "turn", lambda: time.sleep(0.03) or turn())
     monkeypatch.setattr(CompletionAnswer, "events", lambda answer, outputs: answer.count_output(outputs) or "")
     with serving.running(ping_seconds=0.1) as server:
         _, _, body = post(server, "/v1/completions", {**ASK, "max_tokens": 60, "ignore_eos": True, "stream": True})
@@ -168,8 +168,8 @@ def test_chunks_of_a_slow_reader_are_merged(server: serving.Running) -> None:
 
 
 def test_request_of_a_slow_reader_is_aborted_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, step = num_aborted(), serving.engine().step
-    monkeypatch.setattr(serving.engine(), "step", lambda: time.sleep(0.03) or step())
+    before, turn = num_aborted(), serving.engine().threads.turn
+    monkeypatch.setattr(serving.engine().threads, "turn", lambda: time.sleep(0.03) or turn())
     body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": True}
     *_, error, done = serving.events(read_slowly(body, request_timeout=0.3))
     assert (error["error"]["code"], done) == ("timeout", "[DONE]")
@@ -187,7 +187,7 @@ def test_request_of_a_client_that_leaves_is_aborted(
         with serving.held(serving.engine()) as gate:
             body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": is_stream}
             reader, writer = await serving.post(server.url, "/v1/completions", body)
-            while server.service.calls.thread.num_running + server.service.calls.thread.num_waiting == 0:
+            while serving.engine().threads.num_unfinished == 0:
                 await asyncio.sleep(0.005)
             if has_begun:
                 gate.set()
@@ -224,7 +224,6 @@ def test_failed_step_is_an_error_before_the_first_event_and_an_event_after_it(
             rounds_left -= 1
         if running and rounds_left < 0:
             rounds_left = 10**9  # once
-            core.is_mid_step = True
             raise RuntimeError("a broken device")
         return step(**options)
 

@@ -15,6 +15,7 @@ import pytest
 from jspec import Engine, NGram, SamplingParams, Tree, verify
 from jspec.core.ancestors import ancestors
 from jspec.core.records import Draft, SlotView
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.schedule.draft_length import DispatchResult, Policy
 from jspec.engine.schedule.sizes import RoundSize
@@ -75,10 +76,11 @@ def test_engine_without_a_host_grammar_runs_no_split_step(monkeypatch: pytest.Mo
     check_decoding(engine, MASKS, [6])
     assert seen.names["draft"] == seen.names["verify"] > 0 and seen.names["round"] == 0
     assert seen.names["masked prefill"] == 1 and seen.unread["draft"] == 0
-    request = engine.submit(PROMPTS[0], PARAMS[0])
-    engine.step()
-    assert request.token_ids == expected()[0][:1]  # its result is read before the next launch
-    assert engine.result(request).token_ids == expected()[0]
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit(PROMPTS[0], PARAMS[0])
+        by_hand.step()
+        assert request.token_ids == expected()[0][:1]  # its result is read before the next launch
+        assert by_hand.result(request).token_ids == expected()[0]
     seen.names.clear()
     short = replace(PARAMS[6], max_tokens=3)
     done = engine.generate([PROMPTS[6], PROMPTS[4]], [short, PARAMS[4]])
@@ -92,12 +94,13 @@ def test_request_with_a_host_grammar_ends_at_length_stop_string_or_abort() -> No
     assert one.token_ids == tokens[:1] and one.finish_reason == "length"
     text = b"".join(lettered.TEXTS[token] or b"" for token in tokens).decode(errors="replace")
     assert cut.text == text.split("{{")[0] and ("{{" in text) == (cut.finish_reason == "stop")
-    request = engine.submit(PROMPTS[0], PARAMS[0])
-    engine.step()
-    engine.step()
-    engine.abort(request)
+    with ByHand(engine) as by_hand:
+        request = by_hand.submit(PROMPTS[0], PARAMS[0])
+        by_hand.step()
+        by_hand.step()
+        by_hand.abort(request)
+        done = by_hand.result(request)
     check_decoding(engine, MASKS, [4])
-    done = engine.result(request)
     assert done.finish_reason == "abort" and done.token_ids == tokens[: len(done.token_ids)]
     assert engine.pages_in_use == 0
 
@@ -163,38 +166,6 @@ def test_adaptive_engine_with_a_recursive_schema_runs_split_steps_of_all_depths(
     assert rounds[0] > 3 and rounds[2] > 3 and engine.metrics.num_accepted_tokens > 0 and whole > 0
     with pytest.raises(ValueError, match="built with grammar_cells=0"):
         engine.generate([1], SamplingParams(regex="a"))
-
-
-def test_engine_step_after_an_interrupt_reads_results_before_computing_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = lettered.chain()
-    request, reads = engine.submit(PROMPTS[0], PARAMS[0]), engine.core._read_down_to
-
-    def interrupted(count: int) -> Any:
-        if engine.core.in_flight:
-            raise KeyboardInterrupt
-        return reads(count)
-
-    monkeypatch.setattr(engine.core, "_read_down_to", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert engine.core.in_flight
-    monkeypatch.setattr(engine.core, "_read_down_to", reads)
-    assert engine.result(request).raise_for_error().token_ids == expected()[0]
-
-
-def test_engine_that_compiles_programs_for_a_request_releases_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, free = lettered.chain(), []
-    monkeypatch.setattr(engine.core.runner.programs, "compiled", {})
-    compiled = engine.core.runner.programs.compile
-
-    def watched(*arguments: Any) -> None:
-        free.append(not engine._lock.is_mine)
-        compiled(*arguments)
-
-    monkeypatch.setattr(engine.core.runner.programs, "compile", watched)
-    request = engine.submit(PROMPTS[6], PARAMS[6])
-    engine.abort(engine.submit(PROMPTS[4], PARAMS[4]))  # this request needs no new program, so it does not wait
-    assert free and all(free) and engine.result(request).token_ids == expected()[6]
 
 
 def test_executables_that_run_out_of_memory_store_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One small engine with a tokenizer that can be made to fail, for the tests of the API and of failures."""
+"""Small engines with a tokenizer that can be made to fail, for the tests of the API and of failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec import Engine, SamplingParams
 from jspec.engine.text.tokenizer import ByteTokenizer
-from tests.support import costs, engines, tiny
+from tests.support import costs, engines, paper, tiny
 
 VOCAB = 256
 SLOTS = 3
@@ -43,37 +43,41 @@ class Fault:
         return self.original(*args)
 
 
+OPTIONS: dict[str, Any] = dict(
+    slots=SLOTS, max_len=64, page_size=4, buckets=(SLOTS,), prefill_buckets=(16,), log_interval=None
+)
+
+
+@cache
+def engine() -> Engine:
+    """Return an engine for plain decoding in three slots of a device of paper."""
+    return paper.make(tiny.model(VOCAB, layers=1), tokenizer=BrittleTokenizer(), **OPTIONS)
+
+
 @cache
 @costs.shared()
-def engine() -> Engine:
-    """Return an engine for plain decoding in three slots."""
-    return engines.make(
-        tiny.model(VOCAB, layers=1),
-        tokenizer=BrittleTokenizer(),
-        slots=SLOTS,
-        max_len=64,
-        page_size=4,
-        buckets=(SLOTS,),
-        prefill_buckets=(16,),
-        log_interval=None,
-    )
+def real_engine() -> Engine:
+    """Return such an engine on a real device."""
+    return engines.make(tiny.model(VOCAB, layers=1), tokenizer=BrittleTokenizer(), **OPTIONS)
 
 
 @cache
+def alone(one: Engine) -> list[list[int]]:
+    """Return the tokens of each prompt when an engine decodes it alone."""
+    return [one.generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
+
+
 def expected() -> list[list[int]]:
-    """Return the tokens of each prompt when it is decoded alone."""
-    return [engine().generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
+    return alone(engine())
 
 
-def check_idle() -> None:
-    """Check that no page, slot or place in a queue is held and that the engine works."""
-    one = engine()
+def check_idle(one: Engine) -> None:
+    """Check that no page or slot is held and that the engine works."""
     one.tokenizer.fails = lambda ids: False  # type: ignore[union-attr]
-    one.scheduler.pages.check()
+    one.threads.do(one.scheduler.pages.check)
     assert one.pages_in_use == 0 and not one.scheduler.has_work
     assert sorted(one.scheduler._free_slots) == list(range(SLOTS))
-    assert not one._abort_after_step and not one._lock._queue
-    assert [done.token_ids for done in one.generate(PROMPTS[:2], PARAMS[:2])] == expected()[:2]
+    assert [done.token_ids for done in one.generate(PROMPTS[:2], PARAMS[:2])] == alone(one)[:2]
 
 
 def make_events(count: int) -> list[threading.Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -13,20 +14,13 @@ import numpy as np
 from jspec import Engine, SamplingParams, Tree
 from jspec.core.records import StepOutput
 from jspec.draft.eagle import Eagle3
-from jspec.engine.callers.engine_thread import EngineThread
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Request
 from jspec.step.executable_key import ExecutableKey
 from jspec.tools.bench import random_models
 
 WARM_UP, STEPS, TOKEN = 5, 50, 5
 SPARE = 4  # steps for which a request has tokens left
-
-
-class ReadyResult(np.ndarray):
-    """An array that replaces a step's result on the device and is ready at once."""
-
-    def block_until_ready(self) -> ReadyResult:
-        return self
 
 
 def max_tokens(depth: int, steps: int) -> int:
@@ -79,7 +73,7 @@ def _answer(rows: int, length: int, accepted: int, ids: Sequence[int]) -> Callab
     rest = [-1] * (length - accepted) + [accepted + 1, accepted, length, 0]
     count = accepted + 1
     lines = [[*ids[at : at + count], *rest] for at in range(0, len(ids) - accepted, count)]
-    reports = [np.array([[line] * rows], np.int32).view(ReadyResult) for line in lines]
+    reports = [np.array([[line] * rows], np.int32) for line in lines]
     outputs = cycle(StepOutput(report=one, trace=None) for one in reports)  # type: ignore[arg-type]
     return lambda params, state, packed: (state, next(outputs))
 
@@ -93,34 +87,30 @@ def cpu_seconds(engines: Sequence[Engine], contexts: Sequence[int], depth: int, 
 
 
 def _block(engines: Sequence[Engine], contexts: Sequence[int], depth: int) -> np.ndarray:
-    threads = [EngineThread(engine, lambda deliveries: None) for engine in engines]
-    requests = [
-        _begin(engine, thread, context, depth)
-        for engine, thread, context in zip(engines, threads, contexts, strict=True)
-    ]
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        for thread in threads:
-            began = time.thread_time()
-            thread.turn()
-            seconds.append(time.thread_time() - began)
-    for thread, rows in zip(threads, requests, strict=True):
-        assert all(one.finish_reason is None for one in rows), "all rows were active"
-        for request in rows:
-            thread.abort(request.id)
-            while request.finish_reason is None:
-                thread.turn()
+    with ExitStack() as stack:
+        hands = [stack.enter_context(ByHand(engine)) for engine in engines]
+        requests = [_begin(hand, context, depth) for hand, context in zip(hands, contexts, strict=True)]
+        seconds = []
+        for _ in range(WARM_UP + STEPS):
+            for hand in hands:
+                began = time.thread_time()
+                hand.step()
+                seconds.append(time.thread_time() - began)
+        for hand, rows in zip(hands, requests, strict=True):
+            assert all(request.finish_reason is None for request in rows), "all rows were active"
+            for request in rows:
+                hand.abort(request)
+                hand.result(request)
     return np.median(np.reshape(seconds, (-1, len(engines)))[WARM_UP:], axis=0)
 
 
-def _begin(engine: Engine, thread: EngineThread, context: int, depth: int) -> list[Request]:
+def _begin(hand: ByHand, context: int, depth: int) -> list[Request]:
     """Submit a random prompt for each slot and return the requests once each has its first token."""
     rng = np.random.default_rng(context)
     params = SamplingParams(max_tokens=max_tokens(depth, WARM_UP + STEPS), temperature=0.0, ignore_eos=True)
     vocab = random_models.TARGETS["least"].vocab_size
-    requests = [engine.prepare(rng.integers(0, vocab, context).tolist(), params) for _ in range(engine.config.slots)]
-    for request in requests:
-        thread.submit(request.id, request)
+    slots = hand.engine.config.slots
+    requests = [hand.submit(rng.integers(0, vocab, context).tolist(), params) for _ in range(slots)]
     while not all(request.token_ids for request in requests):
-        thread.turn()
+        hand.step()
     return requests

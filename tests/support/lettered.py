@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from jspec import DraftModel, Eagle3, Engine, Tree
 from jspec.engine.text.tokenizer import Tokenizer
-from tests.support import costs, engines, tiny
+from tests.support import costs, engines, paper, tiny
 
 END, MARK = 0, 14
 TEXTS: list[bytes | None] = [
@@ -59,8 +59,18 @@ def tokenizer() -> Tokenizer:
 @costs.shared()
 def chain() -> Engine:
     """Return an engine with an EAGLE-3 head, three rounds per dispatch, and prompts in chunks of six tokens."""
+    return _chain(engines.make)
+
+
+@cache
+def paper_chain() -> Engine:
+    """Return an engine like `chain` on a device of paper."""
+    return _chain(paper.make)
+
+
+def _chain(make: Callable[..., Engine]) -> Engine:
     head = tiny.eagle_head(engines.target(), draft_vocab=12, feature_layers=(0, 1))
-    return engines.make(
+    return make(
         engines.target(),
         drafter=Eagle3(head, Tree.chain(3)),
         slots=2,

@@ -23,7 +23,7 @@ from jspec.server.app import make_app
 from jspec.server.http.settings import Settings
 from jspec.server.routes.service import Service
 from jspec.server.run import Server, bind
-from tests.support import costs, engines, tiny, tokenizer_folders
+from tests.support import costs, paper, tiny, tokenizer_folders
 
 NAME = "tiny"
 SLOTS, MAX_LEN, VOCAB = 4, 512, 1200
@@ -38,7 +38,7 @@ def engine() -> Engine:
 
 
 def small_engine(slots: int, max_len: int, template: str | None = None, **options: Any) -> Engine:
-    """Make an engine of a random model with a byte-level tokenizer, a chat template, and drafts from the text.
+    """Make an engine on a device of paper with a byte-level tokenizer and a chat template.
 
     Args:
         template: the chat template; None: that of the tokenizer.
@@ -48,8 +48,8 @@ def small_engine(slots: int, max_len: int, template: str | None = None, **option
     if template is not None:
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    return engines.make(
-        tiny.model(VOCAB, layers=1, sharpness=3.0),
+    return paper.make(
+        tiny.model(VOCAB, layers=1),
         drafter=NGram(Tree.chain(2)),
         tokenizer=str(folder),
         eos_ids=(2,),
@@ -121,18 +121,13 @@ def running(
 @contextlib.contextmanager
 def held(served: Engine) -> Iterator[threading.Event]:
     """Let the engine make no step until the yielded event is set, or the context ends."""
-    gate, step = threading.Event(), served.step
-
-    def wait_and_step() -> bool:
-        gate.wait(30)
-        return step()
-
-    served.step = wait_and_step  # type: ignore[method-assign]
+    gate = threading.Event()
+    served.threads.start()
+    served.threads.call(lambda: gate.wait(30))
     try:
         yield gate
     finally:
         gate.set()
-        del served.step  # type: ignore[attr-defined]
 
 
 def request(url: str, path: str, body: Any, **headers: str) -> bytes:

@@ -1,6 +1,6 @@
 """A small engine whose chat template has tools and reasoning, as Qwen's does, for servers of `tests.support.serving`.
 
-The model is random, so tests that need a certain answer ask for it with a regular expression.
+Its answers are random, so tests that need a certain answer ask for it with a regular expression.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pydantic
 from jspec import Engine
 from tests.support import costs, serving
 
-SLOTS, MAX_LEN = serving.SLOTS, serving.MAX_LEN  # so that both engines run the same programs
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content or '' }}
@@ -27,8 +26,8 @@ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
 @cache
 @costs.shared()
 def engine() -> Engine:
-    """Return an engine of a random model with drafts from the text."""
-    return serving.small_engine(SLOTS, MAX_LEN, TEMPLATE)
+    """Return an engine on a device of paper."""
+    return serving.small_engine(serving.SLOTS, serving.MAX_LEN, TEMPLATE)
 
 
 def saying(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jspec.draft.auto import load_drafter
 from jspec.engine.request.request import Chunk
 from jspec.step.executables import Executables
 from jspec.tools import command_line, demo, generate, serve
-from tests.support import engines, lettered
+from tests.support import engines, lettered, paper
 
 pytestmark = pytest.mark.once
 
@@ -60,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return self._engine.generate(prompt, params)
 
     monkeypatch.setattr(generate, "prepare", lambda arguments: lettered.tokenizer())
-    monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: Asked(lettered.chain()))
+    monkeypatch.setattr(generate, "make_engine", lambda arguments, tokenizer: Asked(lettered.paper_chain()))
     monkeypatch.setattr(lettered.Lettered, "chat", lambda self, messages: self.encode(spoken(messages)))
     return seen
 
@@ -133,7 +133,7 @@ def test_generate_command_n_option_prints_every_completion_of_the_engine(
 ) -> None:
     assert run("--n", "2", "--temperature", "1", "--seed", "3", "ab") == 0
     ((prompt, params),) = asked
-    first, second = lettered.chain().generate(prompt, params)[0].samples
+    first, second = lettered.paper_chain().generate(prompt, params)[0].samples
     out = capsys.readouterr().out
     assert out == f"--- completion 1 of 2\n{first.text}\n--- completion 2 of 2\n{second.text}\n"
     assert first.text != second.text, "negative control: two different texts"
@@ -251,7 +251,7 @@ def test_foreign_options_are_no_options_of_ours_and_name_options_that_exist() ->
 
 
 def test_stream_chunks_have_the_text_of_each_token() -> None:
-    chunks: list[Chunk] = list(lettered.chain().stream("ab{", SamplingParams(max_tokens=12, temperature=0)))
+    chunks: list[Chunk] = list(lettered.paper_chain().stream("ab{", SamplingParams(max_tokens=12, temperature=0)))
     assert [len(chunk.pieces or []) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
     assert all((chunk.text or "").startswith("".join(chunk.pieces or [])) for chunk in chunks)
     assert "".join(chunk.text or "" for chunk in chunks)
@@ -274,7 +274,7 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
 def test_speed_meter_does_not_count_the_compilation_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are compiled between the first chunk and the second one."""
     options: dict[str, Any] = dict(slots=1, max_len=engines.MAX_LEN, prefill_buckets=(8,), controls=False)
-    engine, clock = Engine(engines.target(), tokenizer=lettered.tokenizer(), **options), [0.0]
+    engine, clock = paper.make(engines.target(), tokenizer=lettered.tokenizer(), **options), [0.0]
     compiled = engine.core.runner.compile
 
     def slow(*arguments: Any) -> None:

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, Unpack, final
+from weakref import finalize
 
 from jspec.core.config import EngineConfig
 from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.draft.named import DrafterSource, make_drafter
-from jspec.engine.callers import streams
-from jspec.engine.callers.loop import EngineLoop
+from jspec.engine.callers.engine_thread import EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
-from jspec.engine.callers.watch import Watch
 from jspec.engine.input.caller_input import PARAMETERS, read_ids
 from jspec.engine.input.input_processor import InputProcessor
-from jspec.engine.request.request import Chunk, Request
+from jspec.engine.request.metrics import Metrics
+from jspec.engine.request.request import Request
 from jspec.engine.run.build import build_core, engine_config, model_options
-from jspec.engine.schedule.program_choice import gathering
+from jspec.engine.run.errors import RESTART
+from jspec.engine.run.prometheus import exposition
+from jspec.engine.schedule.draft_length import Policy
+from jspec.engine.schedule.program_choice import Features, gathering
+from jspec.engine.schedule.scheduler import Scheduler
 from jspec.engine.text.tokenizer import Tokenizer, check_size, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.shared_expert import join_layers
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
+from jspec.step.memory import MemoryPlan
 from jspec.step.on_mesh import mesh_for
 
 ELSEWHERE = {"SamplingParams": PARAMETERS, "Engine.from_pretrained": ("dtype",)}
 
 
 @final
-class Engine(EngineLoop, TextGenerator):
+class Engine(TextGenerator):
     """Serves prompts with speculative decoding.
 
-    There is no background thread: a caller that waits for its request steps the engine, and a step serves all requests.
-    All methods may be called from several threads at once.
+    A thread of the engine's own runs the requests, also when nobody waits for them. All methods may be called from
+    several threads and event loops at once.
 
     Args:
         target: the model whose distribution the output has.
@@ -53,13 +58,16 @@ class Engine(EngineLoop, TextGenerator):
 
     Attributes:
         config: the checked options.
-        core: the engine's loop with its scheduler and its model runner.
+        core: the engine's loop with its scheduler and its model runner, which only the thread uses.
+        threads: the thread.
         input_processor: makes requests from prompts.
 
     Raises:
         TypeError, ValueError: an argument is unknown or wrong, or options and models do not fit together or into
             memory.
     """
+
+    threads: EngineThread
 
     def __init__(
         self,
@@ -86,9 +94,10 @@ class Engine(EngineLoop, TextGenerator):
         if mesh is not None and mesh.size > 1:
             self.input_processor.gathers_logits = gathering(config, edits_all=logits_processor is not None)
         proposes = make_drafter(drafter, mesh=mesh)
-        core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
-        super().__init__(config, core)
-        self._async_steps = streams.AsyncSteps()
+        self.core = build_core(config, target, proposes, logits_processor, has_tokenizer=tokenizer is not None)
+        self.config = config
+        super().__init__(EngineThread(self.core, config))
+        self._end = finalize(self, self.threads.close)  # also without a call of `close`
         sizes = target.config
         self._model = f"{sizes.family} model of {sizes.num_layers} layers and {sizes.vocab_size} tokens"
 
@@ -148,50 +157,128 @@ class Engine(EngineLoop, TextGenerator):
     def _check(self, request: Request) -> None:
         self.scheduler.check(request)
 
-    def _complete(self, asked: Sequence[Request]) -> Generator[None]:
-        requests = [sample for request in asked for sample in request.samples]
-        watch = Watch(requests)
-        try:
-            self._queue(requests)
-            while watch.has_unended():
-                self._advance(watch)
-                yield
-        finally:
-            self._abort(requests)
-            watch.close()
+    def _check_open(self) -> None:
+        self.threads.check_process()
+        if self.threads.is_closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        self.core.runner.calls.check_serves()
+        if not self.healthy:
+            raise RuntimeError(RESTART)
 
-    async def _acomplete(self, make: Callable[[], list[Request]]) -> list[Request]:
-        return await self._async_steps.finish(self, make)
+    def warmup(
+        self, *, logprobs: bool = False, prompt_logprobs: bool = False, trace: bool = False, grammar: bool = False
+    ) -> None:
+        """Compile the programs of all batch sizes and prompt lengths; other threads can run steps meanwhile.
 
-    def _submit(self, request: Request) -> None:
-        try:
-            self._queue(request.samples)
-            self._compile_rounds(request.samples)
-        except BaseException:
-            self._abort(request.samples)
-            raise
+        Args:
+            logprobs, prompt_logprobs, trace: also compile the programs for requests with these outputs.
+            grammar: also compile the programs for requests whose grammar is a parser on the host.
 
-    def _wait(self, request: Request) -> None:
-        for sample in request.samples:
-            while sample.finish_reason is None:
-                self._advance()
+        Raises:
+            ValueError: the programs do not fit into the device's memory.
+        """
+        self._check_open()
+        runner = self.core.runner
+        features = Features(traced=trace, logprobs=logprobs, masked=grammar)
+        runner.compile(runner.choice.all_keys(features, prompt_logprobs=prompt_logprobs))
 
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        return streams.stream(self, request)
+    def follow(self) -> None:
+        """Run what the engine of process 0 runs, and return when that is closed (`jspec.distributed`).
 
-    def _astream(self, make: Callable[[], Request]) -> AsyncIterator[Chunk]:
-        return self._async_steps.stream(self, make)
+        In the main thread, the first Ctrl-C and the first SIGTERM are only logged, because process 0 may still have
+        requests. A second one of the same kind ends all processes.
 
-    # -- the engine as an object
+        Raises:
+            RuntimeError: the engine has no devices of other processes, or this is process 0.
+            jspec.distributed.ProcessLost: a process was lost.
+        """
+        self.core.runner.follow()
+        self.close()
 
     def close(self) -> None:
-        """Abort all requests and free the device memory."""
-        with self._lock:
-            super().close()
-            self.input_processor.close()
-            self._async_steps.close()
+        """Abort all requests, end the thread and free the device memory."""
+        self.threads.check_process()
+        self._end()
+        self.input_processor.close()
+
+    # -- state
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy that chooses the draft depth; it can be replaced while no result of a step is unread."""
+        return self.core.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.core.policy = policy
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether the engine can serve.
+
+        It cannot if it could not recreate the device's state after an error, or if a process with devices is lost.
+        """
+        return not self.threads.has_failed
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Return the bytes of device memory of weights, KV pools and programs; ``str(plan)`` is a readable summary."""
+        return self.core.runner.memory_plans[0]
+
+    @property
+    def draft_memory_plan(self) -> MemoryPlan | None:
+        """Return the memory plan of the draft model's devices; None: they are the target's."""
+        _, *others = self.core.runner.memory_plans
+        return others[0] if others else None
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Return the seconds that compiling each program took, by the program's name."""
+        return self.core.runner.seconds("seconds")
+
+    @property
+    def lower_seconds(self) -> dict[str, float]:
+        """Return the seconds that tracing and lowering each program took before compilation, by the program's name."""
+        return self.core.runner.seconds("lower_seconds")
+
+    @property
+    def metrics(self) -> Metrics:
+        """Return the sums of all requests' counters, and the number of pages in use now."""
+        return self.threads.do(self.core.metrics)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.metrics.pages_in_use
+
+    @property
+    def num_slots(self) -> int:
+        """The number of requests that may run at once."""
+        return self.config.slots
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages that requests can hold, which is all but the null page."""
+        return self.scheduler.pages.pages - 1
+
+    def prometheus(self, model_name: str = "jspec", *, number: int = 0) -> str:
+        """Return counters, gauges and latencies (in seconds) as Prometheus text, under vLLM's metric names.
+
+        Args:
+            model_name: value of the label "model_name".
+            number: value of the label "engine".
+        """
+
+        def text() -> str:
+            own = self.core.metrics(), self.core.latencies, self.core.gauges()
+            return exposition(*own, model_name, number=number)
+
+        return self.threads.do(text)
 
     def __repr__(self) -> str:
-        state = "closed, " if self._closed else ""
+        state = "closed, " if self.threads.is_closed else ""
         drafter, config = self.core.runner.program.drafter, self.config
         return f"Engine({state}{self._model}, drafter={drafter!r}, slots={config.slots}, max_len={config.max_len})"

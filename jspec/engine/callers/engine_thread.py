@@ -1,151 +1,165 @@
-"""Runs an engine in a thread of its own, which hands over the new output of all requests after each step."""
+"""The one thread that runs an engine: callers put calls into its queue, and it hands over output after each step."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from jspec.core.shorten import short
-from jspec.engine.callers.api import Engine
-from jspec.engine.callers.loop import IDLE
-from jspec.engine.callers.watch import Watch
-from jspec.engine.request.request import Chunk, Request
-from jspec.engine.run.errors import error_of_requests
+from jspec.core.config import EngineConfig
+from jspec.engine.callers.deliveries import Deliveries, Key, Outlet
+from jspec.engine.request.request import Request
+from jspec.engine.run.core import EngineCore
+from jspec.engine.run.errors import Recovery, caused_by
+from jspec.engine.run.stats_logger import LowAcceptanceWarner, StatsLogger
+from jspec.step.executable_key import ExecutableKey
 
-Key = Hashable
+AT_ONCE = 256  # completions that one call queues or aborts
+TURN_SECONDS = 0.01  # of calls before a step, if they are short
+ENDED = "the engine's thread has ended by an error; make a new engine"
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """New output of one completion.
-
-    Attributes:
-        key: the key with which the request was submitted.
-        chunk: the new output; ``chunk.index`` says of which of the ``n`` completions.
-        error: the error with which the completion ended, also if it could not be queued; else None.
-        last: whether nothing more comes for this key, because all of its completions have ended.
-    """
-
-    key: Key
-    chunk: Chunk
-    error: BaseException | None
-    last: bool
-
-
 class EngineThread:
-    """Steps an engine in one thread, for callers that must not wait: `submit` and `abort` return at once.
+    """Runs the steps of an engine in one thread, which alone uses the engine's loop.
 
-    Programs that a request lacks are compiled in a second thread, while the first one steps the other requests. Other
-    threads may use the engine too; their requests are not delivered here.
+    Programs that a request lacks are compiled in a second thread, while the first one steps the other requests. The
+    thread begins with the first request. Ctrl-C never reaches it, so no step is interrupted.
 
     Args:
-        engine: the engine. The caller closes it after `stop`.
-        deliver: function that takes the new output of a step. It is called in the engine's thread, and no step runs
-            before it returns, so it should only pass the list on. If it raises an error, the thread ends.
+        core: the engine's loop.
+        config: the engine's options.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[Delivery]], None]) -> None:
-        self._engine, self._deliver = engine, deliver
+    def __init__(self, core: EngineCore, config: EngineConfig) -> None:
+        self.core, self._config, self._process = core, config, os.getpid()
+        self.recovery = Recovery(core)
+        self._acceptance_warner = LowAcceptanceWarner(core.runner.program.drafter)
+        self.warn = self._acceptance_warner.warn  # for the threads of callers
+        self._stats_logger = StatsLogger(config.log_interval)
         self._thread = threading.Thread(target=self._run, name="jspec-engine", daemon=True)
         self._compiler = ThreadPoolExecutor(1, "jspec-compile")
-        self._record_maker = ThreadPoolExecutor(1, "jspec-records")  # because a compilation may take a minute
-        self._wake = threading.Condition()  # protects the next four; notified when there is something to do
-        self._requests: dict[Key, Request] = {}  # from `submit` until the last delivery
-        self._submitted: list[Key] = []
-        self._aborted: list[Key] = []
+        # Functions to call between two steps. A garbage collection may put one at any moment, so no lock may be needed.
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._deliveries = Deliveries(lambda: self.call(_nothing))
+        self._lock = threading.Lock()  # protects the next two
+        self._compiles_rounds = False
         self._stopped = False
+        self._ended = False  # whether the thread takes no more calls
         self._error: BaseException | None = None  # the error that ended the thread
-        # Only the engine's thread uses these three.
-        self._keys: dict[Request, Key] = {}  # of each completion that has not ended
-        self._watch = Watch()  # of these completions
-        self._records: dict[Request, Future[object]] = {}  # the making of a prompt's log-probability records
+
+    # -- calls of any thread
 
     def start(self) -> None:
-        """Start the thread; requests may have been submitted before."""
-        self._thread.start()
+        """Start the thread, if it is not running yet."""
+        with self._lock:
+            if self._thread.ident is None and not self._stopped:
+                self._thread.start()
 
-    def submit(self, key: Key, request: Request) -> None:
-        """Hand a request of `Engine.prepare` to the engine's thread, which queues it; errors come as a delivery.
+    def submit(self, asked: Mapping[Key, Request], outlet: Outlet, *, whole: bool = False) -> None:
+        """Hand requests of `Engine.prepare` to the thread, which queues them in one step; errors come as deliveries.
 
         Args:
-            key: names the request in deliveries and for `abort`; it may be used again after its last delivery.
+            asked: the requests by keys, which name them in deliveries and for `abort`.
+            outlet: function that takes the new output of a step. The engine's thread calls it and steps on when it
+                returns, so it should only pass the list on. If it raises an error, the thread ends.
+            whole: whether to deliver each completion only at its end, in one chunk.
 
         Raises:
             RuntimeError: the thread has ended.
-            TypeError, ValueError: this is no request of the engine, or it was submitted before, or the key is in use.
+            ValueError: a request was submitted before, or a key is in use.
         """
-        self._engine._samples_of("submit", request)
-        with self._wake:
+        with self._lock:
             if self._stopped:
                 raise RuntimeError("submit: expected a running engine thread, got one that has ended; make a new one")
-            self.check_new(key, request)
-            self._requests[key] = request
-            self._submitted.append(key)
-            self._wake.notify()
+            self._deliveries.add(asked, outlet, whole=whole)
+            self.call(lambda: self._queue(self._deliveries.track(list(asked))))
+        self.start()
 
-    def check_new(self, key: Key, request: Request) -> None:
+    def check_new(self, asked: Mapping[Key, Request]) -> None:
         """Raise a ValueError if a request was submitted before, or if its key is in use."""
-        with self._wake:
-            if key in self._requests:
-                raise ValueError(f"submit: key: expected one that no unfinished request has, got {short(key)}")
-            is_used = request.finish_reason is not None or request.output.queued_at is not None
-            if is_used or request in self._requests.values():
-                raise ValueError(f"submit: expected a request that was not submitted before, got request {request.id}")
+        self._deliveries.check_new(asked)
 
     def abort(self, key: Key) -> None:
-        """Abort the unfinished completions of a key; their last chunks have ``finish_reason="abort"``.
+        """Abort the unfinished completions of a key; a key that has none is ignored, as they may just have ended."""
+        self.call(partial(self._abort, key))
 
-        A key without an unfinished request is ignored, because the request may just have ended.
-        """
-        with self._wake:
-            if key in self._requests:
-                self._aborted.append(key)
-                self._wake.notify()
+    def call(self, function: Callable[[], object]) -> None:
+        """Let the thread call a function between two steps."""
+        self._calls.put(function)
 
-    def stop(self) -> None:
-        """Abort all requests, deliver their last chunks and wait for the end of the thread."""
-        with self._wake:
+    def do(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that uses the engine's loop; the thread calls it between two steps."""
+        self.check_process()
+        done: Future[T] = Future()
+        with self._lock:
+            is_running = self._thread.is_alive() and not self._ended and not self.is_current
+            if is_running:
+                self.call(partial(_set_result, done, function))
+        return done.result() if is_running else function()
+
+    def close(self) -> None:
+        """Abort all requests, deliver their last chunks, wait for the end of the thread and free the device memory."""
+        if os.getpid() != self._process:
+            return  # a forked child, in which the thread does not run
+        with self._lock:
             self._stopped = True
-            self._wake.notify()
+            self.call(_nothing)
         if self._thread.ident is None:
-            self._end(None)  # the thread was never started
-        elif self._thread is not threading.current_thread():
+            self._end(None)
+        elif not self.is_current:
             self._thread.join()
+        if not self.is_current:
+            self.core.close()
+
+    def check_process(self) -> None:
+        """Raise a RuntimeError in a forked child of the process that made the engine."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"expected the process that made the engine ({self._process}), got its forked child ({os.getpid()}), "
+                'where jax would hang; make an engine in the child, which multiprocessing must start with "spawn"'
+            )
 
     @property
-    def num_waiting(self) -> int:
-        """The number of completions that were submitted and have no slot."""
-        return sum(sample.state.slot is None for sample in self._unfinished())
+    def is_closed(self) -> bool:
+        """Return whether the thread takes no more requests, although no error has ended it."""
+        return self._stopped and self._error is None
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether this is the calling thread."""
+        return self._thread is threading.current_thread()
 
     @property
     def num_running(self) -> int:
         """The number of completions that have a slot."""
-        return sum(sample.state.slot is not None for sample in self._unfinished())
+        return sum(one.state.slot is not None for one in self._deliveries.unfinished())
 
     @property
     def num_unfinished(self) -> int:
         """The number of completions that were submitted and have not ended."""
-        return len(self._unfinished())
+        return len(self._deliveries.unfinished())
 
     @property
     def healthy(self) -> bool:
-        """Return whether requests can be served: the thread runs, and the engine has its state on the device."""
-        return self._engine.healthy and self._thread.is_alive()
+        """Return whether requests can be served: the engine has its state on the device, and the thread takes calls."""
+        return not self.has_failed and not self._stopped
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the engine has lost its state for good, or an error has ended the thread."""
-        return not self._engine.healthy or self._error is not None
-
-    def _unfinished(self) -> list[Request]:
-        with self._wake:
-            samples = [sample for request in self._requests.values() for sample in request.samples]
-        return [sample for sample in samples if sample.finish_reason is None]
+        """Return whether the engine has lost its state or a process for good, or an error has ended the thread."""
+        return not self.recovery.healthy or not self.core.runner.calls.is_whole or self._error is not None
 
     # -- the engine's thread
 
@@ -155,105 +169,103 @@ class EngineThread:
         Returns:
             False if the step had nothing to start or to read.
         """
-        self._take_calls()
-        has_work = self._engine.step()
-        self._deliver_new()
+        self._take_calls(TURN_SECONDS)
+        has_work = True
+        with self.recovery:
+            has_work = self.core.step(overlap=self._config.overlap)
+        self._deliveries.deliver_new()
+        if not self._compiles_rounds and (waiting := self._deliveries.needing_rounds()):
+            self._compile_rounds(waiting)
+        if self._stats_logger.is_due():
+            self._stats_logger.write(self.core.metrics(), self.core.gauges())
+        for rows in self.core.take_drafted_rows():
+            self._acceptance_warner.count(rows)
         return has_work
+
+    def wait(self) -> None:
+        """Wait for a call and carry it out."""
+        self._calls.get()()
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            has_work = True
-            while self._wait(has_work):
-                has_work = self.turn()
+            while not self._stopped:
+                if not self.turn():
+                    self.wait()
         except BaseException as caught:
             logger.exception("the engine's thread ends; its requests end with this error")
             error = self._error = caught
         self._end(error)
+        if error is None:
+            self.core.close()
 
-    def _wait(self, has_work: bool) -> bool:
-        """Sleep until there is something to do; return whether the thread goes on.
+    def _take_calls(self, seconds: float = math.inf) -> None:
+        """Carry out the calls in the queue, until there are no more or some time has passed."""
+        end = time.perf_counter() + seconds
+        with contextlib.suppress(Empty):
+            while time.perf_counter() < end:
+                self._calls.get_nowait()()
 
-        Args:
-            has_work: whether the last step did anything.
-        """
-        with self._wake:
-            if not (has_work or self._submitted or self._aborted or self._stopped):
-                # Requests without work wait for a compilation, perhaps of another caller, who does not notify.
-                self._wake.wait(IDLE if self._watch.num_sent else None)
-            return not self._stopped
-
-    def _take_calls(self) -> None:
-        """Carry out the calls of `submit` and `abort` since the last step."""
-        with self._wake:
-            submitted, self._submitted = self._submitted, []
-            aborted, self._aborted = self._aborted, []
-        for key in submitted:
-            self._track(key)
-            self._queue(self._requests[key])
-        for key in aborted:
-            if key in self._requests:
-                self._engine._abort(self._requests[key].samples)
-
-    def _track(self, key: Key) -> None:
-        samples = self._requests[key].samples
-        self._keys |= dict.fromkeys(samples, key)
-        with self._engine._lock:  # another thread may abort them in this moment
-            self._watch.add(samples)
-
-    def _queue(self, request: Request) -> None:
-        """Queue a request; what it lacks of compiled programs is compiled in the other thread."""
-        queue, compile_rounds = self._engine._queue, self._engine._compile_rounds
-        if self._engine._lacks_prefills(request.samples):
-            self._compiler.submit(self._call, request, queue, compile_rounds)
+    def _queue(self, samples: Sequence[Request]) -> None:
+        """Queue the completions that are not aborted, once the programs of their prefills are compiled."""
+        runner = self.core.runner
+        samples = [sample for sample in samples if sample.finish_reason is None]
+        if missing := runner.missing(runner.choice.prefill_keys(samples)):
+            self._compile(missing, samples, self._queue)
             return
-        self._call(request, queue)
-        if any(sample.state.awaits_rounds for sample in request.samples):
-            self._compiler.submit(self._call, request, compile_rounds)
+        for sample in samples[:AT_ONCE]:
+            self.core.add(sample, self._deliveries.submitted_at(sample))
+        self._missing_rounds(samples[:AT_ONCE])
+        if rest := samples[AT_ONCE:]:
+            self.call(partial(self._queue, rest))
 
-    def _call(self, request: Request, *calls: Callable[[Sequence[Request]], None]) -> None:
-        """Call functions with a request's completions, which end with the error that one of them raises."""
-        try:
-            for call in calls:
-                call(request.samples)
-        except Exception as error:
-            self._engine._fail(request.samples, error)
-        self._notify()
+    def _missing_rounds(self, samples: Sequence[Request]) -> list[ExecutableKey]:
+        """Return what completions lack of the programs of their rounds; the scheduler plans no round before that."""
+        runner = self.core.runner
+        missing = runner.missing(runner.choice.round_keys(samples, self.core.live)) if samples else []
+        for sample in samples:
+            sample.state.awaits_rounds = bool(missing)
+        return missing
 
-    def _notify(self, *_: object) -> None:
-        with self._wake:
-            self._wake.notify()
+    def _compile_rounds(self, samples: Sequence[Request]) -> None:
+        """Compile what completions with a first token lack of the programs of their rounds."""
+        samples = [sample for sample in samples if sample.finish_reason is None]
+        missing = self._missing_rounds(samples)
+        self._compiles_rounds = bool(missing)
+        if missing:
+            self._compile(missing, samples, self._compile_rounds)
 
-    def _deliver_new(self) -> None:
-        ready = [sample for sample in self._watch.with_new_output() if self._has_records(sample)]
-        if ready:
-            self._deliver([self._delivery(sample) for sample in ready])
+    def _compile(
+        self, keys: Sequence[ExecutableKey], samples: Sequence[Request], then: Callable[[Sequence[Request]], None]
+    ) -> None:
+        """Compile programs in another thread, and then call a function with the completions that wait for them."""
 
-    def _has_records(self, sample: Request) -> bool:
-        """Return whether a completion's next chunk is cheap to make.
+        def work() -> None:
+            try:
+                self.core.runner.compile(keys)
+            except Exception as error:
+                self._calls.put(partial(self._refuse, samples, error))
+            else:
+                self._calls.put(partial(then, samples))
 
-        The log-probability records of a prompt of 32,000 tokens take 0.2 s, so another thread makes them.
-        """
-        scores = sample.output.prompt_logprobs
-        if scores is None or sample.index > 0 or self._watch.num_sent[sample] > 0:
-            return True
-        if sample not in self._records:
-            self._records[sample] = self._record_maker.submit(scores.records)
-            self._records[sample].add_done_callback(self._notify)
-        return self._records[sample].done()
+        self._compiler.submit(work)
 
-    def _delivery(self, sample: Request) -> Delivery:
-        """Return the unsent output of a completion, and forget the completion or the key that ends with it."""
-        key, last = self._keys[sample], False
-        chunk = self._watch.next_chunk(sample)
-        if chunk.finish_reason is not None:
-            del self._keys[sample]
-            self._records.pop(sample, None)
-            last = not any(other in self._watch.num_sent for other in self._requests[key].samples)
-        if last:
-            with self._wake:
-                del self._requests[key]
-        return Delivery(key, chunk, sample.error, last)
+    def _refuse(self, samples: Sequence[Request], error: Exception) -> None:
+        """End completions whose programs cannot be compiled."""
+        self._compiles_rounds = False
+        for sample in samples:
+            sample.output.is_refused = True
+        self.core.fail([sample for sample in samples if sample.finish_reason is None], error)
+
+    def _abort(self, key: Key) -> None:
+        live = [sample for sample in self._deliveries.samples_of(key) if sample.finish_reason is None]
+        self._abort_all(live[:AT_ONCE])
+        if live[AT_ONCE:]:
+            self.abort(key)
+
+    def _abort_all(self, samples: Sequence[Request]) -> None:
+        for sample in samples:
+            self.core.finish(sample, "abort")
 
     def _end(self, error: BaseException | None) -> None:
         """Take no more requests, end all unfinished ones, deliver their last chunks, and end the other threads.
@@ -261,17 +273,24 @@ class EngineThread:
         Args:
             error: the error that ends the thread, and with it the requests; None: they are aborted.
         """
-        with self._wake:
-            self._stopped = True
-            submitted, self._submitted = self._submitted, []
-        for pool in (self._compiler, self._record_maker):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for key in submitted:
-            self._track(key)
-        samples = list(self._watch.num_sent)
+        with self._lock:
+            self._stopped = self._ended = True
+        self._take_calls()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        unfinished = self._deliveries.tracked()
         if error is None:
-            self._engine._abort(samples)
+            self._abort_all(unfinished)
         else:
-            self._engine._fail(samples, error_of_requests(error))
-        if samples:
-            self._deliver([self._delivery(sample) for sample in samples])
+            self.core.fail(unfinished, caused_by(error, ENDED))
+        self._deliveries.close()
+
+
+def _nothing() -> None: ...  # wakes the thread
+
+
+def _set_result(done: Future[T], function: Callable[[], T]) -> None:
+    """Set a future to the result of a function, or to its error."""
+    try:
+        done.set_result(function())
+    except Exception as error:
+        done.set_exception(error)

@@ -1,13 +1,13 @@
-"""Runs equal engines, each in a thread of its own, and chooses the engine of each request."""
+"""The threads of equal engines, and the choice of the engine of each request."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-from jspec.engine.callers.api import Engine
-from jspec.engine.callers.engine_thread import Delivery, EngineThread, Key
+from jspec.engine.callers.deliveries import Key, Outlet
+from jspec.engine.callers.engine_thread import EngineThread
 from jspec.engine.request.request import Request
 
 BUSIER = 8  # completions that a replica must have more than the least busy one to get no request for its cached pages
@@ -34,28 +34,20 @@ def choose(cached: Sequence[int], loads: Sequence[int], slots: int) -> int:
 
 
 class ReplicaThreads:
-    """Steps equal engines in a thread each, with the calls of an `EngineThread`; each request goes to one engine.
+    """The threads of equal engines, with the calls of an `EngineThread`; each request goes to one engine.
 
     Args:
-        engines: the engines, each on a mesh of its own; one input processor makes the requests of all. The caller
-            closes them after `stop`.
-        deliver: as for `EngineThread`; all threads call it, perhaps at the same time.
+        threads: the engines' threads; one input processor makes the requests of all.
     """
 
-    def __init__(self, engines: Sequence[Engine], deliver: Callable[[list[Delivery]], None]) -> None:
-        self._engines = tuple(engines)
-        self._threads = [EngineThread(engine, deliver) for engine in engines]
+    def __init__(self, threads: Sequence[EngineThread]) -> None:
+        self._threads = tuple(threads)
         self._lock = threading.Lock()  # a request is placed when all earlier ones count as load
         self._stopped = False
         self._reported: set[int] = set()  # failed replicas that were logged
 
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, key: Key, request: Request) -> None:
-        """Hand a request to one engine's thread; arguments and further errors are those of `EngineThread.submit`.
+    def submit(self, asked: Mapping[Key, Request], outlet: Outlet, *, whole: bool = False) -> None:
+        """Hand each request to one engine's thread; arguments and further errors are those of `EngineThread.submit`.
 
         Raises:
             RuntimeError: the threads were stopped, or all replicas have failed.
@@ -64,18 +56,19 @@ class ReplicaThreads:
             if self._stopped:
                 raise RuntimeError("submit: expected running replicas, got some that were stopped; make new ones")
             for thread in self._threads:
-                thread.check_new(key, request)
-            while not self._try(key, request):
-                pass
+                thread.check_new(asked)
+            for key, request in asked.items():
+                while not self._try(key, request, outlet, whole=whole):
+                    pass
 
-    def _try(self, key: Key, request: Request) -> bool:
+    def _try(self, key: Key, request: Request, outlet: Outlet, *, whole: bool) -> bool:
         """Hand a request to the thread chosen for it; return False if that thread has just failed."""
         able = self._able()
-        cached = [len(self._engines[index].scheduler.cached_pages(request)) for index in able]
+        cached = [len(self._threads[index].core.scheduler.cached_pages(request)) for index in able]
         loads = [self._threads[index].num_unfinished for index in able]
-        thread = self._threads[able[choose(cached, loads, self._engines[0].config.slots)]]
+        thread = self._threads[able[choose(cached, loads, self._threads[0].core.scheduler.limits.slots)]]
         try:
-            thread.submit(key, request)
+            thread.submit({key: request}, outlet, whole=whole)
         except RuntimeError:
             if not thread.has_failed:
                 raise
@@ -103,15 +96,29 @@ class ReplicaThreads:
         for thread in self._threads:
             thread.abort(key)
 
-    def stop(self) -> None:
-        """Abort all requests, deliver their last chunks and wait for the end of the threads."""
+    def close(self) -> None:
+        """Abort all requests, deliver their last chunks, end the threads and free the device memory."""
         with self._lock:
             self._stopped = True
         for thread in self._threads:
-            thread.stop()
+            thread.close()
+
+    def warn(self) -> None:
+        """Warn once about each engine whose drafts hardly help."""
+        for thread in self._threads:
+            thread.warn()
+
+    def check_process(self) -> None:
+        """Raise a RuntimeError in a forked child of the process that made the engines."""
+        self._threads[0].check_process()
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the calling thread is one of these."""
+        return any(thread.is_current for thread in self._threads)
 
     def _name(self, index: int) -> str:
-        mesh = self._engines[index].core.runner.program.mesh
+        mesh = self._threads[index].core.runner.program.mesh
         assert mesh is not None
         return f"replica {index} ({', '.join(map(str, mesh.devices.flat))})"
 
@@ -131,9 +138,9 @@ class ReplicaThreads:
         return any(thread.healthy for thread in self._threads)
 
     @property
-    def num_waiting(self) -> int:
-        """The number of completions that were submitted and have no slot."""
-        return sum(thread.num_waiting for thread in self._threads)
+    def num_unfinished(self) -> int:
+        """The number of completions that were submitted and have not ended."""
+        return sum(thread.num_unfinished for thread in self._threads)
 
     @property
     def num_running(self) -> int:

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import fields
-from queue import SimpleQueue
-from typing import Any, cast, final
-from weakref import WeakKeyDictionary, finalize
+from typing import Any, final
+from weakref import finalize
 
 from jspec.core.config import EngineConfig
 from jspec.core.shorten import short
 from jspec.engine.callers.api import Engine
-from jspec.engine.callers.engine_thread import Delivery, EngineThread
 from jspec.engine.callers.replica_threads import ReplicaThreads
-from jspec.engine.callers.streams import raise_error
 from jspec.engine.callers.text_generator import TextGenerator
 from jspec.engine.request.metrics import Metrics
-from jspec.engine.request.request import Chunk, Request
+from jspec.engine.request.request import Request
 from jspec.engine.run.prometheus import joined
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.step.on_mesh import Devices, meshes_of
 
 OWN_OPTIONS = ("mesh", "tensor_parallel")  # options in which replicas may differ
 PROBED = 64  # number of token ids whose text must be equal for equal tokenizers
-
-
-class Receiver:
-    """Gets the output of one request, whose key it is in the threads.
-
-    Args:
-        put: called with each delivery, in the thread of an engine.
-    """
-
-    def __init__(self, put: Callable[[Delivery], object]) -> None:
-        self.put = put
-
-
-class Ending(Receiver):
-    """Waits for the end of one request."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        super().__init__(lambda delivery: self._ended.set() if delivery.last else None)
-        self.wait = self._ended.wait
 
 
 @final
@@ -76,6 +51,8 @@ class Replicas(TextGenerator):
             or engines that are not equal.
     """
 
+    threads: ReplicaThreads
+
     def __init__(self, factory: Callable[[Any], Engine], devices: Devices = None, *, tensor_parallel: int = 1) -> None:
         if not callable(factory):
             raise TypeError(f"factory: expected a function that makes an engine on a mesh, got {short(factory)}")
@@ -94,92 +71,21 @@ class Replicas(TextGenerator):
         for engine in engines[1:]:
             engine.input_processor.close()
             engine.input_processor = self.input_processor  # so that each engine takes the requests of all
-        self._endings: WeakKeyDictionary[Request, Ending] = WeakKeyDictionary()  # of requests from `submit`
-        self._threads = ReplicaThreads(engines, deliver)
-        self._threads.start()
-        self._end = finalize(self, end, self._threads, self.engines)  # also without a call of `close`
+        super().__init__(ReplicaThreads([engine.threads for engine in engines]))
+        self._end = finalize(self, self.threads.close)  # also without a call of `close`
 
     # -- how requests are run
 
     def _check_open(self) -> None:
-        self.engines[0]._lock.check_process()
+        self.threads.check_process()
         if not self._end.alive:
             raise RuntimeError("these replicas are closed; make new ones")
-        self._threads.check()
+        self.threads.check()
 
     def _check(self, request: Request) -> None:
         for engine in self.engines:
             engine.scheduler.check(request)
         self.engines[0].scheduler.cached_pages(request)  # computes the digests of its pages here, not in `submit`
-
-    @contextlib.contextmanager
-    def _submitted(self, requests: Sequence[Request], put: Callable[[Delivery], object]) -> Iterator[None]:
-        """Submit requests; when the context ends, what has not ended is aborted."""
-        keys: list[Receiver] = []
-        try:
-            for request in requests:
-                keys.append(Receiver(put))
-                self._threads.submit(keys[-1], request)
-            yield
-        finally:
-            for key, request in zip(keys, requests, strict=False):
-                if any(sample.finish_reason is None for sample in request.samples):
-                    self._threads.abort(key)
-
-    def _complete(self, asked: Sequence[Request]) -> Generator[None]:
-        received: SimpleQueue[Delivery] = SimpleQueue()
-        with self._submitted(asked, received.put):
-            unfinished = len(asked)
-            while unfinished:
-                unfinished -= received.get().last
-                yield
-
-    async def _acomplete(self, make: Callable[[], list[Request]]) -> list[Request]:
-        asked = await asyncio.to_thread(make)
-        received: asyncio.Queue[Delivery] = asyncio.Queue()
-        with self._submitted(asked, put_into(received)):
-            unfinished = len(asked)
-            while unfinished:
-                unfinished -= (await received.get()).last
-        return asked
-
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        received: SimpleQueue[Delivery] = SimpleQueue()
-        with self._submitted([request], received.put):
-            last = False
-            while not last:
-                delivery = received.get()
-                last = delivery.last
-                yield delivery.chunk
-        raise_error(request)
-
-    async def _astream(self, make: Callable[[], Request]) -> AsyncIterator[Chunk]:
-        request = await asyncio.to_thread(make)
-        received: asyncio.Queue[Delivery] = asyncio.Queue()
-        with self._submitted([request], put_into(received)):
-            last = False
-            while not last:
-                delivery = await received.get()
-                last = delivery.last
-                yield delivery.chunk
-        raise_error(request)
-
-    def _submit(self, request: Request) -> None:
-        ending = Ending()
-        self._threads.submit(ending, request)
-        self._endings[request] = ending
-
-    def _wait(self, request: Request) -> None:
-        self._ending_of("result", request).wait()
-
-    def _abort(self, requests: Sequence[Request]) -> None:
-        self._threads.abort(self._ending_of("abort", requests[0]))
-
-    def _ending_of(self, call: str, request: Request) -> Ending:
-        ending = self._endings.get(request)
-        if ending is None:
-            raise ValueError(f"{call}: expected a request that submit returned, got request {request.id}")
-        return ending
 
     def warmup(self, **outputs: bool) -> None:
         """Compile the programs of all engines that have not failed, as `Engine.warmup` does."""
@@ -192,12 +98,12 @@ class Replicas(TextGenerator):
     @property
     def healthy(self) -> bool:
         """Return whether any engine can serve requests."""
-        return self._threads.healthy
+        return self.threads.healthy
 
     @property
     def failed(self) -> tuple[str, ...]:
         """The names of the replicas that have failed for good, with their devices; the log has their errors."""
-        return self._threads.failed
+        return self.threads.failed
 
     @property
     def metrics(self) -> Metrics:
@@ -220,30 +126,6 @@ class Replicas(TextGenerator):
 
     def __repr__(self) -> str:
         return f"Replicas({'' if self._end.alive else 'closed, '}{len(self.engines)} x {self.engines[0]!r})"
-
-
-def end(threads: ReplicaThreads, engines: Sequence[Engine]) -> None:
-    """End the threads, and free the device memory of the engines."""
-    threads.stop()
-    for engine in engines:
-        engine.close()
-
-
-def deliver(deliveries: list[Delivery]) -> None:
-    """Pass the new output of a step to the receivers of its requests; called in the engines' threads."""
-    for delivery in deliveries:
-        cast(Receiver, delivery.key).put(delivery)
-
-
-def put_into(received: asyncio.Queue[Delivery]) -> Callable[[Delivery], None]:
-    """Return a function that other threads may call to put a delivery into a queue of the running event loop."""
-    loop = asyncio.get_running_loop()
-
-    def put(delivery: Delivery) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits for output
-            loop.call_soon_threadsafe(received.put_nowait, delivery)
-
-    return put
 
 
 def check_engine(made: Any, mesh: Any) -> None:
@@ -294,8 +176,3 @@ def _traits(engine: Engine) -> dict[str, object]:
 def _traits_of_tokenizer(tokenizer: Tokenizer) -> tuple[object, ...]:
     ids = range(0, tokenizer.vocab_size, -(-tokenizer.vocab_size // PROBED))
     return type(tokenizer), tokenizer.vocab_size, tokenizer.hidden_ids, tokenizer.decode(list(ids))
-
-
-def make_thread(engine: Engine | Replicas, deliver: Callable[[list[Delivery]], None]) -> EngineThread | ReplicaThreads:
-    """Return what runs the requests of a server: a thread for an engine, or one for each of several engines."""
-    return EngineThread(engine, deliver) if isinstance(engine, Engine) else ReplicaThreads(engine.engines, deliver)

@@ -5,9 +5,7 @@ They read prompts and parameters and make requests; a subclass says how requests
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import fields
 from functools import partial
 from typing import Any, Unpack
@@ -17,18 +15,18 @@ from tqdm import tqdm
 from jspec.core.config import EngineConfig
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
-from jspec.engine.callers.request_runner import RequestRunner
+from jspec.engine.callers.clients import Clients
 from jspec.engine.input.caller_input import PARAMETERS, Params, Prompt, Prompts
 from jspec.engine.input.chat_input import TEMPLATE_FIELDS, ChatFields, Conversation, format_conversations
 from jspec.engine.request.request import Chunk, Completion, Request
 from jspec.engine.request.sampling_fields import SamplingFields
 from jspec.engine.run.output_processor import make_completion
 
-BAR_SECONDS = 0.1  # least time between two updates of a progress bar, each of which looks at all requests
+BAR_SECONDS = 0.1  # time between two updates of a progress bar, each of which looks at all requests
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
 
 
-class TextGenerator(RequestRunner):
+class TextGenerator(Clients):
     """Completes prompts and conversations, for any number of threads and asyncio tasks."""
 
     def generate(
@@ -59,17 +57,10 @@ class TextGenerator(RequestRunner):
         """
         asked = self._make_requests(prompts, params, sampling_params=sampling_params, trace=trace, keywords=fields)
         requests = [sample for request in asked for sample in request.samples]
-        with (
-            closing(self._complete(asked)) as steps,
-            tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar,
-        ):
-            updated_at = time.perf_counter()
-            for _ in steps:
-                if progress and time.perf_counter() - updated_at >= BAR_SECONDS:
+        with tqdm(total=sum(r.max_new_tokens for r in requests), unit="tok", disable=not progress) as bar:
+            for _ in self._complete(asked, BAR_SECONDS if progress else None):
+                if progress:
                     self._update_bar(bar, requests)
-                    updated_at = time.perf_counter()
-            if progress:
-                self._update_bar(bar, requests)
         return [make_completion(request) for request in asked]
 
     async def agenerate(
@@ -135,19 +126,20 @@ class TextGenerator(RequestRunner):
         """Wait until a request from `submit` has ended; return its completion, at every call again.
 
         Raises:
-            TypeError, ValueError: this is no request, or it is a request of another engine.
+            TypeError, ValueError: `submit` of this engine has not returned this request.
         """
-        self._samples_of("result", request)
+        self._check_own("result", request)
         self._wait(request)
         return make_completion(request)
 
     def abort(self, request: Request) -> None:
-        """End all unfinished completions of a request, and free their slots and cache pages at once.
+        """End all unfinished completions of a request, and free their slots and cache pages.
 
         Raises:
-            TypeError, ValueError: this is no request, or it is a request of another engine.
+            TypeError, ValueError: `submit` of this engine has not returned this request.
         """
-        self._abort(self._samples_of("abort", request))
+        self._check_own("abort", request)
+        self._abort(request)
 
     def stream(
         self,
@@ -265,13 +257,12 @@ class TextGenerator(RequestRunner):
             self._check(request)
         return requests
 
-    def _samples_of(self, call: str, request: Any) -> tuple[Request, ...]:
-        """Return the completions of a request, and refuse what is no request of this engine."""
+    def _check_own(self, call: str, request: Any) -> None:
+        """Refuse what is no request of this engine."""
         if not isinstance(request, Request):
             raise TypeError(f"{call}: expected a request that submit returned, got {short(request)}")
         if request.owner is not self.input_processor:
             raise ValueError(f"{call}: expected a request of this engine, got request {request.id} of another engine")
-        return request.samples
 
     def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)

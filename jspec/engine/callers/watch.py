@@ -39,25 +39,19 @@ class Watch:
         """Note that a request's output is about to change; called in the thread that changes it."""
         self.started[request] = None
 
-    def has_unended(self) -> bool:
-        """Forget the requests that have ended; return whether others are left."""
-        for request in list(self.started):
-            if request.finish_reason is not None:
-                self._forget(request)
-        return bool(self.num_sent)
-
-    def needs_rounds(self) -> bool:
-        """Return whether a running request has its first token, but the programs of its rounds are not compiled."""
-        return any(
-            request.state.awaits_rounds and bool(request.token_ids) and request.finish_reason is None
-            for request in list(self.started)
-        )
+    def needing_rounds(self) -> list[Request]:
+        """Return the running requests that have their first token, but not the programs of their rounds."""
+        return [
+            request
+            for request in self.started
+            if request.state.awaits_rounds and request.token_ids and request.finish_reason is None
+        ]
 
     def with_new_output(self) -> list[Request]:
         """Return the requests that have ended or have unsent tokens."""
         return [
             request
-            for request in list(self.started)
+            for request in self.started
             if len(request.output.pieces) > self.num_sent[request] or request.finish_reason is not None
         ]
 
@@ -68,11 +62,6 @@ class Watch:
         if chunk.finish_reason is not None:
             self._forget(request)
         return chunk
-
-    def close(self) -> None:
-        """Forget all requests, as the caller takes no more output."""
-        for request in list(self.num_sent):
-            self._forget(request)
 
     def _forget(self, request: Request) -> None:
         """Drop a request, and its reference to this object, so that the two are no cycle."""

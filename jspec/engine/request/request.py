@@ -77,6 +77,7 @@ class OutputState:
         finish_reason: reason for which the request ended; None while the request runs or waits.
         stop_reason: the stop token or stop string that ended the request.
         error: the error that ended the request.
+        is_refused: whether its programs could not be compiled; then the caller of any call gets the error raised.
         before_change: called with the request before its output changes (`jspec.engine.callers.watch`); None: nobody
             asks.
     """
@@ -94,6 +95,7 @@ class OutputState:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: BaseException | None = None
+    is_refused: bool = False
     before_change: Callable[[Request], None] | None = field(default=None, repr=False)
 
     @property

@@ -28,9 +28,10 @@ from jspec.models.quantize import quantize_weights
 from jspec.models.tensor_parallel import place
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
+from jspec.step.across_processes import calls_on
 from jspec.step.on_mesh import mesh_for, on_one
 from jspec.step.program import Params, Program
-from jspec.step.side import check_apart
+from jspec.step.side import check_apart, sides_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,10 @@ def build_core(
         params = place(params, mesh) if drafter.mesh is None else replace(params, target=place(target, mesh))
     if config.deterministic:
         check_deterministic(on_one(program, replace(params, draft=()))[1].main, config.implementation)
-    runner = ModelRunner(program, params, config, round_sizes(depths, nodes))
+    calls = calls_on(mesh)
+    calls.check_same(program, params, config)
+    devices = sides_of(program, params, config, calls)
+    runner = ModelRunner(program, params, config, round_sizes(depths, nodes), devices, calls)
     rows_read = None if logits_processor is not None else _rows_read(target, drafter, draft)
     limits = replace(_scheduler_limits(config, drafter), window=rows_read)
     scheduler = Scheduler(PagePool(runner.pool.pages, config.page_size), limits)

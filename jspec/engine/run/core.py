@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +34,6 @@ class EngineCore:
         policy: chooses the size of rounds; may be replaced while no step is in flight.
         in_flight: (plan, size of its rounds, output) of each step that was dispatched and whose result was not read,
             oldest first.
-        is_mid_step: True while an interrupt would leave requests, schedule and device inconsistent.
         drafted_rows: result rows of requests with drafts; the warning about low acceptance reads them.
         ended_metrics: sum of the counters of ended requests.
         latencies: histograms of times and sizes, mostly of the requests that ended with a reason in `COMPLETE`.
@@ -46,7 +46,6 @@ class EngineCore:
         self.policy = policy
         self.stopwatch = Stopwatch()
         self.in_flight: deque[tuple[Plan, RoundSize, StepOutput]] = deque()
-        self.is_mid_step = False
         self.drafted_rows: list[np.ndarray] = []
         self.ended_metrics = Metrics()
         self.latencies = Latencies()
@@ -62,7 +61,7 @@ class EngineCore:
         """
         self.stopwatch.come_back()
         if self._needs_newest_tokens():
-            self._read_down_to(0)  # results that an interrupt left unread
+            self._read_down_to(0)
         plan = self._plan_and_dispatch()
         is_ahead = plan is not None and overlap and not self._needs_newest_tokens()
         has_work = plan is not None or bool(self.in_flight)
@@ -75,13 +74,11 @@ class EngineCore:
         return wants_newest(self.scheduler.running)
 
     def _plan_and_dispatch(self) -> Plan | None:
-        self.is_mid_step = True
         plan = self.scheduler.plan()
         if plan is not None:
             self._record_queue_times(plan)
             self.stopwatch.start()
             self.in_flight.append((plan, *self._dispatch(plan)))
-        self.is_mid_step = False
         return plan
 
     def _dispatch(self, plan: Plan) -> tuple[RoundSize, StepOutput]:
@@ -94,10 +91,8 @@ class EngineCore:
     def _read_down_to(self, count: int) -> None:
         """Read results, the oldest first, until only ``count`` dispatched steps are unread."""
         while len(self.in_flight) > count:
-            self.runner.wait(self.in_flight[0][-1])  # an interrupt here loses nothing
-            self.is_mid_step = True
+            self.runner.wait(self.in_flight[0][-1])
             self._read(*self.in_flight.popleft())
-            self.is_mid_step = False
 
     def _read(self, plan: Plan, size: RoundSize, output: StepOutput) -> None:
         """Copy the result of one step to the host and process it."""
@@ -186,7 +181,7 @@ class EngineCore:
         if reason in COMPLETE:
             self.latencies.observe(output.metrics)
         self.live.discard(request)
-        self.scheduler.finish(request)  # after the rest: an interrupt above leaves the request unfinished
+        self.scheduler.finish(request)
         output.finish_reason = reason  # last: threads that see it may read all other fields
 
     def fail(self, requests: Sequence[Request], error: Exception) -> None:
@@ -197,7 +192,6 @@ class EngineCore:
 
     def drop_in_flight(self) -> None:
         """Discard all steps whose results were not read, and treat all rows in the KV pools as lost."""
-        self.is_mid_step = False
         self.in_flight.clear()
         self.stopwatch.reset()
         self.scheduler.drop_in_flight()
@@ -219,11 +213,12 @@ class EngineCore:
         return rows
 
     def metrics(self) -> Metrics:
-        """Add up the counters of all requests, both ended and live."""
+        """Add up the counters of all requests, both ended and live; count the pages in use now."""
         scheduler = self.scheduler
         preempted = (request for request in scheduler.waiting if request.metrics.num_preemptions)
         live = (request.metrics for request in [*scheduler.running, *preempted])
-        return sum(live, self.ended_metrics)  # counters of requests that never ran are zero
+        total = sum(live, self.ended_metrics)  # counters of requests that never ran are zero
+        return replace(total, pages_in_use=scheduler.pages.num_used)
 
     def gauges(self) -> Gauges:
         pages = self.scheduler.pages

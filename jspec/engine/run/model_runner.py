@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
-from jspec.core.records import SlotState, StepOutput
+from jspec.core.records import StepOutput
 from jspec.engine.grammar.token_table import TablePool
 from jspec.engine.input.penalty_input import pack_controls
 from jspec.engine.input.prompt_input import pack_pending_rows, pack_piece
@@ -26,14 +26,13 @@ from jspec.engine.schedule.program_choice import ProgramChoice, prefill_key
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.engine.schedule.sizes import RoundSize, sizes_of
 from jspec.models.kv_pool import PoolShape
-from jspec.models.quantize import check_device
 from jspec.sampling import grammar_mask
-from jspec.step import memory
-from jspec.step.across_processes import calls_on
-from jspec.step.executable_key import ExecutableKey
-from jspec.step.executables import Executables
+from jspec.step.across_processes import Calls
+from jspec.step.device import Device, DevicePrograms
+from jspec.step.executable_key import ExecutableKey, covering, page_updates
+from jspec.step.memory import MemoryPlan
 from jspec.step.program import Params, Program
-from jspec.step.side import sides_of
+from jspec.step.side import Side
 from jspec.step.split_decode import draft_masks, first_masks
 
 TIMINGS = 5  # number of intervals between the ends of rounds whose median is taken
@@ -44,7 +43,12 @@ class ModelRunner:
     """Plans the device memory, compiles programs, and dispatches the scheduler's plans.
 
     Args:
+        program: the settings of the programs.
+        params: the weights of target and drafter.
+        config: options of the engine.
         sizes: sizes for which rounds are compiled, the depths ascending.
+        devices: those of the target and those of the drafter, the same object unless the drafter has devices.
+        calls: makes the calls of these devices in all processes that have some of them.
 
     Attributes:
         pool: the shapes of the KV pools.
@@ -58,28 +62,30 @@ class ModelRunner:
         ValueError: the engine does not fit into memory; the message names settings to lower.
     """
 
-    def __init__(self, program: Program, params: Params, config: EngineConfig, sizes: Sequence[RoundSize]) -> None:
-        self.program, self.params, self._config = program, params, config
-        target = params.main
-        self._vocab_size = target.config.vocab_size
-        pool = PoolShape.of(config, program.drafter.tree, str(target.embed.dtype))
-        devices = () if program.mesh is None else program.mesh.devices.flat
-        check_device(params, pool.dtype, pool.draft_dtype, device=next(iter(devices), None))
-        self._calls = calls_on(program.mesh)
-        self._calls.check_same(program, params, config)
-        self.target_side, self.draft_side = sides_of(program, params, config, self._calls)
+    def __init__(
+        self,
+        program: Program,
+        params: Params,
+        config: EngineConfig,
+        sizes: Sequence[RoundSize],
+        devices: tuple[Device, Device],
+        calls: Calls,
+    ) -> None:
+        self.program, self.params, self._config, self.calls = program, params, config, calls
+        self._vocab_size = params.main.config.vocab_size
+        self.target_side, self.draft_side = devices
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
-        fitting = [memory.fit(side.planner, pool)[0] for side in self._sides]
-        self.pool = min(fitting, key=lambda own: own.pages)
-        self._calls.make(partial(self._start, sizes))
+        pool = PoolShape.of(config, program.drafter.tree, str(params.main.embed.dtype))
+        self.pool = min((side.fit(pool) for side in self._sides), key=lambda own: own.pages)
+        self.calls.make(partial(self._start, sizes))
         self._tables = TablePool(config.slots)
-        self._calls.open()
+        self.calls.open()
 
     def _start(self, sizes: Sequence[RoundSize]) -> dict[str, str]:
         """Allocate the state and, with ``compile_ahead``, compile all programs; return the digests of these."""
         program, config = self.program, self._config
         for side in self._sides:
-            with memory.explain_oom(side.planner, self.pool):
+            with side.explain_oom(self.pool):
                 side.start(self.pool, self.draft_side)
         self.choice = ProgramChoice(
             config,
@@ -92,28 +98,24 @@ class ModelRunner:
         self.round_seconds: dict[tuple[int, RoundSize], float] = {}
         if config.compile_ahead:
             for side in self._sides:
-                with memory.explain_oom(side.planner, self.pool):
+                with side.explain_oom(self.pool):
                     side.compile(self.choice.all_keys())
-            with memory.explain_oom(self.target_side.planner, self.pool):
+            with self.target_side.explain_oom(self.pool):
                 self.round_seconds = self._time_rounds(sizes) if len(sizes) > 1 else {}
         return self.programs.digests
 
     @property
-    def state(self) -> SlotState:
+    def state(self) -> Any:
         """The state of the target's side, which is the whole state unless the draft model is on other devices."""
         return self.target_side.state
 
-    @state.setter
-    def state(self, state: SlotState) -> None:
-        self.target_side.state = state
-
     @property
-    def programs(self) -> Executables:
+    def programs(self) -> DevicePrograms:
         """The programs of the target's side."""
         return self.target_side.programs
 
     @property
-    def memory_plans(self) -> tuple[memory.MemoryPlan, ...]:
+    def memory_plans(self) -> tuple[MemoryPlan, ...]:
         """The memory of each of the target's devices and, if the draft model is on others, of each of those."""
         return tuple(side.memory_plan for side in reversed(self._sides))
 
@@ -149,14 +151,22 @@ class ModelRunner:
                 if piece.is_last and self.edits(piece.request):  # now all tokens that penalties count are known
                     self._admit_controls(piece.request, running)
             return self._prefill(plan)
-        for side in self._sides:
-            side.enter_pages(plan.new_pages)
+        self._enter_pages(plan.new_pages)
         return self._round(plan, size)
+
+    def _enter_pages(self, new: Sequence[tuple[int, int, int]]) -> None:
+        """Write (slot, column, page) entries into the page table, which has one row per slot, of every side."""
+        size = page_updates(self._config.slots)
+        for start in range(0, len(new), size):
+            packed = np.full((size, 3), self._config.slots, np.int32)  # padding: no slot has this number
+            packed[: len(new) - start] = new[start : start + size]
+            for side in self._sides:
+                side.run(ExecutableKey("update_page_table"), packed)
 
     def _prefill(self, plan: PrefillPlan) -> StepOutput:
         """Start a prefill of pieces of prompts."""
         target, drafting = self.target_side, self.draft_side
-        key = target.programs.cover(prefill_key(plan))
+        key = self._covering(prefill_key(plan))
         packed, masks = self._pack(plan, key.size), []
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
@@ -171,7 +181,7 @@ class ModelRunner:
         """Start the programs of a round."""
         target, drafting = self.target_side, self.draft_side
         *others, key = self.choice.keys_of(plan, size)
-        key = target.programs.cover(key)
+        key = self._covering(key)
         padding = [self._config.slots] * (key.size - len(plan.requests))
         rows = np.array([*(request.state.slot for request in plan.requests), *padding], np.int32)
         if not others:
@@ -189,6 +199,10 @@ class ModelRunner:
         for commit in commits:
             drafting.run(commit, rows, *drafting.receive((output.report, output.path)))
         return replace(output, path=None)
+
+    def _covering(self, key: ExecutableKey) -> ExecutableKey:
+        """Return the key of a compiled program of the target's side that can do the work of the given one."""
+        return covering(key, self.programs.compiled, self.program.drafter.tree.depth)
 
     def _time_rounds(self, sizes: Sequence[RoundSize]) -> dict[tuple[int, RoundSize], float]:
         """Return `round_seconds` of some sizes; the dispatches change nothing."""
@@ -211,8 +225,8 @@ class ModelRunner:
         return float(np.median(np.diff(ends)))
 
     def wait(self, output: StepOutput) -> None:
-        """Wait for a step; an interrupt loses nothing."""
-        self.target_side.wait(output.report.block_until_ready)
+        """Wait for a step."""
+        self.target_side.wait(partial(jax.block_until_ready, output.report))
 
     def to_host(self, output: StepOutput) -> StepOutput:
         """Wait for a step and return its result as numpy arrays."""
@@ -241,8 +255,7 @@ class ModelRunner:
             class_of: class of each token id, [vocab] int16; the grammar treats tokens of one class alike.
             next_state: next state of the grammar's automaton, [states, classes] int16.
         """
-        assert self.state.grammars is not None
-        packed = grammar_mask.pack(table, class_of, next_state, self.state.grammars.next.shape[1])
+        packed = grammar_mask.pack(table, class_of, next_state, self.program.grammar_cells)
         self.target_side.run(ExecutableKey("grammar"), packed)
 
     def _pack(self, plan: PrefillPlan, size: int) -> PrefillInput:
@@ -263,7 +276,7 @@ class ModelRunner:
         lengths, page_size = (request.state.num_draft_cached_tokens, request.rows_committed), self._config.page_size
         key, side = ExecutableKey("write_pending_rows"), self.draft_side
         if key in side.programs.compiled and lengths[0] // page_size < lengths[1] // page_size:
-            side.run(key, pack_pending_rows(request, pages, width=side.state.page_table.shape[1]))
+            side.run(key, pack_pending_rows(request, pages, width=self.pool.width(self.program.drafter.tree)))
 
     def clear(self) -> None:
         """Mark all grammar tables as empty, because the device's state was lost."""
@@ -281,16 +294,8 @@ class ModelRunner:
 
     # -- several processes
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all processes are there."""
-        return self._calls.is_whole
-
-    def check_serves(self) -> None:
-        """Raise RuntimeError if another process decides what this one runs, or a process is lost."""
-        self._calls.check_serves()
-
     def follow(self) -> None:
         """Run what process 0 runs, until its engine is closed."""
-        self._calls.follow(self.target_side)
+        assert isinstance(self.target_side, Side)
+        self.calls.follow(self.target_side)
         self.close()

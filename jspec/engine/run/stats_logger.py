@@ -22,7 +22,7 @@ LOW = 1.2  # mean acceptance length in tokens per round below which the warning 
 
 
 class LowAcceptanceWarner:
-    """Counts the draft tokens that rounds accept, and warns once if their number is low.
+    """Counts the draft tokens that rounds accept, and warns callers once if their number is low.
 
     Draft tokens accepted after the end of a request are counted too. A drafter without `Drafter.advice` causes no
     warning.
@@ -34,7 +34,7 @@ class LowAcceptanceWarner:
         self._num_accepted = 0
 
     def count(self, report: Int[np.ndarray, "rounds rows columns"]) -> None:
-        """Count the rounds of a step; warn if acceptance is low after `MIN_ROUNDS` rounds.
+        """Count the rounds of a step.
 
         Args:
             report: the rows of `StepOutput.report` that had a draft.
@@ -45,8 +45,11 @@ class LowAcceptanceWarner:
         is_round = fields.counts > 0  # False if the request had ended in an earlier round
         self._num_rounds += int(is_round.sum())
         self._num_accepted += int(fields.accept_len[is_round].sum())
+
+    def warn(self) -> None:
+        """Warn if acceptance is low after `MIN_ROUNDS` rounds; called in a thread of a caller."""
         mean = 1 + self._num_accepted / max(self._num_rounds, 1)
-        if self._num_rounds < MIN_ROUNDS or mean >= LOW:
+        if self._advice is None or self._num_rounds < MIN_ROUNDS or mean >= LOW:
             return
         advice, self._advice = self._advice, None
         warnings.warn(

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from jspec.engine.callers.api import Engine
-from jspec.engine.callers.engine_thread import Delivery
-from jspec.engine.callers.replicas import Replicas, make_thread
+from jspec.engine.callers.deliveries import Delivery
+from jspec.engine.callers.replicas import Replicas
 from jspec.engine.request.request import Chunk, Request
 from jspec.server.http.errors import ApiError, failed
 
@@ -103,7 +103,7 @@ Key = tuple[Call, int]  # a call and the number of one of its prompts; names a r
 
 
 class OpenCalls:
-    """All calls that are open, and the engine's thread that serves them.
+    """All calls that are open, and the thread of the engine, or of the engines, that serves them.
 
     Args:
         engine: the engine or the engines.
@@ -115,14 +115,13 @@ class OpenCalls:
 
     def __init__(self, engine: Engine | Replicas, limit: int) -> None:
         self.limit, self.pending = limit, 0
-        self.thread = make_thread(engine, self._deliver)
+        self.threads = engine.threads
         self._open: set[Call] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the engine's thread; call this in the event loop."""
+        """Take output in the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
-        self.thread.start()
 
     def check(self, count: int, field: str) -> None:
         """Check whether there is room for ``count`` more completions.
@@ -176,11 +175,12 @@ class OpenCalls:
         finally:
             self._open.discard(call)
             for prompt in call.unfinished:
-                self.thread.abort((call, prompt))
+                self.threads.abort((call, prompt))
+            self.threads.warn()
 
     def _submit(self, key: Key, request: Request) -> None:
         try:
-            self.thread.submit(key, request)
+            self.threads.submit({key: request}, self._deliver)
         except RuntimeError as error:
             raise ApiError(503, f"the engine serves no more: {error}", code="unhealthy") from error
         self.pending += len(request.samples)
@@ -189,6 +189,12 @@ class OpenCalls:
         """End all open calls with an error."""
         for call in self._open:
             call.fail(error)
+
+    def abort_all(self) -> None:
+        """Abort what has not finished of all open calls."""
+        for call in self._open:
+            for prompt in call.unfinished:
+                self.threads.abort((call, prompt))
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         """Pass the new output of a step to the event loop; called in an engine's thread."""

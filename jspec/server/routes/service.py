@@ -67,7 +67,7 @@ class Service:
 
     def check_ready(self) -> None:
         """Raise an `ApiError` with status 503 unless requests are served now."""
-        if self.state == READY and not self.calls.thread.healthy:
+        if self.state == READY and not self.calls.threads.healthy:
             self.state = UNHEALTHY
         if self.state != READY:
             raise ApiError(503, REASONS[self.state], code=self.state)
@@ -144,7 +144,7 @@ class Service:
         self.texts.prepare()
 
     def close(self) -> None:
-        """End the threads; what runs is aborted."""
-        self.calls.thread.stop()
+        """Abort what runs, and end the threads that belong to the server."""
+        self.calls.abort_all()
         for threads in (self._text_threads, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -37,9 +37,9 @@ class Status:
 
     async def _health(self, request: Request) -> Response:
         self._service.check_ready()
-        thread = self._service.calls.thread
-        if isinstance(thread, ReplicaThreads):
-            return JSONResponse({"status": "ok", "replicas": thread.num_replicas, "failed": len(thread.failed)})
+        threads = self._service.calls.threads
+        if isinstance(threads, ReplicaThreads):
+            return JSONResponse({"status": "ok", "replicas": threads.num_replicas, "failed": len(threads.failed)})
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
@@ -69,12 +69,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _stats(service: Service) -> dict[str, Any]:
-    """Return the engine's counters and what it offers, for the page; it takes the engine's lock."""
+    """Return the engine's counters and what it offers, for the page; it waits for the engine's thread."""
     metrics, calls = service.engine.metrics, service.calls
     template = getattr(service.engine.tokenizer, "chat_template", None)
     return {
-        "running": calls.thread.num_running,
-        "waiting": calls.thread.num_waiting,
+        "running": calls.threads.num_running,
+        "waiting": calls.threads.num_unfinished - calls.threads.num_running,
         "slots": service.engine.num_slots,
         "pages_used": metrics.pages_in_use,
         "pages_total": service.engine.num_pages,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jspec.engine.callers.api import Engine
+from jspec.engine.callers.by_hand import ByHand
 from jspec.engine.request.request import Completion, Request
 from jspec.engine.request.sampling_params import SamplingParams
 
@@ -119,6 +120,17 @@ def serve(
 
     A request that comes during a step is submitted after it, but its time runs from when it was due.
     """
+    with ByHand(engine) as by_hand:
+        return _serve(by_hand, arrivals, max_concurrency, now, wait)
+
+
+def _serve(
+    engine: ByHand,
+    arrivals: Sequence[Arrival],
+    max_concurrency: int | None,
+    now: Callable[[], float],
+    wait: Callable[[float], None],
+) -> Log:
     most = len(arrivals) if max_concurrency is None else max_concurrency
     due, live, log = deque(arrivals), list[Served](), Log([], [], 0.0)
     start, full_until, passed = now(), 0.0, 0.0
