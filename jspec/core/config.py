@@ -85,8 +85,8 @@ class EngineConfig:
     Attributes, computation:
         implementation: kernel implementation, "pallas" or "reference"; "auto" chooses Pallas on a GPU.
         quantize: quantisation of the target's matrix products: "int8", "fp8", "fp8_dynamic", "int4", or for experts
-            alone "mxfp4" (`jspec.models.quantize`); None: weights as loaded; "none": `Engine.from_pretrained` widens
-            the weights that a Hugging Face folder quantises. The drafter has an option of its own.
+            alone "mxfp4" (`jspec.models.weights.quantize`); None: weights as loaded; "none": `Engine.from_pretrained`
+            widens the weights that a Hugging Face folder quantises. The drafter has an option of its own.
         deterministic: emit exactly the same tokens for every drafter, tree, bucket, batch, slot, page size and
             division of the prompts into prefills, at temperature 0 or with a seed under "coupled". This takes more
             time, and needs weights that are not quantised.

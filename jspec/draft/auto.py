@@ -80,7 +80,7 @@ def load_drafter(
         tree: draft tree; None: a chain of `length` tokens, or of as many tokens as there are Medusa heads, or as a
             block can hold, if fewer.
         dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: how weights are quantised (`jspec.models.quantize`); None: as stored.
+        quantize: how weights are quantised (`jspec.models.weights.quantize`); None: as stored.
         length: number of draft tokens of the default chain.
         mesh: mesh over whose devices the weights are divided; None: the default device.
     """

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.core.shorten import short
 from jspec.core.tree import ROOT_ONLY, Tree
-from jspec.models.config import DecoderConfig
+from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 
 Params = Any
 DraftState = Any

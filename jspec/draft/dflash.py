@@ -20,18 +20,18 @@ from jaxtyping import Array, Float, UInt32
 from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import CHECK_HEAD, CHECK_PROMPT, check_part, check_window
-from jspec.draft.dflash_format import dflash_format
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head, write_context
 from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_block import expand_block
+from jspec.draft.formats.dflash_format import dflash_format
 from jspec.draft.head_config import Overrides
 from jspec.draft.head_pair import check_fit, common_sizes
 from jspec.draft.pretrained import PretrainedHead
 from jspec.models.decoder import Model, forward
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
+from jspec.models.parts.kv_pool import KVPool, PoolShape
 from pallas_kernels.attention.ancestor_bits import own_bits
 from pallas_kernels.layers.partial_sums import PartialSums
 

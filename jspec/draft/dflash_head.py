@@ -26,12 +26,12 @@ from jspec.core.records import TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import DFlashConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.kv_pool import KVPool
-from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
-from jspec.models.params import layer_params
-from jspec.models.rope import tables
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
+from jspec.models.parts.rope import tables
+from jspec.models.weights.params import layer_params
 from pallas_kernels.attention.context_append import append_layers, split_layers
 from pallas_kernels.attention.rope_append import KEYS, HeadTransform
 from pallas_kernels.layers.dense.grouped_matmul import widened
@@ -99,7 +99,7 @@ class Context:
     hidden_norm: Float[Array, "hidden"]
     kv: Weight  # rows of the layers' QKV projections that give keys and values, all layers in order [kv, hidden]
     config: DFlashConfig = struct.field(pytree_node=False, kw_only=True)
-    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    # Mesh over whose devices the weights are divided (`jspec.models.weights.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property

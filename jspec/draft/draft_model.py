@@ -30,13 +30,13 @@ from jspec.draft.base import (
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
 from jspec.draft.head_config import Overrides
 from jspec.draft.pretrained import Pretrained
-from jspec.models.config import DecoderConfig
+from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.decoder import Model, TargetOut, forward
-from jspec.models.devices import Place, mesh_over
 from jspec.models.kv_cache import commit, create
-from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format, target_format
-from jspec.models.tensor_parallel import local_config, place
+from jspec.models.parts.devices import Place, mesh_over
+from jspec.models.parts.kv_pool import KVPool, PoolShape
+from jspec.models.weights.tensor_parallel import local_config, place
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.shard import OwnColumns
 
@@ -151,8 +151,8 @@ class DraftModel(Pretrained):
             path: Hugging Face folder, converted folder or hub id ("owner/name").
             tree: draft tree of any kind, or its text such as "chain:4".
             dtype: dtype of the weights; None: float32 on CPU, bfloat16 elsewhere.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                None: as stored.
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised
+                (`jspec.models.weights.quantize`); None: as stored.
             draft_window: number of newest tokens that the model attends to; None: all.
             device: as for `DraftModel`; the weights are read onto these devices only.
         """

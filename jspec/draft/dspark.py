@@ -23,7 +23,7 @@ from jspec.draft.dflash import DFlash, DraftedBlock
 from jspec.draft.dspark_head import BoundDSpark, DSparkHead
 from jspec.draft.expand_block import expand_block, expand_corrected
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import KVPool
+from jspec.models.parts.kv_pool import KVPool
 
 
 @final

@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, Int
 from jspec.core.numerics import Numerics
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead
 from jspec.draft.head_config import DSparkConfig
-from jspec.models.layers import logits_of
-from jspec.models.param_spec import ParamSpec, prefixed
+from jspec.models.parts.layers import logits_of
+from jspec.models.parts.param_spec import ParamSpec, prefixed
 from pallas_kernels.layers.products import matmul
 
 

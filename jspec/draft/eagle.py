@@ -32,7 +32,6 @@ from jspec.draft.base import (
     check_window,
 )
 from jspec.draft.draft_vocab import DraftVocab, check_vocabulary
-from jspec.draft.eagle_formats import head_format
 from jspec.draft.eagle_head import (
     FIRST_ROW,
     EagleHead,
@@ -47,14 +46,15 @@ from jspec.draft.eagle_head import (
 )
 from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.expand_tree import Level, Vocabulary, expand_tree
+from jspec.draft.formats.eagle_formats import head_format
 from jspec.draft.head_config import Overrides, PEagleConfig
 from jspec.draft.head_pair import Size, check_fit, common_sizes
 from jspec.draft.pretrained import PretrainedHead
 from jspec.models.decoder import Model
 from jspec.models.kv_cache import create, places
-from jspec.models.kv_pool import KVPool, PoolShape
 from jspec.models.load import Format
-from jspec.models.tensor_parallel import place
+from jspec.models.parts.kv_pool import KVPool, PoolShape
+from jspec.models.weights.tensor_parallel import place
 from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.state.scatter_rows import scatter_rows
 

@@ -33,12 +33,12 @@ from jspec.core.records import TokenBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_config import Eagle3Config, EagleConfig, HeadConfig, MTPConfig, PEagleConfig
 from jspec.models.block import Norm, mlp_part
-from jspec.models.kv_pool import KVPool
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import limited
-from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
-from jspec.models.params import layer_params
-from jspec.models.tensor_parallel import place, put
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import limited
+from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
+from jspec.models.weights.params import layer_params
+from jspec.models.weights.tensor_parallel import place, put
 from pallas_kernels.layers.formats import columns_of
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.products import matmul, matmul_unscaled
@@ -91,10 +91,11 @@ class EagleHead:
     precomputed: PrecomputedFirstLayer | None = None  # set by `bind` for EAGLE-3 heads with a reduced vocabulary
     mask_hidden: Float[Array, "features"] | None = None  # target states of a mask pair, concatenated; P-EAGLE only
     mask_feature: Float[Array, "hidden"] | None = None  # feature of a mask pair, set by `bind`; P-EAGLE only
-    # Divisor and limit of the logits (`jspec.models.layers.limited`): the target's, if the output head is the target's.
+    # Divisor and limit of the logits (`jspec.models.parts.layers.limited`): the target's, if the output head is the
+    # target's.
     logit_limits: tuple[float, float | None] = struct.field(pytree_node=False, default=(1.0, None))
     config: HeadConfig = struct.field(pytree_node=False, kw_only=True)
-    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    # Mesh over whose devices the weights are divided (`jspec.models.weights.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     def declared(self) -> Params:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from convert.fields import CheckpointError, Fields
-from jspec.models.checks import positive, unsupported
-from jspec.models.config import DecoderConfig, from_json
+from jspec.models.config.decoder_config import DecoderConfig, from_json
+from jspec.models.parts.checks import positive, unsupported
 
 # Options of the forward pass that only EAGLE-3 heads have.
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fuse")

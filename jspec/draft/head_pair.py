@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jspec.draft.head_config import HeadConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 
 
 @dataclass(frozen=True)

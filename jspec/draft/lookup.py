@@ -25,7 +25,7 @@ from jspec.core.shorten import short
 from jspec.core.tree import Tree, tree_of
 from jspec.draft.base import Drafter, Params, active_slots
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 
 GAP = -1  # value at a position of a text without a token
 UNKNOWN = -2  # value at a position of a query without a token; equals neither a token nor a gap

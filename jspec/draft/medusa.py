@@ -30,14 +30,14 @@ from jspec.draft.expand_block import expand_block
 from jspec.draft.expand_tree import Vocabulary
 from jspec.draft.head_config import Overrides
 from jspec.draft.pretrained import Pretrained
-from jspec.models.checks import positive
-from jspec.models.config import from_json
+from jspec.models.config.decoder_config import from_json
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
-from jspec.models.layers import logits_of
 from jspec.models.load import Format, check_count
-from jspec.models.param_spec import ParamSpec
-from jspec.models.params import rows
+from jspec.models.parts.checks import positive
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.layers import logits_of
+from jspec.models.parts.param_spec import ParamSpec
+from jspec.models.weights.params import rows
 from pallas_kernels.layers.products import matmul
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import final
 
 from jspec.draft.eagle import EagleDrafter
+from jspec.draft.formats.mtp_format import mtp_format
 from jspec.draft.head_config import Overrides
-from jspec.draft.mtp_format import mtp_format
 from jspec.models.load import Format
 
 

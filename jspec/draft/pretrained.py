@@ -22,7 +22,7 @@ from jspec.draft.elsewhere import READS_FEATURES, refuses_device
 from jspec.draft.head_config import Overrides
 from jspec.models import load
 from jspec.models.load import Check, Format
-from jspec.models.tensor_parallel import Weights
+from jspec.models.weights.tensor_parallel import Weights
 
 
 class Pretrained(Drafter):
@@ -146,8 +146,9 @@ class PretrainedHead(Pretrained):
                 layer reads its normed output for the tokens after the first, as transformers and SGLang do, which is
                 the default.
             mask_token_id: P-EAGLE: target id whose embedding stands for tokens that are not drafted yet.
-            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised (`jspec.models.quantize`);
-                "none": widen those that the folder of an MTP layer quantises; None: as stored.
+            quantize: "int8", "fp8", "fp8_dynamic" or "int4", how weights are quantised
+                (`jspec.models.weights.quantize`); "none": widen those that the folder of an MTP layer quantises; None:
+                as stored.
             draft_window: number of newest tokens that the head attends to; None: all.
             draft_vocab: tokens that a head with the target's output head drafts (`read_draft_vocab`); None: all.
 

@@ -24,7 +24,7 @@ from jspec.draft.lookup import (
     newest_tokens,
     write_roots,
 )
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 
 SCOPES = ("request", "engine")
 CORPUS_TOKENS = 2**20

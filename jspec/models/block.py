@@ -16,11 +16,11 @@ from typing import Any
 from jaxtyping import Array, Bool, Float
 
 from jspec.core.numerics import Numerics
-from jspec.models.experts import mix_experts
-from jspec.models.layer_config import LayerConfig
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import mlp, product
-from jspec.models.mlp_config import Dense, Experts
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.mlps.experts import mix_experts
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import mlp, product
 from pallas_kernels.layers.partial_sums import PartialSums
 from pallas_kernels.layers.residual_norm import add_rms_norm
 from pallas_kernels.layers.weights import Inputs, Weight, has_dynamic_activations

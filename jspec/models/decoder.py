@@ -20,12 +20,12 @@ from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
 from jspec.models.block import Norm, mlp_part
-from jspec.models.config import ModelConfig
-from jspec.models.layer_weights import LayerWeights, optional
-from jspec.models.layers import head_product, limited
-from jspec.models.mlp_config import Dense
-from jspec.models.param_spec import Params
-from jspec.models.params import model_params
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.layer_weights import LayerWeights, optional
+from jspec.models.parts.layers import head_product, limited
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights.params import model_params
 from pallas_kernels.layers.gated_matmul import kernel_padding
 from pallas_kernels.layers.partial_sums import PartialSums, reduce_partials
 from pallas_kernels.layers.residual_norm import add_rms_norm, rms_norm
@@ -49,7 +49,7 @@ class Model:
     norm: Float[Array, "hidden"]  # final norm
     head: Weight | None  # output head [vocab, hidden]; None: tied to the embedding
     config: ModelConfig = struct.field(pytree_node=False)
-    # Mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`); None: they are not.
+    # Mesh over whose devices the weights are divided (`jspec.models.weights.tensor_parallel`); None: they are not.
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @property

@@ -9,7 +9,7 @@ import jax
 
 from jspec.models.decoder import Model
 from jspec.models.mixers.attention import Attention
-from jspec.models.quantize import quantized_as
+from jspec.models.weights.quantize import quantized_as
 from pallas_kernels.attention.paged_attention import most_query_heads
 from pallas_kernels.layers.dense.deterministic_matmul import unsupported_weight
 from pallas_kernels.layers.experts.expert_matmul import unsupported_experts

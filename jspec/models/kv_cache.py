@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Int
 
 from jspec.core.records import LayerState, SlotView, Verdict
 from jspec.core.tree import Tree
-from jspec.models.kv_pool import PoolShape
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.parts.kv_pool import PoolShape
 
 S = TypeVar("S", bound=LayerState)
 

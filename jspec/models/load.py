@@ -27,15 +27,16 @@ from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
 from jspec.core.config import DEQUANTIZE
 from jspec.core.progress import progress_bar
-from jspec.models import families, tensor_parallel
-from jspec.models.config import MAX_LAYERS, DecoderConfig, ModelConfig
-from jspec.models.int4_rows import PACKED
-from jspec.models.param_spec import Params
-from jspec.models.params import model_params
-from jspec.models.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
-from jspec.models.quantized_config import CONFIG, read_scheme
-from jspec.models.quantized_rows import quantized_rows
-from jspec.models.tensor_parallel import put_named
+from jspec.models import families
+from jspec.models.config.decoder_config import MAX_LAYERS, DecoderConfig, ModelConfig
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights import tensor_parallel
+from jspec.models.weights.int4_rows import PACKED
+from jspec.models.weights.params import model_params
+from jspec.models.weights.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
+from jspec.models.weights.quantized_config import CONFIG, read_scheme
+from jspec.models.weights.quantized_rows import quantized_rows
+from jspec.models.weights.tensor_parallel import put_named
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +89,14 @@ def load(
     """Load a target or a draft model.
 
     Float8 checkpoints of compressed-tensors, of ModelOpt and in the format of DeepSeek-V3 and Qwen3 keep their bytes
-    and their scales (`jspec.models.quantized_rows`). They load as kind "fp8" on every device: weights are float8, and
-    activations are not rounded, whatever the config says of activations. Thus the results are those of the stored
-    weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do with
-    such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
+    and their scales (`jspec.models.weights.quantized_rows`). They load as kind "fp8" on every device: weights are
+    float8, and activations are not rounded, whatever the config says of activations. Thus the results are those of the
+    stored weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do
+    with such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
 
     4-bit checkpoints of GPTQ, AWQ and compressed-tensors stay packed, two values in a byte, as kind "int4"
-    (`jspec.models.int4_rows`), and so do experts in mxfp4, as kind "mxfp4" (`jspec.models.mxfp4_rows`). Products of
-    up to 64 rows, and those of experts, widen parts of a weight in registers, others in memory.
+    (`jspec.models.weights.int4_rows`), and so do experts in mxfp4, as kind "mxfp4" (`jspec.models.weights.mxfp4_rows`).
+    Products of up to 64 rows, and those of experts, widen parts of a weight in registers, others in memory.
 
     Args:
         path: existing folder, else hub id ("owner/name", or "owner/name@revision" for a certain commit or tag).
@@ -103,12 +104,12 @@ def load(
             None: float32 on CPU, bfloat16 elsewhere.
         rope_theta: rotary base; None: as in config.json.
         quantize: how the weight matrices are quantised, "int8", "fp8", "fp8_dynamic", "int4" or, of experts alone,
-            "mxfp4" (`jspec.models.quantize`); None: as stored. Stored float8 weights may be loaded as "fp8" or
+            "mxfp4" (`jspec.models.weights.quantize`); None: as stored. Stored float8 weights may be loaded as "fp8" or
             "fp8_dynamic" only, and stored 4-bit weights as what they are. "none" widens the quantised weights of a
             Hugging Face folder to ``dtype``, which takes the memory of unquantised weights.
         placement: sharding of each parameter, by name; None: the default device.
-        mesh: mesh over whose devices the weights are divided (`jspec.models.tensor_parallel`), instead of a placement;
-            each device gets its own part only. None: as ``placement`` says.
+        mesh: mesh over whose devices the weights are divided (`jspec.models.weights.tensor_parallel`), instead of a
+            placement; each device gets its own part only. None: as ``placement`` says.
         check: function of the config and the folder that is called before weights are read, and may raise an error.
 
     Returns:

@@ -21,7 +21,7 @@ from jspec.core.records import Draft, LogProbs, SlotState, SlotView, StepOutput,
 from jspec.draft.base import static_draft
 from jspec.models import kv_cache
 from jspec.models.decoder import TargetOut, forward
-from jspec.models.kv_pool import KVPool
+from jspec.models.parts.kv_pool import KVPool
 from jspec.sampling import logprobs, penalties
 from jspec.sampling.sampler import with_noise
 from jspec.step.budget import apply_budget

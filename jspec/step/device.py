@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from jspec.core.records import Draft
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step.executable_key import ExecutableKey, Kind
 from jspec.step.memory import MemoryPlan
 

@@ -20,8 +20,8 @@ from jspec.core.config import EngineConfig
 from jspec.core.prompt_blocks import block_rows
 from jspec.core.records import LayerState, SlotState
 from jspec.draft.elsewhere import Elsewhere
-from jspec.models.kv_pool import MAX_POOL_ELEMENTS, PoolShape
-from jspec.models.quantize import widened_bytes
+from jspec.models.parts.kv_pool import MAX_POOL_ELEMENTS, PoolShape
+from jspec.models.weights.quantize import widened_bytes
 from jspec.step.program import Params, Program, init_state
 from jspec.step.program_memory import ProgramMemory
 

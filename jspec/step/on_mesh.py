@@ -17,8 +17,8 @@ from jspec.core.config import EngineConfig
 from jspec.core.records import SlotState
 from jspec.core.shorten import short
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
-from jspec.models.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout, to_devices
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.tensor_parallel import layout, local, local_shapes, mesh_of, state_layout, to_devices
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state, is_on_gpus
 from pallas_kernels.layers.shard import AXIS
 

@@ -47,7 +47,7 @@ from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models import kv_cache
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import grammar_mask, penalties
 from jspec.sampling.logits_processor import LogitsProcessor
 from pallas_kernels.state.gather_rows import gather_rows

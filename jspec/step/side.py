@@ -31,8 +31,8 @@ from jspec.core.records import Draft, SlotState
 from jspec.draft.base import Drafter
 from jspec.draft.elsewhere import Elsewhere
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
-from jspec.models.quantize import check_device
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.quantize import check_device
 from jspec.step import memory
 from jspec.step.across_processes import Calls
 from jspec.step.executable_key import CUT, WITHOUT_OUTPUT, ExecutableKey, Kind

@@ -19,7 +19,7 @@ from convert.plan import Plan
 from jspec.draft.auto import plan
 from jspec.draft.head_config import Overrides
 from jspec.models.load import parameters_of
-from jspec.models.quantize import check_scope, check_stored, quantize_parameters
+from jspec.models.weights.quantize import check_scope, check_stored, quantize_parameters
 from jspec.tools.parser import Parser
 from pallas_kernels.layers.weights import EXPERT_KINDS, KINDS, Kind
 

@@ -10,7 +10,7 @@ from jspec.draft.draft_model import MAX_PADDING
 from jspec.draft.head_config import HeadConfig
 from jspec.draft.head_pair import Size, common_sizes, feature_fault
 from jspec.draft.medusa import MedusaConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 
 
 def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:

@@ -15,7 +15,7 @@ from convert.orbax import Header
 from jspec.draft import auto
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
 from jspec.draft.medusa import MedusaConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
 from pallas_kernels.layers.weights import Quantized

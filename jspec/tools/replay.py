@@ -24,7 +24,7 @@ from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model, TargetOut, forward
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.verify import MultiCandidate
 
 PAGE_SIZE = 16  # cache rows per page

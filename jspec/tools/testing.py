@@ -20,7 +20,7 @@ from jspec.engine.callers.api import Engine
 from jspec.engine.request.request import Completion
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import sampler
 from jspec.sampling.sampler import Purpose
 from jspec.tools.replay import run_texts

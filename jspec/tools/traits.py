@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.layer_config import LayerConfig
-from jspec.models.mlp_config import Dense, Experts
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.mlps.mlp_config import Dense, Experts
 
 NORMS = {
     "pre": "before attention and feed-forward",

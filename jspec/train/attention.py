@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jspec.models.layer_config import LayerConfig
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.rope import tables
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.rope import tables
 from jspec.train.rows import Rows
 from pallas_kernels.attention.interval_attention import interval_attention, interval_attention_gradient
 from pallas_kernels.attention.rope_append import HeadTransform, split_qkv

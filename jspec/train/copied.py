@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jspec.draft.head_config import Eagle3Config
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.layer_config import LayerConfig
-from jspec.models.mlp_config import Dense
+from jspec.models.mlps.mlp_config import Dense
 from jspec.train.method import in_float32
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jspec.draft.dflash_head import BoundDFlash, DFlashHead, bind_head
 from jspec.models.decoder import Model
-from jspec.models.layers import limited
+from jspec.models.parts.layers import limited
 from jspec.train.blocks import PackedBlocks, depth_weights, run_blocks
 from jspec.train.losses import in_blocks
 from jspec.train.measured import Measured

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 from jspec.core.numerics import REFERENCE
 from jspec.draft.eagle_head import EagleHead, finish_layers, fuse, project_inputs, run_layers
 from jspec.models.decoder import Model
-from jspec.models.layers import limited
+from jspec.models.parts.layers import limited
 from jspec.train.attention import ATTENDED, Keys, attend, split_heads
 from jspec.train.losses import LOSSES, in_blocks, is_drafted, teacher_of
 from jspec.train.measured import Measured

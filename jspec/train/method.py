@@ -16,8 +16,8 @@ from jspec.draft.draft_vocab import reduced_head
 from jspec.draft.head_pair import check_fit
 from jspec.models.decoder import Model
 from jspec.models.mixers.gqa import GQA
-from jspec.models.mlp_config import Dense
-from jspec.models.param_spec import Params
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.param_spec import Params
 from jspec.train.config import TrainConfig
 from jspec.train.measured import Measured
 from jspec.train.observe import Observed

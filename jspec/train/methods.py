@@ -13,15 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from convert.orbax import unflatten
 from jspec.draft.dflash import DFlash
-from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.formats.dflash_format import head_params as block_params
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, default_states
 from jspec.draft.medusa import Medusa, MedusaConfig, MedusaHeads, medusa_params
 from jspec.models.decoder import Model
-from jspec.models.rope import Rope
+from jspec.models.parts.rope import Rope
 from jspec.train import dflash, dspark, eagle3, medusa, write
 from jspec.train.blocks import choose_blocks, spread_states
 from jspec.train.copied import copied

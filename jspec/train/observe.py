@@ -14,8 +14,8 @@ from jspec.core.records import PromptBatch
 from jspec.draft.draft_vocab import reduced_head
 from jspec.models.decoder import Model, forward
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
-from jspec.models.layers import head_product, limited
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.layers import head_product, limited
 from jspec.train.rows import ALIGN, Rows
 from pallas_kernels.layers.partial_sums import reduce_partials
 

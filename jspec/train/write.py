@@ -14,19 +14,19 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from convert.fields import read_json
-from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.formats.dflash_format import head_params as block_params
+from jspec.draft.formats.head_layers import LAYER_TENSORS
+from jspec.draft.formats.head_weights import TENSORS
 from jspec.draft.head_config import DSparkConfig, Eagle3Config, HeadConfig
-from jspec.draft.head_layers import LAYER_TENSORS
-from jspec.draft.head_weights import TENSORS
 from jspec.draft.medusa import MedusaHeads
 from jspec.draft.medusa import head_weights as medusa_weights
-from jspec.models.checks import unsupported
-from jspec.models.config import ModelConfig
-from jspec.models.mlp_config import Dense
-from jspec.models.param_spec import Params
-from jspec.models.weight_map import layer_tensors
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights.weight_map import layer_tensors
 from jspec.train.files import write_text
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

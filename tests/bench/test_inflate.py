@@ -17,8 +17,8 @@ from jspec.core.numerics import AUTO
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
-from jspec.models.rope import Rope
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.rope import Rope
 from jspec.tools import demo
 from jspec.tools.bench import random_models
 from jspec.tools.bench.inflate import grow

@@ -15,7 +15,7 @@ import pytest
 from convert import hub
 from jspec import Eagle3, Model, Tree
 from jspec.__main__ import main
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools.bench.inflate.grow import UNPADDED
 from tests.support import byte_pair, tiny
 from tests.support.inflating import (

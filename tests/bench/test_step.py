@@ -16,8 +16,8 @@ from jspec.__main__ import main
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.models.decoder import Model
-from jspec.models.param_spec import ParamSpec
-from jspec.models.params import model_params
+from jspec.models.parts.param_spec import ParamSpec
+from jspec.models.weights.params import model_params
 from jspec.step.program import init_state
 from jspec.tools.bench import profiling, random_models, roofline, step
 from jspec.tools.bench.step import StepCase

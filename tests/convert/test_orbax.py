@@ -18,7 +18,7 @@ from convert.fields import CheckpointError
 from jspec.draft import auto
 from jspec.draft.head_config import HeadConfig, Overrides
 from jspec.models import load
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.families import read_config
 from jspec.tools.convert import main
 from jspec.tools.info import describe

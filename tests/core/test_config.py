@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from jspec.draft.eagle_formats import read_head
+from jspec.draft.formats.eagle_formats import read_head
 from jspec.draft.medusa import MedusaConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import read_config
-from jspec.models.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
-from jspec.models.mlp_config import Dense
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once

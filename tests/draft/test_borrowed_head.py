@@ -11,7 +11,7 @@ import pytest
 from jspec import Eagle, Eagle3, Tree
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.decoder import Model
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from tests.draft.test_head_options import TOKENS, TOLERANCE, computed
 from tests.reference import head as reference
 from tests.support import tiny

@@ -12,10 +12,10 @@ import pytest
 
 from jspec import DFlash, Model, Tree
 from jspec.draft import auto
-from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dflash_head import DFlashHead
+from jspec.draft.formats.dflash_format import read_dflash
 from jspec.draft.head_config import DFlashConfig
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.replay import observe
 from pallas_kernels.layers.partial_sums import reduce_partials

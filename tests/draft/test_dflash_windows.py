@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec import Completion, DFlash, Engine, SamplingParams, Tree
-from jspec.draft.dflash_format import read_dflash
+from jspec.draft.formats.dflash_format import read_dflash
 from jspec.draft.head_config import DFlashConfig
 from jspec.tools import info
 from tests.draft import test_dflash

@@ -31,7 +31,7 @@ from jspec.draft import dflash_head
 from jspec.draft.draft_vocab import read_draft_vocab
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.text.tokenizer import ByteTokenizer
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized
 from tests.draft import test_borrowed_head as borrowed

@@ -17,7 +17,7 @@ from jspec.draft.base import Drafter
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.request.request import Completion
 from jspec.models.decoder import Model, forward
-from jspec.models.kv_pool import KVPool
+from jspec.models.parts.kv_pool import KVPool
 from tests.draft.test_head_layers import two_layers
 from tests.reference import decoder
 from tests.support import tiny

@@ -10,10 +10,10 @@ import pytest
 
 from jspec import DFlash, DSpark, Tree
 from jspec.draft import auto
-from jspec.draft.dflash_format import read_dflash
 from jspec.draft.dspark_head import DSparkHead
+from jspec.draft.formats.dflash_format import read_dflash
 from jspec.draft.head_config import DSparkConfig
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.convert import main
 from tests.draft.test_dflash import CONFIG as DFLASH

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jspec.draft.eagle_formats import read_head
+from jspec.draft.formats.eagle_formats import read_head
 from jspec.draft.head_config import HeadConfig, Overrides
-from jspec.models.rope import Rope
+from jspec.models.parts.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once

@@ -17,8 +17,8 @@ from jspec.core.records import TokenBatch
 from jspec.draft import eagle_head
 from jspec.draft.eagle_head import EagleHead, HeadOut, project_draft_tokens, project_inputs
 from jspec.models import block
-from jspec.models.kv_pool import PoolShape
-from jspec.models.quantize import quantize_weights
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.quantize import quantize_weights
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state

@@ -18,9 +18,9 @@ from jspec.draft import auto
 from jspec.draft.base import check_layer_windows
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, fuse, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
-from jspec.models.quantize import quantize_weights
-from jspec.models.rope import Rope
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools.convert import main
 from pallas_kernels.layers.partial_sums import reduce_partials
 from tests.draft.test_head_layers import drafts

@@ -20,8 +20,8 @@ from jspec.core.numerics import REFERENCE
 from jspec.core.records import TokenBatch
 from jspec.draft.eagle_head import FIRST_ROW, EagleHead, output_logits, project_inputs, run_on_cache
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
-from jspec.models.quantize import quantized_as
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.quantize import quantized_as
 from jspec.tools.convert import main
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized

@@ -12,7 +12,7 @@ import pytest
 
 from jspec import Completion, DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.draft.draft_model import MAX_PADDING, BoundModel
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from tests.support import engines, tiny
 from tests.support.arrays import on_device
 

@@ -14,7 +14,7 @@ import pytest
 from jspec import Completion, Engine, Model, PEagle, SamplingParams, Tree
 from jspec.draft import auto
 from jspec.draft.eagle import write_pending_rows
-from jspec.draft.eagle_formats import read_head
+from jspec.draft.formats.eagle_formats import read_head
 from jspec.tools import info
 from jspec.tools.convert import main
 from pallas_kernels.layers.partial_sums import reduce_partials

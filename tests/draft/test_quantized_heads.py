@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import DFlash, Eagle3, PEagle
-from jspec.models.quantize import quantized_as
+from jspec.models.weights.quantize import quantized_as
 from jspec.tools import info
 from jspec.tools.convert import main
 from tests.draft import test_dflash, test_head_options, test_peagle

@@ -17,12 +17,12 @@ from jspec.core.numerics import Numerics
 from jspec.core.records import TokenBatch
 from jspec.models.decoder import forward
 from jspec.models.deterministic import check_deterministic
-from jspec.models.kv_pool import KVPool
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Experts, Router
-from jspec.models.params import model_params, random_weights
-from jspec.models.quantize import quantize_weights
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Experts, Router
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.params import model_params, random_weights
+from jspec.models.weights.quantize import quantize_weights
 from jspec.tools.bench import random_models
 from tests.support import tiny
 from tests.support.arrays import on_device

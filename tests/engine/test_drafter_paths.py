@@ -14,7 +14,7 @@ from jspec import MTP, Engine, Metrics, SamplingParams
 from jspec.draft import dflash
 from jspec.draft.auto import load_drafter
 from jspec.draft.base import Drafter
-from jspec.draft.dflash_format import dflash_format, head_params
+from jspec.draft.formats.dflash_format import dflash_format, head_params
 from jspec.models.load import Format
 from jspec.tools.convert import main
 from tests.support import byte_pair, cover, folders, tiny

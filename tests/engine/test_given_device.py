@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jspec import DFlash, Drafter, DraftModel, Eagle3, Engine, Medusa, NGram, SamplingParams, Suffix
-from jspec.models.quantize import check_device, quantize_weights
+from jspec.models.weights.quantize import check_device, quantize_weights
 from tests.support import engines, folders, lettered, tiny
 
 VOCAB = 61

@@ -39,8 +39,8 @@ from jspec.core.config import ACCEPT_RULES
 from jspec.draft.dflash_head import Context
 from jspec.draft.eagle_head import EagleHead
 from jspec.engine.schedule.program_choice import gathering
-from jspec.models.mlp_config import Router
-from jspec.models.quantize import quantize_weights
+from jspec.models.mlps.mlp_config import Router
+from jspec.models.weights.quantize import quantize_weights
 from pallas_kernels.layers.shard import AXIS, Shard
 from tests.support import cover, engines, lettered, tiny
 from tests.support.devices import check_devices_equal

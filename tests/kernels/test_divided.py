@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jspec.models.tensor_parallel import mesh_of
+from jspec.models.weights.tensor_parallel import mesh_of
 from pallas_kernels import sample_tokens, top_log_probs
 from pallas_kernels.layers.partial_sums import Scaled, reduce_partials
 from pallas_kernels.layers.shard import AXIS, OwnColumns

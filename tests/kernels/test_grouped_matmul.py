@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jspec.core.numerics import AUTO
-from jspec.models.layers import head_product
-from jspec.models.quantize import widened_bytes
+from jspec.models.parts.layers import head_product
+from jspec.models.weights.quantize import widened_bytes
 from pallas_kernels import gated_matmul, split_matmul
 from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul
 from pallas_kernels.layers.formats import columns_of

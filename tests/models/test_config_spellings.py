@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jspec.draft.eagle_formats import read_head
-from jspec.models.config import DecoderConfig
+from jspec.draft.formats.eagle_formats import read_head
+from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.families import read_config
 from tests.support.folders import HEAD, TARGET, without
 

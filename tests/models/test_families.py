@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jspec import Model
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import TargetOut
-from jspec.models.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Experts
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Experts
+from jspec.models.parts.rope import Rope
 from jspec.tools.replay import run_texts
 from jspec.tools.testing import last_logits
 from tests.support import tiny

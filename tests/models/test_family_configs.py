@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from convert.fields import CheckpointError
 from jspec import Model
 from jspec.models import families
-from jspec.models.config import ModelConfig
-from jspec.models.rope import Rope
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.parts.rope import Rope
 from jspec.tools.testing import last_logits
 from tests.support import folders, tiny
 from tests.support.folders import TARGET

@@ -14,7 +14,7 @@ from convert.fields import CheckpointError
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
 from jspec.draft.auto import read_header
 from jspec.models import families
-from jspec.models.quantize import quantized_as
+from jspec.models.weights.quantize import quantized_as
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Eagle3, Engine, Model, SamplingParams, Tree
-from jspec.models.quantize import check_device, quantize_weights, quantized_as
+from jspec.models.weights.quantize import check_device, quantize_weights, quantized_as
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
-from jspec.models.quantize import check_device
+from jspec.models.weights.quantize import check_device
 from jspec.tools.convert import main as convert_main
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.weights import Quantized

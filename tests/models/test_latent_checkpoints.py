@@ -16,7 +16,7 @@ import pytest
 
 from convert.huggingface import _Selection
 from jspec import Model
-from jspec.models.quantize import quantize_weights, quantized_as
+from jspec.models.weights.quantize import quantize_weights, quantized_as
 from jspec.tools.replay import run_texts
 from pallas_kernels.layers.weights import Quantized
 from tests.support import folders, tiny

@@ -15,7 +15,7 @@ from jspec.core.numerics import AUTO
 from jspec.core.records import TokenBatch
 from jspec.models import decoder
 from jspec.models.kv_cache import create
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.tools.testing import last_logits
 from pallas_kernels import ancestor_bits
 from tests.support import byte_pair, recordings, tiny

@@ -15,8 +15,8 @@ from jspec.draft import auto
 from jspec.draft.eagle_head import head_params
 from jspec.draft.medusa import medusa_params
 from jspec.models.families import read_config
-from jspec.models.param_spec import Params, ParamSpec
-from jspec.models.params import abstract_weights, layer_params, model_params, random_weights
+from jspec.models.parts.param_spec import Params, ParamSpec
+from jspec.models.weights.params import abstract_weights, layer_params, model_params, random_weights
 from tests.support import folders
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 

@@ -21,7 +21,7 @@ import convert.huggingface
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.engine.text.tokenizer import load_tokenizer
 from jspec.models.decoder import Model
-from jspec.models.quantize import NAMES, check_device, quantize_weights, quantized_as
+from jspec.models.weights.quantize import NAMES, check_device, quantize_weights, quantized_as
 from jspec.step.memory import tree_bytes
 from jspec.tools import check_head
 from jspec.tools.bench import random_models as shapes

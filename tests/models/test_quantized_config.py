@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from convert.fields import CheckpointError, Fields
-from jspec.models.quantized_config import Scheme, read_scheme
+from jspec.models.weights.quantized_config import Scheme, read_scheme
 from tests.support import quantized_folders as made
 from tests.support.int4_folders import AWQ, GPTQ, packed_config
 

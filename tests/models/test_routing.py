@@ -11,10 +11,10 @@ import pytest
 
 from jspec.core.numerics import REFERENCE
 from jspec.core.records import PromptBatch, TokenBatch
-from jspec.models import experts as mixtures
 from jspec.models.decoder import Model, forward
-from jspec.models.kv_pool import KVPool
-from jspec.models.mlp_config import Experts, Router
+from jspec.models.mlps import experts as mixtures
+from jspec.models.mlps.mlp_config import Experts, Router
+from jspec.models.parts.kv_pool import KVPool
 from pallas_kernels.layers.experts.routing import route
 from tests.support import tiny
 from tests.support.arrays import on_device

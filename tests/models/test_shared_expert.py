@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jspec.core.numerics import AUTO, REFERENCE, Numerics
-from jspec.models import experts as mixtures
 from jspec.models.decoder import Layer, Model
-from jspec.models.mlp_config import Experts, Router
-from jspec.models.params import abstract_weights, model_params
-from jspec.models.quantize import quantize_weights
-from jspec.models.shared_expert import join_layers
-from jspec.models.tensor_parallel import mesh_of, place
+from jspec.models.mlps import experts as mixtures
+from jspec.models.mlps.mlp_config import Experts, Router
+from jspec.models.mlps.shared_expert import join_layers
+from jspec.models.weights.params import abstract_weights, model_params
+from jspec.models.weights.quantize import quantize_weights
+from jspec.models.weights.tensor_parallel import mesh_of, place
 from jspec.tools.bench import random_models as bench
 from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from tests.support import tiny
@@ -160,7 +160,7 @@ def test_shared_expert_stays_apart_where_the_kernel_could_not_address_all_expert
 ) -> None:
     assert MOST_ELEMENTS == 2**31
     for most, is_joined in ((6 * 2 * WIDTH * HIDDEN, False), (6 * 2 * WIDTH * HIDDEN + 1, True)):
-        monkeypatch.setattr("jspec.models.shared_expert.MOST_ELEMENTS", most)
+        monkeypatch.setattr("jspec.models.mlps.shared_expert.MOST_ELEMENTS", most)
         assert (mixture().layers[0].down is None) == is_joined
 
 
@@ -169,10 +169,10 @@ def test_shared_expert_of_other_dtypes_or_of_many_values_stays_apart(monkeypatch
     (layer,) = fields(model)
     other = {**layer, "down": layer["down"].astype(jnp.bfloat16)}
     join_layers(model.config.mlps, [other])
-    monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN - 1)
+    monkeypatch.setattr("jspec.models.mlps.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN - 1)
     join_layers(model.config.mlps, [layer])
     assert "down" in other and "down" in layer
-    monkeypatch.setattr("jspec.models.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN)
+    monkeypatch.setattr("jspec.models.mlps.shared_expert.MOST_SHARED", 3 * 2 * WIDTH * HIDDEN)
     join_layers(model.config.mlps, [layer])
     assert "down" not in layer
 

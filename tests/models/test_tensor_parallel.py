@@ -19,10 +19,18 @@ from jspec import Model, distributed
 from jspec.draft.auto import load_drafter
 from jspec.draft.eagle import Eagle3
 from jspec.models import load
-from jspec.models.param_spec import ParamSpec
-from jspec.models.params import model_params
-from jspec.models.quantize import quantize_weights
-from jspec.models.tensor_parallel import compare_folder, device_rows, layout, local_shapes, mesh_of, place, spec_of
+from jspec.models.parts.param_spec import ParamSpec
+from jspec.models.weights.params import model_params
+from jspec.models.weights.quantize import quantize_weights
+from jspec.models.weights.tensor_parallel import (
+    compare_folder,
+    device_rows,
+    layout,
+    local_shapes,
+    mesh_of,
+    place,
+    spec_of,
+)
 from jspec.tools.convert import main
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.products import matmul

@@ -21,7 +21,7 @@ from jspec.core.config import EngineConfig
 from jspec.distributed.job import Job, ProcessLost
 from jspec.distributed.signals import SIGNALS, end_at_second
 from jspec.draft.base import NoDraft
-from jspec.models.tensor_parallel import place
+from jspec.models.weights.tensor_parallel import place
 from jspec.step.across_processes import Follow, Lead
 from jspec.step.executable_key import ExecutableKey
 from jspec.step.program import Params, Program

@@ -13,7 +13,7 @@ import pytest
 from jspec import DraftModel, Tree
 from jspec.core.packing import NO_ROW, Packing
 from jspec.core.records import Draft, SlotState
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step import decode
 from jspec.step.budget import apply_budget
 from jspec.step.prefill import prefill_step

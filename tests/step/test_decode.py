@@ -14,7 +14,7 @@ import pytest
 
 from jspec import DraftModel, Eagle3, Tree
 from jspec.core.records import SlotState, StepResult
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step import decode
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of

@@ -15,8 +15,8 @@ from jspec.core.records import SlotView
 from jspec.draft import eagle
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.expand_tree import Level
-from jspec.models.kv_pool import PoolShape
-from jspec.models.rope import Rope
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.rope import Rope
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.layers.partial_sums import reduce_partials

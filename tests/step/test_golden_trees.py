@@ -20,7 +20,7 @@ from jspec.draft import expand_tree as growing
 from jspec.draft.base import DraftState
 from jspec.draft.eagle import EagleDrafter
 from jspec.draft.expand_tree import Level
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step.prefill import prefill_step
 from jspec.step.program import Params, Program, init_state, view_of
 from jspec.tools.replay import observe

@@ -13,7 +13,7 @@ from jspec.core.config import EngineConfig
 from jspec.core.prefill_input import PrefillInput
 from jspec.draft.dflash_head import DFlashHead
 from jspec.models.families import read_config
-from jspec.models.quantize import quantize_weights
+from jspec.models.weights.quantize import quantize_weights
 from jspec.step.decode import spec_step
 from jspec.step.memory import DeviceMemory, MemoryPlanner
 from jspec.step.prefill import prefill_step

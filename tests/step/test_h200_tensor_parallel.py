@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jspec import Eagle3, Model
 from jspec.draft.base import Drafter, NoDraft
 from jspec.draft.eagle_head import EagleHead, head_params
-from jspec.models.kv_pool import PoolShape
-from jspec.models.params import abstract_weights, model_params
-from jspec.models.tensor_parallel import place, state_layout
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.params import abstract_weights, model_params
+from jspec.models.weights.tensor_parallel import place, state_layout
 from jspec.step.decode import spec_step
 from jspec.step.on_mesh import on_one, step_on
 from jspec.step.program import KERNELS_IN_GRAPHS, Params, Program, init_state

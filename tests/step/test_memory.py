@@ -16,7 +16,7 @@ import pytest
 from jspec import DraftModel, Eagle3, Engine, SamplingParams, Tree
 from jspec.core.config import EngineConfig
 from jspec.draft.base import Drafter, NoDraft
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step import executables, memory
 from jspec.step.executables import Executables
 from jspec.step.memory import DeviceMemory, MemoryPlanner, fit

@@ -16,7 +16,7 @@ from jspec import DFlash, Drafter, DraftModel, Eagle, Eagle3, Medusa, Model, NGr
 from jspec.core import prompt_blocks
 from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.core.records import Draft, LogProbs, PromptBatch, SlotState
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step import prefill
 from jspec.step.program import Params, Program, init_state, view_of
 from pallas_kernels.attention.append_attention import MOST_ROWS

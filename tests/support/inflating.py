@@ -12,7 +12,7 @@ import numpy as np
 from convert import orbax
 from jspec import Model
 from jspec.draft.eagle_head import EagleHead
-from jspec.models.rope import Rope
+from jspec.models.parts.rope import Rope
 from jspec.tools.bench.inflate import convert as inflate
 from jspec.tools.bench.inflate import grow
 from jspec.tools.bench.inflate.grow import GrownSizes

@@ -10,7 +10,7 @@ from jspec.core.numerics import REFERENCE
 from jspec.core.records import Draft, PromptBatch, SlotView, Verdict
 from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.verify import Coupled
 from tests.reference.lookup import Node, expected_nodes
 from tests.support.arrays import on_device

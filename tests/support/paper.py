@@ -27,7 +27,7 @@ from jspec.core.prompt_blocks import NO_TOKEN, padded
 from jspec.core.records import Draft, LogProbs, StepOutput, Trace
 from jspec.draft.named import DrafterSource
 from jspec.engine.run import build
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.step.executable_key import ExecutableKey, Kind
 from jspec.step.memory import MemoryPlan
 from jspec.step.program import Params, Program

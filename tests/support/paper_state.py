@@ -11,7 +11,7 @@ import numpy as np
 from jspec.core.prefill_input import SCALARS, PromptPiece
 from jspec.core.records import Controls
 from jspec.core.sampling import Sampling
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling.penalties import LOOK_BACK, MAX_BAD_WORDS
 
 UNWRITTEN = -1  # a cache row's token before it is written

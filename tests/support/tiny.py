@@ -15,18 +15,18 @@ from convert.orbax import unflatten
 from jspec.core.prefill_input import PrefillInput, PromptPiece
 from jspec.core.sampling import Sampling
 from jspec.draft import auto
-from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.formats.dflash_format import head_params as block_params
 from jspec.draft.head_config import METHODS, DFlashConfig, DSparkConfig, HeadConfig
 from jspec.draft.medusa import MedusaConfig, MedusaHeads, medusa_params
 from jspec.models import load
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
-from jspec.models.param_spec import Params, ParamSpec
-from jspec.models.params import model_params
-from jspec.models.rope import Rope
+from jspec.models.parts.param_spec import Params, ParamSpec
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.params import model_params
 from jspec.tools import check_head
 from tests.support.arrays import on_device
 

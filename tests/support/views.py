@@ -13,7 +13,7 @@ from jspec.core.records import Draft, PromptBatch, SlotView
 from jspec.core.sampling import Sampling
 from jspec.draft.base import Drafter
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.verify import resolve
 from tests.support.arrays import on_device
 

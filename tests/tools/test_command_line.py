@@ -21,7 +21,7 @@ from jspec.__main__ import main
 from jspec.core.config import ACCEPT_RULES, EngineConfig
 from jspec.core.tree import TREE_FORMS
 from jspec.engine.text.tokenizer import ByteTokenizer
-from jspec.models.quantize import quantized_as
+from jspec.models.weights.quantize import quantized_as
 from jspec.step.executables import Executables
 from jspec.tools import demo
 from jspec.tools.generate import make_drafter

@@ -11,11 +11,11 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.draft.draft_model import MAX_PADDING
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Dense
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.parts.rope import Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
 from jspec.tools.traits import describe_layers

@@ -15,7 +15,7 @@ import pytest
 
 import jspec
 from jspec.core.config import EngineConfig
-from jspec.draft import head_layers
+from jspec.draft.formats import head_layers
 from jspec.models import families
 from jspec.models.families.llama import Llama
 from jspec.tools import convert

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.train import attention, eagle3, observe
 from jspec.train.attention import Keys
 from tests.support.arrays import on_device

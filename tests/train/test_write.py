@@ -12,7 +12,7 @@ import pytest
 
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
-from jspec.models.rope import Rope
+from jspec.models.parts.rope import Rope
 from jspec.train import write
 from jspec.train.config import TrainConfig
 from jspec.train.methods import Eagle3Method

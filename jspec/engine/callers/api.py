@@ -27,7 +27,7 @@ from jspec.engine.schedule.scheduler import Scheduler
 from jspec.engine.text.tokenizer import Tokenizer, check_size, load_tokenizer
 from jspec.models import load
 from jspec.models.decoder import Model
-from jspec.models.shared_expert import join_layers
+from jspec.models.mlps.shared_expert import join_layers
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.compile_cache import keep_compiled
 from jspec.step.memory import MemoryPlan

@@ -21,11 +21,11 @@ from jspec.engine.schedule.page_pool import PagePool
 from jspec.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from jspec.engine.schedule.sizes import halvings, portions, round_sizes
 from jspec.engine.text.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
-from jspec.models.config import DecoderConfig, ModelConfig
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.deterministic import check_deterministic
-from jspec.models.quantize import quantize_weights
-from jspec.models.tensor_parallel import place
+from jspec.models.weights.quantize import quantize_weights
+from jspec.models.weights.tensor_parallel import place
 from jspec.sampling import logits_processor as processors
 from jspec.sampling.logits_processor import LogitsProcessor
 from jspec.step.across_processes import calls_on

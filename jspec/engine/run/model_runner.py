@@ -25,7 +25,7 @@ from jspec.engine.request.request import Request
 from jspec.engine.schedule.program_choice import ProgramChoice, prefill_key
 from jspec.engine.schedule.scheduler import Plan, PrefillPlan, RoundPlan
 from jspec.engine.schedule.sizes import RoundSize, sizes_of
-from jspec.models.kv_pool import PoolShape
+from jspec.models.parts.kv_pool import PoolShape
 from jspec.sampling import grammar_mask
 from jspec.step.across_processes import Calls
 from jspec.step.device import Device, DevicePrograms

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from convert.fields import Fields
 from convert.huggingface import MapRow
-from jspec.models.checks import unsupported
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.parts.checks import unsupported
 
 
 class Family(Protocol):

@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import ClassVar
 
 from convert.fields import Fields
-from jspec.models.checks import unsupported
-from jspec.models.config import DecoderConfig
+from jspec.models.config.decoder_config import DecoderConfig
 from jspec.models.families import register
 from jspec.models.families.glm import behind_dense, corrected_router
 from jspec.models.families.llama import Llama
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope, yarn_magnitude
-from jspec.models.weight_map import LAYER, Names
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.rope import Rope, yarn_magnitude
+from jspec.models.weights.weight_map import LAYER, Names
 
 CACHED, QUERY = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.{}.weight"
 GROUPED = "group_limited_greedy"  # value of `topk_method`
@@ -53,7 +53,7 @@ class Deepseek(Llama):
     def layer_names(self, config: DecoderConfig) -> Names:
         attention = config.layers[0].attention
         assert isinstance(attention, MLA)
-        has_latent = attention.query_latent is not None  # the order is that of `jspec.models.params`
+        has_latent = attention.query_latent is not None  # the order is that of `jspec.models.weights.params`
         qkv = (QUERY.format("q_a_proj"), CACHED) if has_latent else (CACHED, QUERY.format("q_proj"))
         return {**self.names, "qkv": qkv}
 

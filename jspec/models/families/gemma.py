@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from jspec.models.checks import unsupported
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope, read_ropes
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER
 
 DEFAULTS = {
     "num_attention_heads": 8,

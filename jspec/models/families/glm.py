@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from convert.fields import Fields
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.rope import Rope
 
 PARTIAL = "partial_rotary_factor"
 

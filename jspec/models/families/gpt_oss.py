@@ -9,13 +9,13 @@ import numpy as np
 
 from convert.fields import Fields
 from convert.huggingface import MapRow, mapped
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER, input_major
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER, input_major
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 

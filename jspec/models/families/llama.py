@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 
 from convert.fields import Fields
 from convert.huggingface import MapRow
-from jspec.models.checks import unsupported
-from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.families import register
-from jspec.models.hf_config import (
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
+from jspec.models.config.hf_config import (
     DEFAULT_THETA,
     FULL,
     SLIDING,
@@ -22,12 +20,14 @@ from jspec.models.hf_config import (
     read_sizes,
     refuse,
 )
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.families import register
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mlp_config import Dense, Experts
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER, Names, model_rows
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER, Names, model_rows
 
 
 @register("llama")

@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from convert.fields import Fields, is_int
 from convert.huggingface import MapRow
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.hf_config import CHUNKED, FULL, read_layer_types, read_rope_layers
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import CHUNKED, FULL, read_layer_types, read_rope_layers
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER, Names, input_major, model_rows
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER, Names, input_major, model_rows
 
 MLP, SHARED, EXPERTS = "feed_forward", "feed_forward.shared_expert", "feed_forward.experts"
 SEPARATE: Names = {  # as files have them whose experts are quantised one by one

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.config.hf_config import FULL, SLIDING, all_layers, read_layer_types
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, all_layers, read_layer_types
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER
 
 
 @register("mistral")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types
-from jspec.models.rope import Rope
-from jspec.models.weight_map import LAYER
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.weight_map import LAYER
 
 
 @register("olmo2")

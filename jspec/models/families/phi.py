@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jspec.models.families import register
 from jspec.models.families.mistral import Mistral
-from jspec.models.weight_map import LAYER
+from jspec.models.weights.weight_map import LAYER
 
 
 @register("phi3")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types
-from jspec.models.mlp_config import Dense, Experts, Router
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
 
 
 class Qwen(Llama):

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers, read_ropes
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
-from jspec.models.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers, read_ropes
-from jspec.models.layer_config import LayerConfig
-from jspec.models.rope import Rope
+from jspec.models.parts.rope import Rope
 
 NO_ROPE = Rope(kind="none")
 

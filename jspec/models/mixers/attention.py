@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.core.records import PromptBatch, TokenBatch
-from jspec.models.kv_pool import KVPool, PoolShape, check_size
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import product
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.rope import PLAIN, Rope
+from jspec.models.parts.kv_pool import KVPool, PoolShape, check_size
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import product
+from jspec.models.parts.rope import PLAIN, Rope
 from pallas_kernels.attention.paged_attention import paged_attention
 from pallas_kernels.attention.prompt_attention import prompt_attention
 from pallas_kernels.layers.partial_sums import PartialSums

@@ -15,12 +15,12 @@ from convert.fields import CheckpointError
 from convert.huggingface import MapRow, selected, stacked
 from jspec.core.numerics import Numerics
 from jspec.core.records import PromptBatch, TokenBatch
-from jspec.models.checks import check_divided, positive_values, unsupported
-from jspec.models.kv_pool import KVPool
-from jspec.models.layer_weights import LayerWeights
 from jspec.models.mixers.attention import Attention, Queries, attend_pages, concat_heads
-from jspec.models.param_spec import ParamSpec, norm
-from jspec.models.rope import PLAIN, Rope, tables
+from jspec.models.parts.checks import check_divided, positive_values, unsupported
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.param_spec import ParamSpec, norm
+from jspec.models.parts.rope import PLAIN, Rope, tables
 from pallas_kernels.attention.append_attention import append_attention
 from pallas_kernels.attention.rope_append import HeadTransform, rotate_append
 from pallas_kernels.layers.norm_columns import norm_columns

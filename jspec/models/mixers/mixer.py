@@ -8,17 +8,17 @@ import jax.numpy as jnp
 
 from convert.huggingface import MapRow
 from jspec.core.records import LayerState, TokenBatch
-from jspec.models.kv_pool import PoolShape
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.param_spec import ParamSpec
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.param_spec import ParamSpec
 from pallas_kernels.layers.weights import Inputs
 
 
 class Mixer:
     """The part of a decoder layer that mixes tokens, such as attention. Its kinds are frozen, hashable records.
 
-    A new kind is one file of this folder, and an entry of `jspec.models.config.MIXERS`. Its weights are fields of
-    `LayerWeights`.
+    A new kind is one file of this folder, and an entry of `jspec.models.config.decoder_config.MIXERS`. Its weights are
+    fields of `LayerWeights`.
     """
 
     @property

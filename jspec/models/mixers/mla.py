@@ -18,13 +18,13 @@ import numpy as np
 from convert.fields import CheckpointError
 from convert.huggingface import MapRow, selected, stacked
 from jspec.core.records import TokenBatch
-from jspec.models.checks import check_divided, positive_values, unsupported
-from jspec.models.kv_pool import KVPool
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import product
 from jspec.models.mixers.attention import Attention, Queries, attend_pages
-from jspec.models.param_spec import ParamSpec, norm
-from jspec.models.rope import PLAIN, Rope, tables
+from jspec.models.parts.checks import check_divided, positive_values, unsupported
+from jspec.models.parts.kv_pool import KVPool
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import product
+from jspec.models.parts.param_spec import ParamSpec, norm
+from jspec.models.parts.rope import PLAIN, Rope, tables
 from pallas_kernels.attention.head_products import head_products
 from pallas_kernels.attention.latent import append_latent
 from pallas_kernels.layers.norm_columns import norm_columns

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jspec.draft.dflash_format import head_params as block_params
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.dspark_head import DSparkHead
 from jspec.draft.eagle_head import EagleHead, head_params
+from jspec.draft.formats.dflash_format import head_params as block_params
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, PEagleConfig
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.families import read_config
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Dense
-from jspec.models.params import model_params, random_weights
-from jspec.models.rope import Rope
-from jspec.models.shared_expert import join_layers
-from jspec.models.tensor_parallel import put_named
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.mlps.shared_expert import join_layers
+from jspec.models.parts.rope import Rope
+from jspec.models.weights.params import model_params, random_weights
+from jspec.models.weights.tensor_parallel import put_named
 
 LLAMA3 = Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192)
 

@@ -10,12 +10,12 @@ import jax
 
 from jspec.core.tree import Tree
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, HeadConfig, PEagleConfig
-from jspec.models.config import ModelConfig
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Dense, Experts
-from jspec.models.params import layer_params
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.weights.params import layer_params
 
 LATENT = ("qkv", "q_up", "k_up", "v_up", "o")  # weights of latent attention
 

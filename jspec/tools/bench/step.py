@@ -31,8 +31,8 @@ from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.draft.peagle import PEagle
 from jspec.models.decoder import Model
-from jspec.models.kv_pool import PoolShape
-from jspec.models.tensor_parallel import mesh_of, place
+from jspec.models.parts.kv_pool import PoolShape
+from jspec.models.weights.tensor_parallel import mesh_of, place
 from jspec.step.decode import spec_step
 from jspec.step.on_mesh import make_state, shapes_of, step_on
 from jspec.step.program import Params, Program

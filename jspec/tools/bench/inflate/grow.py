@@ -23,12 +23,12 @@ from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, EagleLayer
 from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
-from jspec.models.config import ModelConfig
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Layer, Model
-from jspec.models.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
-from jspec.models.mlp_config import Dense
-from jspec.models.quantize import quantized_as
+from jspec.models.mlps.mlp_config import Dense
+from jspec.models.weights.quantize import quantized_as
 from jspec.tools.bench import random_models
 
 LEVEL = 2.0**20  # padded logits are at most -LEVEL / rms of the small model's last state

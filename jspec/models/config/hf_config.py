@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from convert.fields import CheckpointError, Fields, require, short
-from jspec.models.checks import unsupported
-from jspec.models.config import check_num_layers
-from jspec.models.rope import Rope, yarn_magnitude
+from jspec.models.config.decoder_config import check_num_layers
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.rope import Rope, yarn_magnitude
 from pallas_kernels.layers.quantize_rows import Activation
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")

@@ -1,8 +1,8 @@
 """Declarations of a model's parameters: their shapes, the names of their axes, and how random values are drawn.
 
 Parameters are named as in a converted folder, for example "layers.3.qkv". Weight maps, random weights and abstract
-weights take their shapes from these declarations. `jspec.models.tensor_parallel` divides parameters over devices by the
-names of their axes.
+weights take their shapes from these declarations. `jspec.models.weights.tensor_parallel` divides parameters over
+devices by the names of their axes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import jax.numpy as jnp
 
 from convert.huggingface import MapRow, side_by_side, stacked
 from convert.orbax import unflatten
-from jspec.models.config import ModelConfig
-from jspec.models.layer_config import LayerConfig
-from jspec.models.mlp_config import Dense, Experts
-from jspec.models.param_spec import Params, ParamSpec, norm, prefixed
-from jspec.models.quantize import quantize_parameters
+from jspec.models.config.decoder_config import ModelConfig
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.param_spec import Params, ParamSpec, norm, prefixed
+from jspec.models.weights.quantize import quantize_parameters
 
 
 def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str | None = None) -> dict[str, ParamSpec]:
-    """Declare the parameters of a decoder layer, by field name of `jspec.models.layer_weights.LayerWeights`.
+    """Declare the parameters of a decoder layer, by field name of `jspec.models.parts.layer_weights.LayerWeights`.
 
     Args:
         layer: config of the layer.
@@ -129,8 +129,8 @@ def random_weights(
         params: declarations of the parameters.
         dtype: dtype of the parameters that declare none.
         seed: seed of the random numbers.
-        quantize: how the weight matrices are quantised (`jspec.models.quantize`); None: not at all. To save memory,
-            each parameter is quantised before the next parameter is drawn.
+        quantize: how the weight matrices are quantised (`jspec.models.weights.quantize`); None: not at all. To save
+            memory, each parameter is quantised before the next parameter is drawn.
         put: function that moves a named parameter to its devices before it is quantised.
     """
     make = jax.jit(_draw, static_argnums=(1, 2))

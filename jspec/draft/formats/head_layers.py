@@ -14,13 +14,13 @@ from typing import Any
 
 from convert.detect import bare_name
 from convert.fields import Fields
-from jspec.models.checks import unsupported
+from jspec.models.config.hf_config import read_layer_types
 from jspec.models.families.llama import Llama
 from jspec.models.families.phi import Phi3
 from jspec.models.families.qwen import Qwen, Qwen2, Qwen3
-from jspec.models.hf_config import read_layer_types
 from jspec.models.mixers.gqa import GQA
-from jspec.models.weight_map import LAYER, Names
+from jspec.models.parts.checks import unsupported
+from jspec.models.weights.weight_map import LAYER, Names
 
 
 class LlamaLayers(Qwen):

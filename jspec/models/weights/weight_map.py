@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from convert.huggingface import MapRow, mapped, same
-from jspec.models.config import DecoderConfig, ModelConfig
-from jspec.models.param_spec import Params
-from jspec.models.params import model_params, rows
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights.params import model_params, rows
 
 Names = Mapping[str, Sequence[str]]  # for each parameter, the tensors that are concatenated along axis 0
 TENSORS = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}

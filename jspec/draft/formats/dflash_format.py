@@ -19,15 +19,15 @@ from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.dflash_head import dflash_params
 from jspec.draft.dspark_head import dspark_params
-from jspec.draft.eagle_formats import Parts
+from jspec.draft.formats.eagle_formats import Parts
+from jspec.draft.formats.head_layers import FAMILIES, check_tensors
+from jspec.draft.formats.head_weights import weight_rows
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Overrides
-from jspec.draft.head_layers import FAMILIES, check_tensors
-from jspec.draft.head_weights import weight_rows
-from jspec.models.checks import unsupported
-from jspec.models.hf_config import SLIDING
+from jspec.models.config.hf_config import SLIDING
 from jspec.models.load import Format, check_count, with_scheme
 from jspec.models.mixers.gqa import GQA
-from jspec.models.param_spec import Params, ParamSpec
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.param_spec import Params, ParamSpec
 
 READ = {  # keys of `dflash_config` that are read
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "projector_type"),

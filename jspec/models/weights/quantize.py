@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
-from jspec.models.shared_expert import check_apart
+from jspec.models.mlps.shared_expert import check_apart
 from pallas_kernels.layers.dense.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
 from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
 from pallas_kernels.layers.formats import quantize
@@ -152,7 +152,7 @@ def widened_bytes(tree: Any, rows: int) -> int:
 
 
 def _is_record(node: Any) -> bool:
-    """Return whether a node of a tree is a record of weights (`jspec.models.tensor_parallel.Weights`)."""
+    """Return whether a node of a tree is a record of weights (`jspec.models.weights.tensor_parallel.Weights`)."""
     return hasattr(node, "declared")
 
 

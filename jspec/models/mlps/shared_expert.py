@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.models.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Experts
 from pallas_kernels.layers.experts.expert_matmul import MOST_ELEMENTS
 from pallas_kernels.layers.weights import Quantized
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
 from convert.fields import CheckpointError, Fields, listed, require
-from jspec.models.checks import positive, unsupported
-from jspec.models.layer_config import LayerConfig
+from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
 from jspec.models.mixers.mla import MLA
-from jspec.models.mlp_config import Dense, Experts, Router
-from jspec.models.rope import Rope
+from jspec.models.mlps.mlp_config import Dense, Experts, Router
+from jspec.models.parts.checks import positive, unsupported
+from jspec.models.parts.rope import Rope
 
 MAX_LAYERS = 2048  # of a model; its config and its weight map have an entry for each
 

@@ -14,12 +14,12 @@ from convert.fields import CheckpointError
 from convert.huggingface import MapRow, flat, side_by_side
 from convert.sources import Shape, Source
 from jspec.draft.eagle_head import head_params
+from jspec.draft.formats.head_layers import tensor_names
 from jspec.draft.head_config import HeadConfig
-from jspec.draft.head_layers import tensor_names
-from jspec.models.checks import unsupported
-from jspec.models.param_spec import Params
-from jspec.models.params import rows
-from jspec.models.weight_map import in_kernel_order, layer_tensors
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights.params import rows
+from jspec.models.weights.weight_map import in_kernel_order, layer_tensors
 
 TENSORS = {
     "embed": "embed_tokens.weight",

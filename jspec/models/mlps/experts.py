@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.numerics import Numerics
-from jspec.models.layer_weights import LayerWeights
-from jspec.models.layers import mlp
-from jspec.models.mlp_config import Experts, Router
-from jspec.models.shared_expert import dense_weights, is_joined
+from jspec.models.mlps.mlp_config import Experts, Router
+from jspec.models.mlps.shared_expert import dense_weights, is_joined
+from jspec.models.parts.layer_weights import LayerWeights
+from jspec.models.parts.layers import mlp
 from pallas_kernels.layers.dense.deterministic_matmul import ROWS, deterministic_matmul
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.experts.expert_matmul import Gate

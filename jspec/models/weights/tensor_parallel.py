@@ -26,12 +26,12 @@ from convert.fields import CheckpointError
 from convert.orbax import QUANTIZED, Header, Placement, sample
 from jspec import distributed
 from jspec.core.records import LayerState
-from jspec.models.checks import check_divided
-from jspec.models.config import DecoderConfig
-from jspec.models.layer_config import LayerConfig
-from jspec.models.mlp_config import Dense, Experts
-from jspec.models.param_spec import Params, ParamSpec
-from jspec.models.shared_expert import check_apart
+from jspec.models.config.decoder_config import DecoderConfig
+from jspec.models.config.layer_config import LayerConfig
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.mlps.shared_expert import check_apart
+from jspec.models.parts.checks import check_divided
+from jspec.models.parts.param_spec import Params, ParamSpec
 from pallas_kernels.layers.int4.int4 import reblocked
 from pallas_kernels.layers.shard import AXIS, Shard
 from pallas_kernels.layers.weights import Quantized

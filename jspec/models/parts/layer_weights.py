@@ -34,12 +34,13 @@ class LayerWeights:
     k_norm: Float[Array, "kv_size"] | None = optional()  # norm of the key heads
     output_scale: Float[Array, "one"] | None = optional()  # factor of the residual stream after the layer
     sinks: Float[Array, "heads"] | None = optional()  # score of each query head's sink
-    # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors (`jspec.models.params`).
+    # Weights of latent attention, whose q_norm and k_norm are those of the latent vectors
+    # (`jspec.models.weights.params`).
     q_up: Weight | None = optional()  # queries from their latent vector [heads * (plain + rotated), query_latent]
     k_up: Float[Array, "plain latent"] | None = optional()  # keys from the latent vector [heads * plain, latent]
     v_up: Float[Array, "values latent"] | None = optional()  # values from the latent vector [heads * value_dim, latent]
     # Weights of a mixture of experts; then gate_up and down are those of the shared expert, if there is one. It may be
-    # among the experts instead, behind those of the router (`jspec.models.shared_expert`).
+    # among the experts instead, behind those of the router (`jspec.models.mlps.shared_expert`).
     router: Float[Array, "experts hidden"] | None = optional()
     router_bias: Float[Array, "experts"] | None = optional()  # bias of the router's logits
     router_correction: Float[Array, "experts"] | None = optional()  # correction of the scores, for the choice only

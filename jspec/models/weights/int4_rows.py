@@ -24,8 +24,8 @@ import numpy as np
 from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
-from jspec.models.checks import unsupported
-from jspec.models.quantized_config import Scheme
+from jspec.models.parts.checks import unsupported
+from jspec.models.weights.quantized_config import Scheme
 from pallas_kernels.layers.experts import expert_bytes
 from pallas_kernels.layers.int4.int4 import block_of, pack
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from convert.fields import CheckpointError, short
 from jspec.core.numerics import AUTO, Numerics
-from jspec.models.checks import positive, unsupported
+from jspec.models.parts.checks import positive, unsupported
 from pallas_kernels.layers.row_by_row import row_by_row_off_gpu
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none")

@@ -18,7 +18,7 @@ import numpy as np
 from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Source, Tensor
-from jspec.models.checks import unsupported
+from jspec.models.parts.checks import unsupported
 from pallas_kernels.layers.experts.expert_bytes import pack
 from pallas_kernels.layers.weights import Kind
 

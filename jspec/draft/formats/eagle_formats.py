@@ -15,12 +15,12 @@ from convert.fields import CheckpointError, Fields, require, short
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
+from jspec.draft.formats.head_layers import check_tensors, common_name, read_layers, with_count
+from jspec.draft.formats.head_weights import head_weights
 from jspec.draft.head_config import METHODS, HeadConfig, Overrides
-from jspec.draft.head_layers import check_tensors, common_name, read_layers, with_count
-from jspec.draft.head_weights import head_weights
-from jspec.models.checks import unsupported
 from jspec.models.load import Format, check_count, with_scheme
-from jspec.models.param_spec import Params
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.param_spec import Params
 
 MASK_TOKEN = ("mask_token_id", "ptd_token_id", "pard_token")  # names of the mask token's id
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.fields import CheckpointError, Fields, named, read_json, require
-from jspec.models.checks import unsupported
+from jspec.models.parts.checks import unsupported
 
 CONFIG = "quantization_config"  # key of config.json
 MODELOPT = "hf_quant_config.json"  # file in which older versions of ModelOpt describe the quantisation

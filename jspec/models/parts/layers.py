@@ -36,7 +36,7 @@ def mlp(
         gate_up: fused gate and up projections [2 * intermediate, hidden].
         down: down projection [hidden, intermediate].
         numerics: by which kernels, and whether a row's bits may depend on the batch size.
-        activation: the gate's activation function, as in `jspec.models.layer_config.Dense`.
+        activation: the gate's activation function, as in `jspec.models.config.layer_config.Dense`.
 
     Returns:
         Partial sums of the output, [parts, batch, tokens, hidden].

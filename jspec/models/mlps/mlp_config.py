@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from convert.fields import CheckpointError
-from jspec.models.checks import positive_values, unsupported
+from jspec.models.parts.checks import positive_values, unsupported
 from pallas_kernels.layers.experts.routing import Choice
 from pallas_kernels.layers.quantize_rows import Activation
 

@@ -1,8 +1,8 @@
 """Reads quantised weights as they are stored: rows of a weight map for their values, and for their scales.
 
 A parameter `X` whose tensors are quantised becomes two, `X.values` and `X.scale`, or three with `X.zeros`, which
-together are a `Quantized` (`pallas_kernels.layers.weights`). `jspec.models.int4_rows` reads weights of four bits.
-Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
+together are a `Quantized` (`pallas_kernels.layers.weights`). `jspec.models.weights.int4_rows` reads weights of four
+bits. Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
 
 The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
 stay unrounded with kind "fp8" and get a scale for each row with "fp8_dynamic". The scales of keys and values are for a
@@ -21,11 +21,11 @@ import numpy as np
 from convert.fields import CheckpointError, listed, short
 from convert.huggingface import MapRow, cast, is_stacked, selected, unselected
 from convert.sources import FLOAT8, Shape, Source, Tensor
-from jspec.models.checks import unsupported
-from jspec.models.int4_rows import check_scales, packed_name, split_int4
-from jspec.models.mxfp4_rows import mxfp4_rows
-from jspec.models.quantize import EXPERTS, NAMES, WIDENED
-from jspec.models.quantized_config import CONFIG, Scheme
+from jspec.models.parts.checks import unsupported
+from jspec.models.weights.int4_rows import check_scales, packed_name, split_int4
+from jspec.models.weights.mxfp4_rows import mxfp4_rows
+from jspec.models.weights.quantize import EXPERTS, NAMES, WIDENED
+from jspec.models.weights.quantized_config import CONFIG, Scheme
 from pallas_kernels.layers.experts import expert_bytes
 from pallas_kernels.layers.int4.int4 import ZERO, unpack
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jspec.models.checks import positive_values, unsupported
 from jspec.models.mixers.attention import Attention
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mixer import Mixer
-from jspec.models.mlp_config import Dense, Experts
+from jspec.models.mlps.mlp_config import Dense, Experts
+from jspec.models.parts.checks import positive_values, unsupported
 
 NORMS = ("pre", "post", "both")
 

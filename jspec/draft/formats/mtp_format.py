@@ -14,14 +14,14 @@ from convert.huggingface import MapRow, renamed
 from convert.sources import Source
 from jspec.draft.eagle_head import head_params
 from jspec.draft.head_config import MTPConfig
-from jspec.models.checks import unsupported
 from jspec.models.families.deepseek import DeepseekV3, KimiK2
 from jspec.models.families.glm import Glm4Moe
 from jspec.models.families.llama import Llama
 from jspec.models.load import Format, text_model, with_scheme
-from jspec.models.param_spec import Params
-from jspec.models.params import rows
-from jspec.models.weight_map import in_kernel_order, layer_tensors
+from jspec.models.parts.checks import unsupported
+from jspec.models.parts.param_spec import Params
+from jspec.models.weights.params import rows
+from jspec.models.weights.weight_map import in_kernel_order, layer_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The files of heads, by exporter: from which keys and tensors each head is made."""

@@ -1,0 +1,1 @@
+"""The feed-forwards of layers: dense ones, mixtures of experts, shared experts."""

@@ -1,0 +1,1 @@
+"""What the layers of models are made of: declarations and weights, rotation, products, pages of keys and values."""

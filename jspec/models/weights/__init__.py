@@ -1,0 +1,1 @@
+"""Weights by name: declarations, checkpoints' tensors, quantised forms, division over devices."""
