@@ -82,7 +82,8 @@ def test_split_layers_equal_the_rows_that_are_written() -> None:
         row = int(own["first_row"][2]) + int(np.argmax(own["valid"][2]))
         page, place, token = int(own["page_table"][2, row // 4]), row % 4, row - int(own["first_row"][2])
         for heads, pool in zip((k, v), pools, strict=True):
-            np.testing.assert_array_equal(heads[2, token], pool[page, :, place])
+            # Two programs, which may fuse products and sums differently.
+            np.testing.assert_allclose(heads[2, token], pool[page, :, place], atol=1e-6)
 
 
 def test_pools_that_differ_and_a_projection_of_another_width_are_refused() -> None:
