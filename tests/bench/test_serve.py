@@ -100,6 +100,7 @@ class SteppedClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppedClock]:
     clock, step = SteppedClock(), ByHand.step
+    engines.plain().warmup()  # a turn that waits for a compilation is a step of the clock too
 
     def steps(self: ByHand) -> bool:
         has_work = step(self)

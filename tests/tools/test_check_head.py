@@ -318,11 +318,14 @@ def test_low_acceptance_warner_after_64_rounds_below_the_minimum_warns_once() ->
         warnings.simplefilter("error")
         watch.count(step_report(0, MIN_ROUNDS - 13))
         watch.count(step_report(1, 12))
-    with pytest.warns(LowAcceptanceWarning, match=r"length 1\.19 after 64 rounds.*jspec info --check HEAD TARGET"):
+        watch.warn()
         watch.count(step_report(0, 1))
+    with pytest.warns(LowAcceptanceWarning, match=r"length 1\.19 after 64 rounds.*jspec info --check HEAD TARGET"):
+        watch.warn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.count(step_report(0, 100))
+        watch.warn()
 
 
 def test_low_acceptance_warner_at_the_minimum_does_not_warn() -> None:
@@ -335,6 +338,7 @@ def test_low_acceptance_warner_at_the_minimum_does_not_warn() -> None:
         watch.count(step_report(1, 13))
         watch.count(ended)
         watch.count(step_report(0, MIN_ROUNDS - 13))
+        watch.warn()
 
 
 def test_engine_with_random_head_warns_once_of_low_acceptance(request: pytest.FixtureRequest) -> None:

@@ -60,11 +60,18 @@ class LowAcceptanceWarner:
 
 
 def _level_of_caller() -> int:
-    """Return the first stack level outside of jspec, counted as `warnings.warn` in this function's caller counts."""
+    """Return the first stack level outside of jspec, counted as `warnings.warn` in this function's caller counts.
+
+    A context manager of jspec has a frame of `contextlib` between its own and that of the function that uses it.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("jspec."):
+    while frame.f_back is not None and _is_inner(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_inner(module: str) -> bool:
+    return module.startswith("jspec.") or module == "contextlib"
 
 
 class StatsLogger:
