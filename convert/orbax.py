@@ -420,8 +420,9 @@ def sharding_of(name: str, shape: tuple[int, ...], placement: Placement | None) 
         raise ValueError(f"placement: expected a jax.sharding.Sharding for {name}, got {cut(repr(sharding), 100)}")
     axes = len(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else 0
     try:
-        fits = axes <= len(sharding.shard_shape(shape))
-    except ValueError:
+        sharding.shard_shape(shape)
+        fits = axes <= len(shape)
+    except ValueError:  # an axis is not divisible
         fits = False
     if not fits:
         what = f"a sharding for {name} that divides its shape {shape}"

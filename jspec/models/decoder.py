@@ -155,14 +155,14 @@ def forward(
         states, concatenated in the order of ``feature_layers``.
     """
     sequences, tokens = batch.pack(batch.tokens).shape
-    if not batch.deterministic:
+    if not batch.deterministic:  # pad the tokens for a kernel; ``[:, :tokens]`` below drops the padding
         gate_up, mlp = model.layers[0].gate_up, model.config.layers[0].mlp
         if isinstance(mlp, Dense) and gate_up is not None:
             batch = batch.pad(kernel_padding(sequences, tokens, gate_up, model.embed.dtype, mlp.activation))
     eps, used = model.config.norm_eps, batch.pack(batch.is_used)
     x = normed = model.embedded(batch.pack(batch.tokens))
     first_norm = model.layers[0].attn_norm
-    if first_norm is not None and batch.deterministic:
+    if first_norm is not None and batch.deterministic:  # add zeros: only `add_rms_norm` can be deterministic
         x, normed = add_rms_norm(x, jnp.zeros((1, *x.shape), x.dtype), first_norm, eps=eps, **batch.numerics.options)
     elif first_norm is not None:
         normed = rms_norm(x, first_norm, eps)

@@ -109,6 +109,7 @@ def of_prompts(
     flat = normed.reshape(-1, normed.shape[-1])
     size = flat.shape[0]
     has_tokens = batch.ends > batch.starts
+    # A row is followed by the next row's token, but a piece's last row by its root; ``size`` drops an empty piece's.
     newest = jnp.where(has_tokens, batch.newest, size)
     next_tokens = jnp.roll(batch.tokens.ravel(), -1).at[newest].set(roots, mode="drop")
     block = min(BLOCK, size)

@@ -122,11 +122,12 @@ def target_tokens(logits: PartialSums, view: SlotView, offset: Int[Array, "batch
         return _sample(one_part, root, offset, sampling, None, None, view.implementation)
 
     # Compute each row as a separate batch, so that a row's bits do not depend on the number of rows.
-    partials = logits.own if isinstance(logits, OwnColumns) else logits
+    partials = logits.own if isinstance(logits, OwnColumns) else logits  # `OwnColumns` wrap a device's partial sums
     sums = reduce_partials(partials, jnp.float32).reshape(offset.size, -1)
     rows = replace(logits, own=sums) if isinstance(logits, OwnColumns) else sums
-    shared = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), (view.lengths, view.sampling))
-    arguments = rows, shared[0], offset.reshape(-1), shared[1]
+    of_sequences = view.lengths, view.sampling  # a root's position is the sequence's length
+    root, sampling = jax.tree.map(lambda field: jnp.repeat(field, offset.shape[1], axis=0), of_sequences)
+    arguments = rows, root, offset.reshape(-1), sampling
     return row_by_row_off_gpu(draw, *arguments, implementation=view.implementation).reshape(offset.shape)
 
 

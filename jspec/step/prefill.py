@@ -120,11 +120,12 @@ def _put(pieces: PromptPiece, all_: Array, values: Array) -> Array:
 def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotView) -> PromptBatch:
     """Assign the blocks of tokens to the pieces, in order; every piece begins with a block of its own."""
     count, rows = tokens.shape
-    taken = jnp.where(pieces.count > 0, -(-pieces.count // rows), 0)  # padding pieces have no tokens
-    ends = jnp.cumsum(taken)
-    piece = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
+    taken = jnp.where(pieces.count > 0, -(-pieces.count // rows), 0)  # blocks of a piece; padding pieces have none
+    end_blocks = jnp.cumsum(taken)
+    first_blocks = end_blocks - taken
+    piece = jnp.searchsorted(end_blocks, jnp.arange(count), side="right").astype(jnp.int32)
     of_block = partial(of_piece, piece=piece)
-    offset = rows * (jnp.arange(count) - of_block(ends - taken))  # of a block's first token in its piece
+    offset = rows * (jnp.arange(count) - of_block(first_blocks))  # of a block's first token in its piece
     first_row = jnp.where(piece < len(taken), of_block(pieces.start) + offset, 0).astype(jnp.int32)
     steps = jnp.arange(rows, dtype=jnp.int32)
     is_token = offset[:, None] + steps < of_block(pieces.count)[:, None]
@@ -139,7 +140,7 @@ def _blocks(pieces: PromptPiece, tokens: Int[Array, "blocks rows"], view: SlotVi
         piece=piece,
         starts=pieces.start,
         ends=pieces.start + pieces.count,
-        newest=jnp.maximum(rows * (ends - taken) + pieces.count - 1, 0),
+        newest=jnp.maximum(rows * first_blocks + pieces.count - 1, 0),
     )
 
 

@@ -85,14 +85,14 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def write_errors(folder: Path, checkpoints: list[int]) -> Iterator[None]:
+def write_errors(folder: Path, newest: list[int]) -> Iterator[None]:
     """Turn an error of writing in the context into an OSError that names the cause, the folder and what is left.
 
     Errors of the device, such as a memory that is full, are raised as they are.
 
     Args:
         folder: folder that is written.
-        checkpoints: newest step that has a checkpoint; empty: none has one.
+        newest: the newest step that has a checkpoint, alone in a list; empty: none has one.
     """
     logger = logging.getLogger("absl")
     level = logger.level
@@ -106,7 +106,7 @@ def write_errors(folder: Path, checkpoints: list[int]) -> Iterator[None]:
         texts = [os.strerror(cause) for cause in CAUSES]
         reason = next((text for text in texts if text in str(error)), str(error)[:200])
         free = shutil.disk_usage(folder).free
-        left = f"the checkpoint of step {checkpoints[-1]} is whole" if checkpoints else "there is no checkpoint yet"
+        left = f"the checkpoint of step {newest[0]} is whole" if newest else "there is no checkpoint yet"
         raise OSError(
             f"{folder}: expected to write there, got an error ({reason}; {free:,} bytes are free); {left}: make room "
             "and go on with --resume"

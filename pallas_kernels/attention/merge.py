@@ -16,7 +16,7 @@ from pallas_kernels.layers.quantize_rows import FP8, scaled_rows
 class MergeShape(NamedTuple):
     """The static sizes of one call of the merging kernel."""
 
-    splits: int  # splits that a Pallas program reads at once
+    at_once: int  # splits that a Pallas program reads at once
     channels: int  # channels of a Pallas program
     warps: int
 
@@ -48,14 +48,15 @@ def merge_kernel(
     Each split has weight 2**log_sum_exp.
     """
     query, batch, dim, splits = pl.program_id(1), pl.program_id(2), out_ref.shape[-1], parts_ref.shape[3]
-    head, block = (find(pl.program_id(0), shape.blocks(dim)) for find in (jax.lax.div, jax.lax.rem))
+    program, blocks = pl.program_id(0), shape.blocks(dim)
+    head, block = jax.lax.div(program, blocks), jax.lax.rem(program, blocks)
     channels = block * shape.channels + jnp.arange(shape.channels)
     is_channel = channels < dim
 
     def step(index, carry):
         # Online softmax over the splits, as in `online_softmax_update`.
         acc, top, total = carry
-        split = index * shape.splits + jnp.arange(shape.splits)
+        split = index * shape.at_once + jnp.arange(shape.at_once)
         exists = split < splits
         weight = pltriton.load(log_sum_exp_ref.at[batch, query, head, split], mask=exists, other=-jnp.inf)
         at = (batch, query, head, split[:, None], channels[None, :])
@@ -67,7 +68,7 @@ def merge_kernel(
         return acc, new_top, total * fade + jnp.sum(weight)
 
     empty = (jnp.zeros(channels.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0))
-    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(splits, shape.splits), step, empty)
+    acc, top, total = jax.lax.fori_loop(0, pl.cdiv(splits, shape.at_once), step, empty)
     if sinks_ref is not None:
         total += sink_weight(sinks_ref[head], top)
     out = (acc * (1.0 / jnp.where(total == 0, 1.0, total))).astype(out_ref.dtype)

@@ -24,7 +24,7 @@ def test_paged_attention_of_132_splits_matches_float64(length: int, start: int) 
     table, lengths = np.arange(1, PAGES + 1, dtype=np.int32)[None], np.array([length], np.int32)
     arrays = [on_device(array) for array in (q, k, v, table, lengths)]
     tiles = choose_tiles(arrays[0], arrays[1], arrays[3], None, Scores(start=start), new_rows=1, wide=True)
-    assert (tiles.splits, tiles.tile, MergeShape.of(tiles.splits, DIM).splits) == (PAGES, PAGE, 128)
+    assert (tiles.splits, tiles.tile, MergeShape.of(tiles.splits, DIM).at_once) == (PAGES, PAGE, 128)
 
     out = paged_attention(*arrays, None, on_device(sinks), start=start, implementation="pallas")
     right = attention(q, k, v, table, lengths, [[[0]]], start=start, sinks=sinks)

@@ -70,8 +70,9 @@ Rule = tuple[str, Callable[[Any], bool]]
 NUMBER: Rule = ("a number", _is_number)
 COUNT: Rule = ("an int >= 0", _is_count)
 TEXT: Rule = ("a text", TYPES["string"])
+SCHEMA: Rule = ("a schema (an object, true or false)", lambda v: isinstance(v, (bool, Mapping)))
 VALUES: dict[str, Rule] = {  # what each keyword's value must be, in words and as a test
-    **dict.fromkeys(SUBSCHEMAS, ("a schema (an object, true or false)", lambda v: isinstance(v, (bool, Mapping)))),
+    **dict.fromkeys(SUBSCHEMAS, SCHEMA),
     **dict.fromkeys(SUBSCHEMA_LISTS, ("a list of schemas, at least one", lambda v: isinstance(v, list) and v != [])),
     **dict.fromkeys(SUBSCHEMAS_BY_NAME, ("schemas by name", _is_by_name)),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNT),
@@ -190,7 +191,7 @@ def check(schema: Any, path: str = "#", levels: int = 0) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
-        _refuse(VALUES["items"][0], schema, f"{path}: ")
+        _refuse(SCHEMA[0], schema, f"{path}: ")
     if levels > MAX_LEVELS:
         _refuse(f"at most {MAX_LEVELS} schemas inside one another", path)
     for key, value in schema.items():

@@ -210,7 +210,10 @@ def _length(value: Any) -> int:
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields to store in another form than given, such as sequences as tuples and a schema as text."""
+    """Return the fields to store in another form than given, such as sequences as tuples and a schema as text.
+
+    Values of a wrong type stay as given, for `RULES` to refuse.
+    """
     values: dict[str, Any] = {}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
@@ -225,11 +228,12 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
         )
     if params.json_schema is not None:
         values["json_schema"] = json_schema.text_of(params.json_schema)
-    for name in ("regex", "grammar"):
+    for name in ("regex", "grammar"):  # stored as given; only checked, as `text_of` checks a schema
         if isinstance(getattr(params, name), str):
             json_schema.check_text(name, getattr(params, name))
     if isinstance(params.logit_bias, Mapping):
         copied = {_id_of(key): bias for key, bias in params.logit_bias.items()}  # keys from JSON are texts
+        # If two keys give one id, such as 5 and "5", keep the texts: `RULES` then refuses them.
         values["logit_bias"] = copied if len(copied) == len(params.logit_bias) else dict(params.logit_bias)
     return values
 

@@ -162,6 +162,8 @@ class MLA(Attention):
         assert layer.k_norm is not None and layer.k_up is not None
         cos_sin = tables(self.rope, self.rotated, batch.positions, batch.numerics)
         norm = partial(norm_columns, eps=self.eps, dtype=dtype, **batch.numerics.options)
+        # Columns of qkv (`params`): latent, rotated, query heads; with a query latent: query latent, latent, rotated.
+        # `unpack` takes an axis of parts, which normed columns lack: [None] and [0].
         if self.query_latent is None:
             rows = queries = batch.unpack(norm(qkv, layer.k_norm)[None])[0]
             first, first_query = 0, self.key_dim

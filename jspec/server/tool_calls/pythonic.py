@@ -81,14 +81,16 @@ def _read_token(reader: Reader, names: Collection[str] | None) -> Reading[str | 
     whole, begun = (STRING, STRING_BEGUN) if first in ("'", '"') else (RUN, RUN)
     while True:
         match = whole.match(reader.text, reader.at)
+        # A match that reaches the end of the text may go on in what comes next, such as 12 in 123 or "" in """a""".
         if match is not None and (match.end() < len(reader.text) or reader.ended):
             reader.at = match.end()
             return match.group() or None
         rest = reader.text[reader.at :]
         if reader.ended or len(rest) > MAX_CHARACTERS or not (match or begun.fullmatch(rest)):
-            return None
+            return None  # more text cannot make a token of it
         if names is not None and not any(name.startswith(rest) for name in names):
             return None
+        # A string that has begun ends at its quote; a line's end makes it wrong, unless it has triple quotes.
         yield from _wait(reader, "" if match else f"{first}\n")
 
 

@@ -89,10 +89,11 @@ def verify_costs(
     product = partial(matmul, rows=rows, widths=widths)
     costs = []
     for layer in c.layers:
-        own = _block(c, product, c.hidden_size)
-        own, mlp = own[:2], own[2:]
+        qkv, o, *mlp = _block(c, product, c.hidden_size)
+        own = [qkv, o]
         if isinstance(layer.attention, MLA):
-            declared = layer_params(LayerConfig(layer.attention, Dense(1)), c.hidden_size, c.hidden_size)
+            anything = Dense(1)  # only the attention's weights are read
+            declared = layer_params(LayerConfig(layer.attention, anything), c.hidden_size, c.hidden_size)
             sizes = {name: declared[name].shape for name in LATENT if name in declared}
             own = [product(name, out=shape[0], inner=shape[1]) for name, shape in sizes.items()]
         own += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp

@@ -43,7 +43,7 @@ def multiply_packed(
     tiles: tuple[Int4Tiles, Int4Tiles],
     interpret: Any,
 ) -> Array:
-    """Runs the Hopper kernel of packed experts twice; the first time it writes the rows of the blocks of the second.
+    """Runs the Hopper kernel of packed experts for gate and up, then for down, on the same blocks of gathered rows.
 
     Args:
         x, weights, factors, chosen, gate: as in `expert_mlp`.
@@ -58,6 +58,7 @@ def multiply_packed(
     fixed: dict[str, Any] = {"size": first.height, "kind": gate_up.kind, "interpret": bool(interpret)}
     rows, blocks, counts = gather_blocks(x.reshape(-1, x.shape[-1]), chosen.ravel(), down.shape[0], **fixed)
     run = functools.partial(multiply, blocks=(blocks, counts), choices=chosen.size, dtype=x.dtype, interpret=interpret)
+    # With ``order`` the first run returns what the second takes as x: rows by block, columns as down's kind needs them.
     inner = run(rows, gate_up, optional=named(bias=gate_up_bias), gate=gate, tiles=first, order=down.kind)
     sums = run(inner, down, optional=named(bias=down_bias, factors=factors), gate=None, tiles=second)
     return sums.reshape(second.parts, *chosen.shape, -1)

@@ -81,7 +81,10 @@ def products(packed: Array, scale: Array, interpret: bool) -> tuple[Array, Array
         low, high = (numbers(values).astype(jnp.bfloat16) * wide for values in (packed & 15, packed >> 4))
         return low, high
     halves = []
-    for left in (4, 0):
+    # In each half of ``pair`` a byte is bits 8 to 15: the low value's sign is bit 11, the high value's bit 15. The sign
+    # goes to bit 15, and the three bits below it to bits 6 to 8, the mantissa's first and the exponent's last two.
+    # ``most`` is 2^126; ``none`` is -0, to which a zero of either sign is added without losing its sign.
+    for left in (4, 0):  # the low values, the high values
         lines = [".reg .b32 word, pair, sign, none, most; mov.b32 none, 0x80008000; mov.b32 most, 0x7E807E80"]
         for result, selector in enumerate(("0x1404", "0x3424")):  # two bytes of the word, each with a zero before it
             lines.append(f"prmt.b32 pair, $2, 0, {selector}")
