@@ -200,10 +200,15 @@ class MemoryPlanner:
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
         two, three = (self.plan(replace(pool, pages=pages)).total for pages in (2, 3))
-        state = jax.eval_shape(lambda p: init_state(self.program, p, replace(pool, pages=1)), self.params)
-        caches = jax.tree.leaves(_caches((state.target, state.draft)))
-        addressable = min(((MAX_POOL_ELEMENTS - 1) // leaf.size for leaf in caches), default=MAX_POOL_ELEMENTS)
+        one_page, two_pages = (self._cache_sizes(replace(pool, pages=pages)) for pages in (1, 2))
+        of_page = [more - size for size, more in zip(one_page, two_pages, strict=True) if more > size]
+        addressable = min(((MAX_POOL_ELEMENTS - 1) // size for size in of_page), default=MAX_POOL_ELEMENTS)
         return min(2 + (limit - two) // (three - two), addressable)
+
+    def _cache_sizes(self, pool: PoolShape) -> list[int]:
+        """Return the number of elements of each array of the layers' states."""
+        state = jax.eval_shape(lambda p: init_state(self.program, p, pool), self.params)
+        return [leaf.size for leaf in jax.tree.leaves(_caches((state.target, state.draft)))]
 
     def fewest_pages(self, pool: PoolShape) -> int:
         """Return the smallest acceptable number of pages: the user's, or enough for one request of ``max_len`` tokens.

@@ -34,7 +34,7 @@ def layer_params(layer: LayerConfig, hidden: int, inputs: int, norm_dtype: str |
         norm_dtype: dtype of the norms; None: that of the model.
     """
     mixer = layer.mixer.params(hidden, inputs, norm_dtype)
-    params = {name: mixer.pop(name) for name in ("qkv", "o")} | _mlp_params(layer.mlp, hidden)
+    params = {name: mixer.pop(name) for name in ("qkv", "o") if name in mixer} | _mlp_params(layer.mlp, hidden)
     if layer.has_pre_norms:
         params["mlp_norm"] = norm(hidden, dtype=norm_dtype)
     if layer.has_post_norms:
