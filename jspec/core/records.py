@@ -32,7 +32,8 @@ from jspec.core.sampling import Sampling
 class LayerState:
     """What a layer keeps of the tokens of all slots from one step to the next.
 
-    Its kinds are pytrees, such as `jspec.models.parts.kv_pool.KVPool`. The state of a model is a list of them, one a layer.
+    Its kinds are pytrees, such as `jspec.models.parts.kv_pool.KVPool`. The state of a model is a list of them, one a
+    layer.
     """
 
     def specs(self, axis: str) -> Any:

@@ -86,7 +86,7 @@ def _middleware(settings: Settings, counts: Counts, paths: frozenset[str]) -> li
 
 @contextlib.asynccontextmanager
 async def _running(service: Service) -> AsyncIterator[None]:
-    """Run the engine's thread, and compile what the settings ask for, while the application runs."""
+    """Serve, and compile what the settings ask for, while the application runs."""
     service.calls.start()
     warming: asyncio.Task[None] | None = None
     if service.settings.warm:
@@ -97,7 +97,7 @@ async def _running(service: Service) -> AsyncIterator[None]:
     finally:
         if warming is not None:
             warming.cancel()
-        await asyncio.to_thread(service.close)
+        service.close()
 
 
 async def _warm(service: Service) -> None:

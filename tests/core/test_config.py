@@ -14,6 +14,7 @@ from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import read_config
 from jspec.models.mixers.gqa import GQA
+from jspec.models.mixers.mla import MLA
 from jspec.models.mlps.mlp_config import Dense
 from jspec.models.parts.rope import Rope
 from tests.support.folders import EAGLE, HEAD, TARGET, without
@@ -171,3 +172,13 @@ def test_config_without_the_records_of_layers_raises_naming_the_key():
     for config in (read_config(TARGET), read_head(HEAD, "eagle3")):
         with pytest.raises(ValueError, match="missing layers"):
             type(config).from_json(without(config.to_json(), "layers"))
+
+
+def test_latent_attention_takes_another_rotary_base_and_number_of_layers() -> None:
+    latent = replace(LAYER, mixer=MLA(4, 48, 16, 16, 32, 0.2, rope=Rope(10000.0)))
+    sizes: dict[str, Any] = dict(family="llama", tie_word_embeddings=False, max_position=64)
+    config = ModelConfig(vocab_size=8, hidden_size=16, layers=(latent,) * 2, norm_eps=1e-5, **sizes).with_theta(5e5)
+    assert [layer.attention.rope.theta for layer in config.layers] == [5e5] * 2
+    assert config.resized(num_layers=3).layers == (config.layers[0],) * 3
+    with pytest.raises(TypeError, match="kv_heads"):
+        config.resized(num_kv_heads=2)

@@ -332,7 +332,7 @@ def test_engine_thread_whose_outlet_fails_ends_its_requests() -> None:
     assert request.finish_reason == "error" and not engine.healthy
     with pytest.raises(RuntimeError, match="has ended"):
         engine.threads.submit({"b": other}, fails)
-    with pytest.raises(RuntimeError, match="restart the process"):
+    with pytest.raises(RuntimeError, match="ended by an error; make a new engine"):
         engine.generate(PROMPTS[0])
     engine.close()
     assert engine.core.runner.state is None
@@ -390,3 +390,51 @@ def test_request_aborted_before_the_engine_thread_takes_it_is_delivered(engine: 
         by_hand.step()
     received.wait(["aborted"])
     assert received.reasons("aborted") == ["abort"] * 2 and not received.by_key["aborted"][0].chunk.token_ids
+
+
+def test_calls_that_fail_while_the_engine_thread_ends_lose_no_request() -> None:
+    """The first error ends the thread; behind it are a call that fails too, and a request."""
+    engine, gate = paper.byte_engine(), threading.Event()
+
+    def fail() -> None:
+        raise ValueError("a call that fails")
+
+    engine.generate("a", SamplingParams(max_tokens=1))  # starts the thread
+    engine.threads.call(gate.wait)
+    engine.threads.call(fail)
+    engine.threads.call(fail)
+    request = engine.submit("b", SamplingParams(max_tokens=1))
+    gate.set()
+    engine.result(request)
+    assert request.finish_reason == "error" and isinstance(request.error, RuntimeError)
+    with pytest.raises(RuntimeError, match="thread has ended by an error; make a new engine") as caught:
+        engine.generate("c", SamplingParams(max_tokens=1))
+    assert "a call that fails" in str(caught.value.__cause__)
+
+
+def test_compilation_that_cannot_start_a_thread_is_the_error_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = paper.byte_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.threads._compiler, "submit", submit)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            engine.generate("a", SamplingParams(max_tokens=1))
+    (done,) = engine.generate("a", SamplingParams(max_tokens=1))
+    assert done.finish_reason == "length"
+
+
+def test_thread_that_makes_the_turns_is_refused_as_a_caller_that_waits() -> None:
+    engine = paper.byte_engine()
+    with ByHand(engine) as hand:
+        for wait in (lambda: engine.generate("a"), lambda: next(engine.stream("a"))):
+            with pytest.raises(RuntimeError, match="thread that may wait for the engine"):
+                wait()
+        assert engine.metrics.num_prompt_tokens == 0, "what does not wait for the thread works"
+        request = hand.submit("a", SamplingParams(max_tokens=2))
+        assert hand.result(request).finish_reason == "length"
+    assert len(engine.generate("a", SamplingParams(max_tokens=2))[0].token_ids) == 2
+    engine.close()
+    with pytest.raises(RuntimeError, match="expected a running engine thread"), ByHand(engine):
+        pass

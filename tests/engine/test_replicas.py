@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jspec import Eagle3, Engine, Replicas, SamplingParams, Tree
 from jspec.engine.callers import replica_threads
 from jspec.engine.callers.replica_threads import BUSIER, choose
+from jspec.engine.input.input_processor import InputProcessor
 from jspec.engine.request.metrics import Metrics
 from jspec.engine.run.errors import RESTART
 from pallas_kernels.layers.shard import AXIS
@@ -340,7 +341,9 @@ def test_key_or_request_that_a_replica_has_is_refused_by_all(two: Replicas) -> N
 # -- the replicas as an object
 
 
-def test_close_ends_open_requests_and_refuses_new_ones() -> None:
+def test_close_ends_open_requests_and_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, close = list[InputProcessor](), InputProcessor.close
+    monkeypatch.setattr(InputProcessor, "close", lambda self: (closed.append(self), close(self)))
     with Replicas(paper.byte_engine, devices()) as two:
         with held(two.engines[0]), held(two.engines[1]):
             asked = [two.submit("abc", max_tokens=60) for _ in range(12)]
@@ -356,6 +359,7 @@ def test_close_ends_open_requests_and_refuses_new_ones() -> None:
         with pytest.raises(TypeError, match="Replicas: expected an object that can be copied or pickled"):
             pickle.dumps(two)
     assert all(engine.core.runner.state is None for engine in two.engines)
+    assert two.input_processor in closed, "it has processes that compile grammars"
 
 
 def test_replicas_that_nobody_holds_end_their_threads_and_free_their_memory() -> None:

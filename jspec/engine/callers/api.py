@@ -12,14 +12,14 @@ from jspec.core.engine_options import EngineOptions
 from jspec.core.foreign_names import check_names
 from jspec.core.shorten import short
 from jspec.draft.named import DrafterSource, make_drafter
-from jspec.engine.callers.engine_thread import EngineThread
+from jspec.engine.callers.engine_thread import ENDED, EngineThread
 from jspec.engine.callers.text_generator import OPTIONS, TextGenerator
 from jspec.engine.input.caller_input import PARAMETERS, read_ids
 from jspec.engine.input.input_processor import InputProcessor
 from jspec.engine.request.metrics import Metrics
 from jspec.engine.request.request import Request
 from jspec.engine.run.build import build_core, engine_config, model_options
-from jspec.engine.run.errors import RESTART
+from jspec.engine.run.errors import RESTART, caused_by
 from jspec.engine.run.prometheus import exposition
 from jspec.engine.schedule.draft_length import Policy
 from jspec.engine.schedule.program_choice import Features, gathering
@@ -162,6 +162,8 @@ class Engine(TextGenerator):
         if self.threads.is_closed:
             raise RuntimeError("this engine is closed; make a new one")
         self.core.runner.calls.check_serves()
+        if self.threads.error is not None:
+            raise caused_by(self.threads.error, ENDED)
         if not self.healthy:
             raise RuntimeError(RESTART)
 

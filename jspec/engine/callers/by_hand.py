@@ -30,12 +30,16 @@ class ByHand:
             waits.set()
             self._is_over.wait()
 
-        self.engine.threads.start()
-        self.engine.threads.call(wait)
+        threads = self.engine.threads
+        threads.check_open()
+        threads.start()
+        threads.call(wait)
         waits.wait()
+        threads.turned_by = threading.current_thread()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.engine.threads.turned_by = None
         self._is_over.set()
 
     def submit(self, prompt: Prompt, params: Any = None, **fields: Any) -> Request:

@@ -59,6 +59,7 @@ class Clients(ABC):
     def _submitted(self, requests: Sequence[Request], outlet: Outlet, *, whole: bool) -> Iterator[None]:
         """Submit requests; when the context ends, what has not ended is aborted."""
         asked = {object(): request for request in requests}
+        self._check_thread()
         try:
             self._check_open()
             self.threads.submit(asked, outlet, whole=whole)
@@ -123,6 +124,7 @@ class Clients(ABC):
 
     def _wait(self, request: Request) -> None:
         """Wait until a submitted request has ended."""
+        self._check_thread()
         self._ending_of("result", request).wait()
         self.threads.warn()
         raise_refusal([request])
@@ -133,6 +135,14 @@ class Clients(ABC):
         self.threads.abort(ending)
         if not self.threads.is_current:
             ending.wait()
+
+    def _check_thread(self) -> None:
+        """Raise a RuntimeError in the thread that makes the engine's turns, which would wait for itself."""
+        if self.threads.is_current:
+            raise RuntimeError(
+                "expected a thread that may wait for the engine, got the one that runs its steps, as in a callback or "
+                "in ByHand; submit requests from another thread, or step by hand"
+            )
 
     def _ending_of(self, call: str, request: Request) -> Ending:
         self.threads.check_process()

@@ -65,6 +65,7 @@ class Deliveries:
         self._notify = notify
         self._lock = threading.Lock()  # protects the submissions
         self._submissions: dict[Key, SubmittedRequest] = {}
+        self._submitted: set[Request] = set()  # the requests of these
         # Only the engine's thread uses these.
         self._keys: dict[Request, Key] = {}  # of each completion that has not ended
         self._watch = Watch()  # of these completions
@@ -79,6 +80,7 @@ class Deliveries:
         with self._lock:
             self._check_new(asked)
             self._submissions |= {key: SubmittedRequest(one, outlet, whole, now) for key, one in asked.items()}
+            self._submitted |= set(asked.values())
 
     def check_new(self, asked: Mapping[Key, Request]) -> None:
         """Raise the errors of `add`."""
@@ -86,12 +88,11 @@ class Deliveries:
             self._check_new(asked)
 
     def _check_new(self, asked: Mapping[Key, Request]) -> None:
-        submitted = {one.request for one in self._submissions.values()}
         for key, request in asked.items():
             if key in self._submissions:
                 raise ValueError(f"submit: key: expected one that no unfinished request has, got {short(key)}")
             is_used = request.finish_reason is not None or request.output.queued_at is not None
-            if is_used or request in submitted:
+            if is_used or request in self._submitted:
                 raise ValueError(f"submit: expected a request that was not submitted before, got request {request.id}")
 
     def unfinished(self) -> list[Request]:
@@ -131,12 +132,12 @@ class Deliveries:
     def deliver(self, samples: Sequence[Request]) -> None:
         """Hand the new output of completions to their outlets; raise the error of one that fails after all others."""
         by_outlet: dict[Outlet, list[Delivery]] = defaultdict(list)
-        for sample in samples:
-            outlet = self._submissions[self._keys[sample]].outlet
-            by_outlet[outlet].append(self._delivery(sample))
         with ExitStack() as stack:
-            for outlet, deliveries in by_outlet.items():
-                stack.callback(outlet, deliveries)
+            for sample in samples:
+                outlet = self._submissions[self._keys[sample]].outlet
+                if outlet not in by_outlet:
+                    stack.callback(outlet, by_outlet[outlet])
+                by_outlet[outlet].append(self._delivery(sample))
 
     def _is_ready(self, sample: Request) -> bool:
         """Return whether a completion's next chunk is wanted now, and cheap to make.
@@ -163,7 +164,7 @@ class Deliveries:
             last = not any(other in self._keys for other in self._submissions[key].request.samples)
         if last:
             with self._lock:
-                del self._submissions[key]
+                self._submitted.discard(self._submissions.pop(key).request)
         return Delivery(key, chunk, sample.error, last)
 
     def close(self) -> None:

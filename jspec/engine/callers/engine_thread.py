@@ -58,6 +58,7 @@ class EngineThread:
         self._stopped = False
         self._ended = False  # whether the thread takes no more calls
         self._error: BaseException | None = None  # the error that ended the thread
+        self.turned_by: threading.Thread | None = None  # thread that makes the turns by hand, while this one waits
 
     # -- calls of any thread
 
@@ -81,11 +82,15 @@ class EngineThread:
             ValueError: a request was submitted before, or a key is in use.
         """
         with self._lock:
-            if self._stopped:
-                raise RuntimeError("submit: expected a running engine thread, got one that has ended; make a new one")
+            self.check_open()
             self._deliveries.add(asked, outlet, whole=whole)
             self.call(lambda: self._queue(self._deliveries.track(list(asked))))
         self.start()
+
+    def check_open(self) -> None:
+        """Raise a RuntimeError if the thread has ended."""
+        if self._stopped:
+            raise RuntimeError("submit: expected a running engine thread, got one that has ended; make a new one")
 
     def check_new(self, asked: Mapping[Key, Request]) -> None:
         """Raise a ValueError if a request was submitted before, or if its key is in use."""
@@ -138,8 +143,8 @@ class EngineThread:
 
     @property
     def is_current(self) -> bool:
-        """Return whether this is the calling thread."""
-        return self._thread is threading.current_thread()
+        """Return whether the calling thread makes the turns."""
+        return (self.turned_by or self._thread) is threading.current_thread()
 
     @property
     def num_running(self) -> int:
@@ -155,6 +160,11 @@ class EngineThread:
     def healthy(self) -> bool:
         """Return whether requests can be served: the engine has its state on the device, and the thread takes calls."""
         return not self.has_failed and not self._stopped
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the thread; None: it runs, or was closed."""
+        return self._error
 
     @property
     def has_failed(self) -> bool:
@@ -206,6 +216,16 @@ class EngineThread:
             while time.perf_counter() < end:
                 self._calls.get_nowait()()
 
+    def _take_last_calls(self) -> None:
+        """Carry out the calls that are left; the error of one is logged, because those behind it must not be lost."""
+        with contextlib.suppress(Empty):
+            while True:
+                call = self._calls.get_nowait()
+                try:
+                    call()
+                except Exception:
+                    logger.exception("a call failed while the engine's thread ended")
+
     def _queue(self, samples: Sequence[Request]) -> None:
         """Queue the completions that are not aborted, once the programs of their prefills are compiled."""
         runner = self.core.runner
@@ -248,7 +268,10 @@ class EngineThread:
             else:
                 self._calls.put(partial(then, samples))
 
-        self._compiler.submit(work)
+        try:
+            self._compiler.submit(work)
+        except RuntimeError as error:  # no thread can be started, or the interpreter ends
+            self._refuse(samples, error)
 
     def _refuse(self, samples: Sequence[Request], error: Exception) -> None:
         """End completions whose programs cannot be compiled."""
@@ -275,14 +298,16 @@ class EngineThread:
         """
         with self._lock:
             self._stopped = self._ended = True
-        self._take_calls()
+        self._take_last_calls()
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        unfinished = self._deliveries.tracked()
-        if error is None:
-            self._abort_all(unfinished)
-        else:
-            self.core.fail(unfinished, caused_by(error, ENDED))
-        self._deliveries.close()
+        unfinished = [sample for sample in self._deliveries.tracked() if sample.finish_reason is None]
+        try:
+            if error is None:
+                self._abort_all(unfinished)
+            else:
+                self.core.fail(unfinished, caused_by(error, ENDED))
+        finally:
+            self._deliveries.close()
 
 
 def _nothing() -> None: ...  # wakes the thread

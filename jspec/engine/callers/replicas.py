@@ -123,6 +123,7 @@ class Replicas(TextGenerator):
     def close(self) -> None:
         """Abort all requests, end the threads and free the device memory."""
         self._end()
+        self.input_processor.close()
 
     def __repr__(self) -> str:
         return f"Replicas({'' if self._end.alive else 'closed, '}{len(self.engines)} x {self.engines[0]!r})"

@@ -1,4 +1,4 @@
-"""Tells a caller at which of its requests to look after a step: thousands may wait, of which a few run."""
+"""Tells which requests have new output after a step: thousands may wait, of which a few run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from jspec.engine.run.output_processor import make_chunk
 
 
 class Watch:
-    """The requests whose output one caller takes. After a step the caller looks only at those that have started.
+    """The requests whose output is delivered. After a step only those are looked at that have started.
 
-    A request starts before its first output, or before its end if it has none. It counts as started until the caller
-    has seen its end, so the caller misses no change that a step of another thread or an interrupted step makes.
+    A request starts before its first output, or before its end if it has none. It counts as started until its end was
+    delivered.
 
     Args:
         requests: requests that are not queued yet.
 
     Attributes:
-        num_sent: number of tokens sent so far of each request whose end the caller has not seen.
-        started: those of these requests that have started, in this order; the threads that run steps add to it.
+        num_sent: number of tokens sent so far of each request whose end was not delivered.
+        started: those of these requests that have started, in this order.
     """
 
     def __init__(self, requests: Sequence[Request] = ()) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self.add(requests)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests that are not queued yet; the engine's lock must be held if other threads may abort them."""
+        """Add requests that are not queued yet."""
         for request in requests:
             self.num_sent[request] = 0
             request.output.before_change = self.start
@@ -36,7 +36,7 @@ class Watch:
                 self.start(request)
 
     def start(self, request: Request) -> None:
-        """Note that a request's output is about to change; called in the thread that changes it."""
+        """Note that a request's output is about to change."""
         self.started[request] = None
 
     def needing_rounds(self) -> list[Request]:

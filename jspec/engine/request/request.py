@@ -215,9 +215,8 @@ class Request:
 
     def tell(self) -> None:
         """Tell the caller that takes the output, if there is one, that the output is about to change."""
-        before_change = self.output.before_change  # read once: a garbage collection here may close the caller's stream
-        if before_change is not None:
-            before_change(self)
+        if self.output.before_change is not None:
+            self.output.before_change(self)
 
     def tokens_between(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the tokens of prompt and output at positions ``start`` to ``stop - 1``."""

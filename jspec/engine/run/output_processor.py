@@ -107,7 +107,7 @@ def _rounds(request: Request, start: int, end: int) -> list[Round] | None:
 def make_chunk(request: Request, start: int) -> Chunk:
     """Make a chunk of a request's output that begins at output token ``start``.
 
-    Another thread may step the engine meanwhile: a step appends a token's text last, after its other values.
+    A step appends a token's text last, after its other values.
     """
     output, reason = request.output, request.finish_reason  # once this is set, the output is complete
     end = len(output.pieces) if reason is None else len(output.token_ids)

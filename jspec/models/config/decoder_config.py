@@ -73,11 +73,6 @@ def _read_mixer(fields: Fields) -> Mixer:
     return from_json(next((kind for field, kind in MIXERS.items() if field in fields), GQA), fields)
 
 
-def _with_mixer(layer: Fields) -> Fields:
-    """Return the JSON values of a layer, whose mixer has the name "attention" in folders of earlier versions."""
-    return Fields({"mixer" if name == "attention" else name: value for name, value in layer.items()}, layer.place)
-
-
 READERS: dict[str, Callable[[Fields, str], Any]] = {  # annotation of a field: reader of its JSON value
     "int": lambda fields, name: fields.integer(name, least=0),
     "int | None": lambda fields, name: None if fields[name] is None else fields.integer(name, least=0),
@@ -206,7 +201,7 @@ class DecoderConfig:
         attention = {field: changes.pop(name) for name, field in ATTENTION.items() if name in changes}
         mlp = {"width": changes.pop("intermediate_size")} if "intermediate_size" in changes else {}
         layers = [
-            replace(layer, mixer=replace(layer.gqa, **attention), mlp=replace(layer.mlp, **mlp))
+            replace(layer, mixer=layer.attention.replaced(**attention), mlp=replace(layer.mlp, **mlp))
             for layer in (self.layers if count == self.num_layers else self.layers[:1] * count)
         ]
         return replace(self, layers=tuple(layers), **changes)

@@ -58,7 +58,11 @@ class Attention(Mixer):
 
     def for_length(self, max_len: int) -> Self:
         """Return the attention with the rotary embedding for ``max_len`` tokens; `Mixer.for_length`."""
-        return replace(self, rope=self.rope.for_length(max_len))  # type: ignore[type-var]
+        return self.replaced(rope=self.rope.for_length(max_len))
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields."""
+        return replace(self, **changes)  # type: ignore[type-var]
 
     def state(self, pool: PoolShape, dtype: str) -> KVPool:
         """Make pools of zeros; `Mixer.state`."""
