@@ -18,7 +18,7 @@ from tests.support import serving, tool_serving
 SCRIPT = Path(__file__).parent / "clients" / "openai.mjs"
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-SEEDED: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 7}
+SEEDED: dict[str, Any] = {"max_tokens": 64, "temperature": 0.8, "seed": 7}
 ANSWER = 'Look: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
