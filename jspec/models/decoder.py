@@ -168,7 +168,7 @@ def forward(
         normed = rms_norm(x, first_norm, eps)
     new_cache = []
 
-    def mix(index: int, normed: Inputs) -> Inputs:
+    def mix(index: int, normed: Inputs) -> Any:
         mixer, layer = model.config.layers[index].mixer, model.layers[index]
         mixed, state = mixer.mix(layer, normed, cache[index], batch, x.dtype, eps=eps)
         new_cache.append(state)

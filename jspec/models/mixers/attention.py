@@ -72,7 +72,7 @@ class Attention(Mixer):
 
     def mix(
         self, layer: LayerWeights, x: Inputs, state: KVPool, batch: TokenBatch, dtype: jnp.dtype, *, eps: float
-    ) -> tuple[Inputs, KVPool]:
+    ) -> tuple[Any, KVPool]:
         """Project, write keys and values, and attend; `Mixer.mix`."""
         return self.mix_projected(layer, product(batch.numerics)(x, layer.qkv), state, batch, dtype, eps=eps)
 

@@ -226,7 +226,7 @@ class GQA(Attention):
 
     def _transform(
         self, layer: LayerWeights, qkv: PartialSums, batch: TokenBatch, dtype: jnp.dtype, eps: float
-    ) -> tuple[PartialSums, HeadTransform]:
+    ) -> tuple[Any, HeadTransform]:
         """Return the fused projection, not packed, and the bias, norms and rotation that it still needs."""
         qkv = batch.unpack(qkv)
         cos_sin = tables(self.rope, self.head_dim, batch.positions, batch.numerics)

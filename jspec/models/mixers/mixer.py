@@ -91,7 +91,7 @@ class Mixer:
         dtype: jnp.dtype,
         *,
         eps: float,
-    ) -> tuple[Inputs, Any]:
+    ) -> tuple[Any, Any]:
         """Mix the tokens of a batch with those before them, and write what the state keeps of them.
 
         Args:
