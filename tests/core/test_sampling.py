@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ def test_packed_row_has_the_bytes_of_its_fields_in_order() -> None:
 
 def test_unpacked_rows_have_the_bits_and_dtypes_of_the_packed_ones() -> None:
     packed = np.stack([row().pack(), Sampling.row(seed=(1, 2)).pack()])
-    rows = Sampling.unpack(packed)
+    rows = Sampling.unpack(jnp.asarray(packed))
     for name, field in Sampling.fields().items():
         values = np.asarray(getattr(rows, name))
         assert values.dtype == field.dtype and values.shape == (2, *field.shape)
