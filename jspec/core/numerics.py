@@ -29,5 +29,21 @@ class Numerics:
         return Numerics(self.implementation)
 
 
+class WithNumerics:
+    """A record with a field ``numerics``, whose values it has as attributes too."""
+
+    numerics: Numerics
+
+    @property
+    def implementation(self) -> str:
+        """The kernel implementation."""
+        return self.numerics.implementation
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's bits depend on no other row."""
+        return self.numerics.deterministic
+
+
 AUTO = Numerics()
 REFERENCE = Numerics("reference")  # also for training, because kernels have no gradients

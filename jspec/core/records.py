@@ -24,7 +24,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jspec.core.accept_rule import AcceptRule
-from jspec.core.numerics import Numerics
+from jspec.core.numerics import Numerics, WithNumerics
 from jspec.core.packing import Packing
 from jspec.core.sampling import Sampling
 
@@ -106,7 +106,7 @@ class SlotState:
 
 
 @struct.dataclass
-class SlotView:
+class SlotView(WithNumerics):
     """The state of the slots in a step's batch, gathered from `SlotState` when the step starts; no layer's state."""
 
     slots: Int[Array, "batch"]  # slot index of each row; S for padding rows
@@ -126,19 +126,9 @@ class SlotView:
     processor: Any = struct.field(pytree_node=False, default=None)  # user's `jspec.sampling.logits_processor`
     noise: Float[Array, "batch depths vocab"] | None = None  # `jspec.sampling.sampler.with_noise`
 
-    @property
-    def implementation(self) -> str:
-        """The kernel implementation."""
-        return self.numerics.implementation
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a row's bits depend on no other row."""
-        return self.numerics.deterministic
-
 
 @struct.dataclass
-class TokenBatch:
+class TokenBatch(WithNumerics):
     """Tokens for one forward pass, and the cache rows that receive the tokens' keys and values.
 
     Token t of sequence b has cache row ``first_row[b] + t``. It attends to all cache rows before ``base[b]``, and to
@@ -163,16 +153,6 @@ class TokenBatch:
     window: int | None = struct.field(pytree_node=False, default=None)  # number of newest rows attended to; None: all
     paths: Int[Array, "batch tokens depths"] | None = None  # visible node at each depth, for deterministic attention
     packing: Packing | None = None  # tokens that the matrix products see, as rows of one sequence; None: all tokens
-
-    @property
-    def implementation(self) -> str:
-        """The kernel implementation."""
-        return self.numerics.implementation
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a row's bits depend on no other row."""
-        return self.numerics.deterministic
 
     def pad(self, more: int) -> TokenBatch:
         """Return this batch with ``more`` padding tokens per sequence, which are neither written nor attended to.

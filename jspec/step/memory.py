@@ -147,10 +147,16 @@ class MemoryPlanner:
 
     def plan(self, pool: PoolShape) -> MemoryPlan:
         """Plan the memory of an engine whose KV pools have the given shapes."""
+        return self._plan_of(pool, self._state(pool))
+
+    def _state(self, pool: PoolShape) -> SlotState:
+        """Return the shapes of the slot state."""
+        return jax.eval_shape(lambda p: init_state(self.program, p, pool), self.params)
+
+    def _plan_of(self, pool: PoolShape, state: SlotState) -> MemoryPlan:
         target = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.target)}
         draft = {id(leaf): leaf for leaf in jax.tree.leaves(self.params.draft) if id(leaf) not in target}
         weights = tree_bytes(target), tree_bytes(draft)
-        state: SlotState = jax.eval_shape(lambda p: init_state(self.program, p, pool), self.params)
         draft_pool = tree_bytes(_caches(state.draft))
         return MemoryPlan(
             target_weights=weights[0],
@@ -199,16 +205,13 @@ class MemoryPlanner:
 
     def pages_that_fit(self, pool: PoolShape, limit: int) -> int:
         """Return the largest number of pages whose plan fits into ``limit`` bytes; less than 2 if no number fits."""
-        two, three = (self.plan(replace(pool, pages=pages)).total for pages in (2, 3))
-        one_page, two_pages = (self._cache_sizes(replace(pool, pages=pages)) for pages in (1, 2))
-        of_page = [more - size for size, more in zip(one_page, two_pages, strict=True) if more > size]
+        pools = [replace(pool, pages=pages) for pages in (2, 3)]
+        states = [self._state(pool) for pool in pools]
+        two, three = (self._plan_of(*pair).total for pair in zip(pools, states, strict=True))
+        less, more = (jax.tree.leaves(_caches((state.target, state.draft))) for state in states)
+        of_page = [b.size - a.size for a, b in zip(less, more, strict=True) if b.size > a.size]
         addressable = min(((MAX_POOL_ELEMENTS - 1) // size for size in of_page), default=MAX_POOL_ELEMENTS)
         return min(2 + (limit - two) // (three - two), addressable)
-
-    def _cache_sizes(self, pool: PoolShape) -> list[int]:
-        """Return the number of elements of each array of the layers' states."""
-        state = jax.eval_shape(lambda p: init_state(self.program, p, pool), self.params)
-        return [leaf.size for leaf in jax.tree.leaves(_caches((state.target, state.draft)))]
 
     def fewest_pages(self, pool: PoolShape) -> int:
         """Return the smallest acceptable number of pages: the user's, or enough for one request of ``max_len`` tokens.

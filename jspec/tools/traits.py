@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Sequence
 
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
-from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mlps.mlp_config import Dense, Experts
 
 NORMS = {
@@ -23,27 +21,24 @@ def describe_layers(config: DecoderConfig) -> list[str]:
     The norms of heads are left out, because those of their first layer depend on the method.
     """
     layers = config.layers
-    parts = dict.fromkeys(part for layer in layers for part in layer.mixer.describe())
+    mixers = [layer.mixer.describe() for layer in layers]
+    parts = dict.fromkeys(part for words in mixers for part in words)
     lines = [
-        *(f"{part}: {_forms(layers, partial(_mixer, part))}" for part in parts),
-        f"feed-forward: {_forms(layers, lambda layer: _feed_forward(layer.mlp))}",
+        *(f"{part}: {_forms([words.get(part, 'none') for words in mixers])}" for part in parts),
+        f"feed-forward: {_forms([_feed_forward(layer.mlp) for layer in layers])}",
     ]
     if isinstance(config, ModelConfig):
-        lines.append(f"norms: {_forms(layers, lambda layer: NORMS[layer.norms])}")
+        lines.append(f"norms: {_forms([NORMS[layer.norms] for layer in layers])}")
     factors = _factors(config)
     return [*lines, f"factors: {', '.join(factors)}"] if factors else lines
 
 
-def _forms(layers: tuple[LayerConfig, ...], form: Callable[[LayerConfig], Hashable]) -> str:
-    """Describe the form of a part in each layer, with the number of layers if there are several forms."""
-    counts = Counter(map(form, layers))
+def _forms(forms: Sequence[str]) -> str:
+    """Describe the form that a part has in each layer, with the number of layers if there are several forms."""
+    counts = Counter(forms)
     if len(counts) == 1:
-        return str(next(iter(counts)))
-    return "; ".join(f"{text} in {count} of {len(layers)} layers" for text, count in counts.items())
-
-
-def _mixer(part: str, layer: LayerConfig) -> str:
-    return layer.mixer.describe().get(part, "none")
+        return forms[0]
+    return "; ".join(f"{text} in {count} of {len(forms)} layers" for text, count in counts.items())
 
 
 def _feed_forward(config: Dense | Experts) -> str:

@@ -393,7 +393,7 @@ def test_request_aborted_before_the_engine_thread_takes_it_is_delivered(engine: 
 
 
 def test_calls_that_fail_while_the_engine_thread_ends_lose_no_request() -> None:
-    """The first error ends the thread; behind it are a call that fails too, and a request."""
+    """The first error ends the thread, while another call that fails and a request are in the queue."""
     engine, gate = paper.byte_engine(), threading.Event()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""The host's time of a turn of the engine thread, over programs that compute nothing and return at once."""
+"""Measures the CPU time of an engine's turns with programs that compute nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _answer(rows: int, length: int, accepted: int, ids: Sequence[int]) -> Callab
 
 
 def cpu_seconds(engines: Sequence[Engine], contexts: Sequence[int], depth: int, blocks: int) -> np.ndarray:
-    """Return the median CPU time of a turn of each engine [engines, blocks], whose rows all have a context's length.
+    """Return the median CPU seconds of a turn, [engines, blocks]; all rows of an engine have its context's length.
 
     The engines alternate turn by turn, so a slow phase of the machine affects all of them.
     """

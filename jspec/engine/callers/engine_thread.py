@@ -217,7 +217,7 @@ class EngineThread:
                 self._calls.get_nowait()()
 
     def _take_last_calls(self) -> None:
-        """Carry out the calls that are left; the error of one is logged, because those behind it must not be lost."""
+        """Carry out the calls still in the queue; log the error of one, so that the next ones run too."""
         with contextlib.suppress(Empty):
             while True:
                 call = self._calls.get_nowait()

@@ -54,15 +54,16 @@ def _json(value: Any) -> Any:
 def _read_layers(fields: Fields, name: str) -> tuple[LayerConfig, ...]:
     """Read the layers of a decoder: its distinct layer configs, and the index of each layer's config."""
     layers = fields.object(name)
-    # Folders of earlier versions say "attention".
-    renamed = [
-        {{"attention": "mixer"}.get(key, key): value for key, value in kind.items()} for kind in layers.objects("kinds")
-    ]
-    kinds = [from_json(LayerConfig, Fields(kind, layers.place)) for kind in renamed]
+    kinds = [from_json(LayerConfig, _with_mixer(kind)) for kind in layers.objects("kinds")]
     order = layers.integers("order")
     if len(order) > MAX_LAYERS or not all(0 <= index < len(kinds) for index in order):
         raise layers.error("order", f"at most {MAX_LAYERS} indices below {len(kinds)}, the number of kinds")
     return tuple(kinds[index] for index in order)
+
+
+def _with_mixer(layer: Fields) -> Fields:
+    """Return the JSON values of a layer, whose mixer has the name "attention" in folders of earlier versions."""
+    return Fields({"mixer" if name == "attention" else name: value for name, value in layer.items()}, layer.place)
 
 
 # A field that only this kind of mixer has, by which its JSON values are told; others are grouped-query attention.

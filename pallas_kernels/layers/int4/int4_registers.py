@@ -158,7 +158,7 @@ def gate_and_up(total: Array, *, interpret: bool) -> tuple[Array, Array]:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(sums, sums))
     def divide(_, total):
-        m, registers = Mlir(), list(total.registers.flat)  # in turn of a row of gate, and of the row 8 below, of up
+        m, registers = Mlir(), list(total.registers.flat)  # alternately a row of gate, and 8 rows below it, of up
         doubled = [list(itertools.chain(*((value, value) for value in registers[half::2]))) for half in range(2)]
         gate, up = (m.array(values, m.wgmma, total.shape) for values in doubled)
         return gate, up
