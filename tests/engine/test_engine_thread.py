@@ -371,7 +371,7 @@ def test_engine_thread_makes_prompt_logprobs_in_another_thread(
     records = PromptLogprobs.records
 
     def watched(self: PromptLogprobs) -> Any:
-        if self.has_arrays:
+        if self._pieces:
             makers.append(threading.current_thread())
         return records(self)
 

@@ -73,11 +73,6 @@ class PromptLogprobs:
         """
         self._pieces.append((start, count, scores))
 
-    @property
-    def has_arrays(self) -> bool:
-        """Whether `records` still has records to make."""
-        return bool(self._pieces)
-
     def records(self) -> list[TokenLogprob | None]:
         """Return one record per prompt token; None for the first token and for tokens that were not computed yet."""
         with self._lock:
