@@ -130,8 +130,8 @@ class Engine(TextGenerator):
                 raise ValueError(
                     f"dtype: expected None with a loaded Model, got {short(dtype)}; load the model with it"
                 )
-            given: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids or ()}
-            return cls(path, logits_processor=logits_processor, **given, **options)
+            arguments: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids or ()}
+            return cls(path, logits_processor=logits_processor, **arguments, **options)
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
                 f"Engine.from_pretrained: path: expected a folder, a hub id (owner/name) or a Model, got {short(path)}"
@@ -145,7 +145,7 @@ class Engine(TextGenerator):
             dtype=dtype,
             quantize=config.quantize,
             mesh=mesh,
-            check=lambda found, folder: made.update(model_options(found, folder, tokenizer, eos_ids, options)),
+            check=lambda target, folder: made.update(model_options(target, folder, tokenizer, eos_ids, options)),
         )
         if mesh is None:
             join_layers(checkpoint.config.mlps, checkpoint.weights["layers"])
@@ -275,8 +275,7 @@ class Engine(TextGenerator):
         """
 
         def text() -> str:
-            own = self.core.metrics(), self.core.latencies, self.core.gauges()
-            return exposition(*own, model_name, number=number)
+            return exposition(self.core.metrics(), self.core.latencies, self.core.gauges(), model_name, number=number)
 
         return self.threads.do(text)
 

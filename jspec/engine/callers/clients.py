@@ -77,7 +77,7 @@ class Clients(ABC):
             unfinished = len(requests)
             while unfinished:
                 with contextlib.suppress(Empty):
-                    unfinished -= sum(one.last for one in received.get(timeout=seconds))
+                    unfinished -= sum(delivery.last for delivery in received.get(timeout=seconds))
                 yield
         raise_refusal(requests)
 
@@ -89,7 +89,7 @@ class Clients(ABC):
         with self._submitted(requests, put_into(received), whole=True):
             unfinished = len(requests)
             while unfinished:
-                unfinished -= sum(one.last for one in await received.get())
+                unfinished -= sum(delivery.last for delivery in await received.get())
         raise_refusal(requests)
         return requests
 

@@ -79,7 +79,7 @@ class Deliveries:
         now = time.perf_counter()
         with self._lock:
             self._check_new(asked)
-            self._submissions |= {key: SubmittedRequest(one, outlet, whole, now) for key, one in asked.items()}
+            self._submissions |= {key: SubmittedRequest(request, outlet, whole, now) for key, request in asked.items()}
             self._submitted |= set(asked.values())
 
     def check_new(self, asked: Mapping[Key, Request]) -> None:
@@ -98,7 +98,7 @@ class Deliveries:
     def unfinished(self) -> list[Request]:
         """Return the completions that have not ended."""
         with self._lock:
-            samples = [sample for one in self._submissions.values() for sample in one.request.samples]
+            samples = [sample for submission in self._submissions.values() for sample in submission.request.samples]
         return [sample for sample in samples if sample.finish_reason is None]
 
     # -- the engine's thread

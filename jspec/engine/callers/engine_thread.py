@@ -149,7 +149,7 @@ class EngineThread:
     @property
     def num_running(self) -> int:
         """The number of completions that have a slot."""
-        return sum(one.state.slot is not None for one in self._deliveries.unfinished())
+        return sum(sample.state.slot is not None for sample in self._deliveries.unfinished())
 
     @property
     def num_unfinished(self) -> int:

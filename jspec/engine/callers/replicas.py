@@ -133,10 +133,10 @@ def check_engine(made: Any, mesh: Any) -> None:
     """Raise an error if the factory has not returned an engine on the mesh that it got."""
     if not isinstance(made, Engine):
         raise TypeError(f"factory: expected a function that returns an Engine, got {short(made)}")
-    found = made.core.runner.program.mesh
-    if found != mesh:
+    engine_mesh = made.core.runner.program.mesh
+    if engine_mesh != mesh:
         raise ValueError(
-            f"factory: expected an engine on {_devices(mesh)}, got one on {_devices(found)}; pass the mesh on: "
+            f"factory: expected an engine on {_devices(mesh)}, got one on {_devices(engine_mesh)}; pass the mesh on: "
             "lambda mesh: Engine(..., mesh=mesh)"
         )
 
@@ -153,19 +153,19 @@ def check_equal(first: Engine, other: Engine, index: int) -> None:
         other: engine of another replica.
         index: number of that replica.
     """
-    own, found = _traits(first), _traits(other)
-    for name, value in own.items():
-        if found[name] != value:
+    first_traits, other_traits = _traits(first), _traits(other)
+    for name, value in first_traits.items():
+        if other_traits[name] != value:
             raise ValueError(
                 f"factory: expected engines with equal {name}, got {short(value)} for replica 0 and "
-                f"{short(found[name])} for replica {index}; make all with the same models and options"
+                f"{short(other_traits[name])} for replica {index}; make all with the same models and options"
             )
 
 
 def _traits(engine: Engine) -> dict[str, object]:
     """Return what the answers of an engine depend on, its weights excepted, by name."""
     drafter = engine.core.runner.program.drafter
-    options = {one.name: getattr(engine.config, one.name) for one in fields(EngineConfig)}
+    options = {option.name: getattr(engine.config, option.name) for option in fields(EngineConfig)}
     return {name: value for name, value in options.items() if name not in OWN_OPTIONS} | {
         "target": engine.core.runner.params.main.config,
         "drafter": (type(drafter), drafter.tree),
