@@ -73,7 +73,7 @@ class _Writer:
     def _are_disjoint(self, parts: Sequence[Any]) -> bool:
         if len(parts) > MAX_PARTS:
             return False
-        return all(one.excludes(other) for one, other in combinations([self._traits(part) for part in parts], 2))
+        return all(first.excludes(other) for first, other in combinations([self._traits(part) for part in parts], 2))
 
     def _traits(self, schema: Any, levels: int = 0, *, tags: bool = True) -> _Traits:
         """Return the traits of a schema, from one of its keywords alone, as the others only exclude more values.
@@ -92,15 +92,15 @@ class _Writer:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return _Traits(frozenset(map(_kind, values)), frozenset(map(_text, values)))
-        given = schema.get("type", [*KINDS])
-        types = [given] if isinstance(given, str) else given
+        declared = schema.get("type", [*KINDS])
+        types = [declared] if isinstance(declared, str) else declared
         kinds = frozenset("number" if name == "integer" else name for name in types)
-        own: dict[str, _Traits] = {}
+        tag_traits: dict[str, _Traits] = {}
         if tags and kinds == {"object"}:
             properties = schema.get("properties", {})
             required = [name for name in schema.get("required", ()) if name in properties]
-            own = {name: self._traits(properties[name], levels + 1, tags=False) for name in required}
-        return _Traits(kinds, tags=own)
+            tag_traits = {name: self._traits(properties[name], levels + 1, tags=False) for name in required}
+        return _Traits(kinds, tags=tag_traits)
 
     def _traits_at(self, ref: str, levels: int, *, tags: bool) -> _Traits:
         key = ref, tags

@@ -92,29 +92,29 @@ VALUES: dict[str, Rule] = {  # what each keyword's value must be, in words and a
 LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 
 
-def text_of(given: Any) -> str:
+def text_of(schema: Any) -> str:
     """Return a schema as JSON, after checking it.
 
     Args:
-        given: a schema as a mapping or as JSON, or a class with pydantic's method ``model_json_schema``.
+        schema: a mapping, its text as JSON, or a class with pydantic's method ``model_json_schema``.
 
     Raises:
         ValueError: the schema is too large or wrong; the message names the keyword and its location.
     """
-    make = getattr(given, "model_json_schema", None)
+    make = getattr(schema, "model_json_schema", None)
     if callable(make):
-        given = make()
-    if not isinstance(given, (str, Mapping)):
-        _refuse("a schema as a dict, its text, or a pydantic class", given)
-    if isinstance(given, Mapping):
-        check_size(given)
+        schema = make()
+    if not isinstance(schema, (str, Mapping)):
+        _refuse("a schema as a dict, its text, or a pydantic class", schema)
+    if isinstance(schema, Mapping):
+        check_size(schema)
         try:
-            given = json.dumps(given)
+            schema = json.dumps(schema)
         except (TypeError, ValueError, RecursionError):
-            _refuse("values that can be written as JSON", given)
-    check_text("json_schema", given)
-    check(parse(given))
-    return given
+            _refuse("values that can be written as JSON", schema)
+    check_text("json_schema", schema)
+    check(parse(schema))
+    return schema
 
 
 def parse(text: str) -> Any:
@@ -203,26 +203,26 @@ def check(schema: Any, path: str = "#", levels: int = 0) -> None:
         check(part, f"{path}/{name}", levels + 1)
 
 
-def _check_value(key: str, value: Any, place: str, *, is_root: bool) -> None:
+def _check_value(key: str, value: Any, location: str, *, is_root: bool) -> None:
     if key in ANNOTATIONS:
         return
     if key in UNFOLLOWED or (key in ("$id", "id") and not is_root):
-        raise ValueError(f"json_schema: {place}this keyword is not followed; leave it out, or express it otherwise")
+        raise ValueError(f"json_schema: {location}this keyword is not followed; leave it out, or express it otherwise")
     if key not in VALUES:
-        raise ValueError(f"json_schema: {place}expected keywords of JSON Schema; leave it out or correct it")
+        raise ValueError(f"json_schema: {location}expected keywords of JSON Schema; leave it out or correct it")
     expected, is_right = VALUES[key]
     if not is_right(value):
-        _refuse(expected, value, place)
+        _refuse(expected, value, location)
     if isinstance(value, (list, Mapping)) and len(value) > MAX_VALUES:
-        _refuse(f"at most {MAX_VALUES} values", len(value), place)
+        _refuse(f"at most {MAX_VALUES} values", len(value), location)
     for part in inner_values(value) if key in ("enum", "const", "required") else (value,):
         if isinstance(part, str):
-            check_text(f"json_schema: {place[:-2]:.200}", part)
+            check_text(f"json_schema: {location[:-2]:.200}", part)
         elif isinstance(part, float) and not math.isfinite(part):
-            _refuse("finite numbers", part, place)
+            _refuse("finite numbers", part, location)
         elif isinstance(part, Mapping):
             for name in part:
-                check_text(f"json_schema: {place[:-2]:.200}", name)
+                check_text(f"json_schema: {location[:-2]:.200}", name)
 
 
 def inner_values(value: Any) -> Iterator[Any]:
@@ -233,8 +233,8 @@ def inner_values(value: Any) -> Iterator[Any]:
         open_values += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else []
 
 
-def _refuse(expected: str, got: Any, place: str = "") -> NoReturn:
-    raise ValueError(f"json_schema: {place:.200}expected {expected}, got {short(got)}")
+def _refuse(expected: str, got: Any, location: str = "") -> NoReturn:
+    raise ValueError(f"json_schema: {location:.200}expected {expected}, got {short(got)}")
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -275,15 +275,15 @@ def at(schema: Any, ref: str) -> Any:
     Raises:
         ValueError: the schema has no such part.
     """
-    found, (_, *names) = schema, ref.split("/")
+    part, (_, *names) = schema, ref.split("/")
     for name in names:
         key = unquote(name).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
-            found = found[int(key)]
-        elif isinstance(found, Mapping) and key in found:
-            found = found[key]
+        if isinstance(part, list) and key.isdecimal() and int(key[:9]) < len(part):
+            part = part[int(key)]
+        elif isinstance(part, Mapping) and key in part:
+            part = part[key]
         else:
             _refuse("a $ref to a part of the same schema", ref)
-    if not isinstance(found, (bool, Mapping)) or (ref != "#" and not names):
+    if not isinstance(part, (bool, Mapping)) or (ref != "#" and not names):
         _refuse("a $ref to a schema", ref)
-    return found
+    return part

@@ -62,51 +62,51 @@ def read(pattern: str) -> Pattern:
 
 
 def _complement(ranges: Ranges) -> Ranges:
-    first, found = 0, []
+    first, gaps = 0, []
     for low, high in sorted(ranges):
         if low > first:
-            found.append((first, low - 1))
+            gaps.append((first, low - 1))
         first = max(first, high + 1)
-    return [*found, (first, MAX_POINT)] if first <= MAX_POINT else found
+    return [*gaps, (first, MAX_POINT)] if first <= MAX_POINT else gaps
 
 
 class _Reader:
     """Reads one pattern from its beginning to its end."""
 
     def __init__(self, pattern: str) -> None:
-        self._pattern, self._place = pattern, 0
+        self._pattern, self._position = pattern, 0
         self.is_plain = True
 
     def _sees(self, text: str) -> bool:
-        return self._pattern.startswith(text, self._place)
+        return self._pattern.startswith(text, self._position)
 
     def _may_take(self, text: str) -> bool:
         is_there = self._sees(text)
-        self._place += len(text) * is_there
+        self._position += len(text) * is_there
         return is_there
 
     def _take(self) -> str:
-        if self._place == len(self._pattern):
+        if self._position == len(self._pattern):
             raise self._error("more")
-        self._place += 1
-        return self._pattern[self._place - 1]
+        self._position += 1
+        return self._pattern[self._position - 1]
 
     def _match(self, expression: re.Pattern[str]) -> re.Match[str] | None:
-        found = expression.match(self._pattern, self._place)
-        self._place = found.end() if found else self._place
-        return found
+        match = expression.match(self._pattern, self._position)
+        self._position = match.end() if match else self._position
+        return match
 
     def _error(self, expected: str) -> Unsupported:
-        return Unsupported(f"expected {expected} at character {self._place}, got {self._pattern!r:.200}")
+        return Unsupported(f"expected {expected} at character {self._position}, got {self._pattern!r:.200}")
 
     def whole(self) -> RegexPart:
         """Read the whole pattern: alternatives, each with its anchors."""
-        found = [self._anchored()]
+        alternatives = [self._anchored()]
         while self._may_take("|"):
-            found.append(self._anchored())
-        if self._place < len(self._pattern):
+            alternatives.append(self._anchored())
+        if self._position < len(self._pattern):
             raise self._error("the end")
-        return choice(found)
+        return choice(alternatives)
 
     def _anchored(self) -> RegexPart:
         anything = repeated(one_of([], is_negated=True), 0, None)
@@ -117,16 +117,16 @@ class _Reader:
         return sequence(*([] if is_first else [anything]), middle, *([] if is_last else [anything]))
 
     def _choice(self) -> RegexPart:
-        found = [self._sequence()]
+        alternatives = [self._sequence()]
         while self._may_take("|"):
-            found.append(self._sequence())
-        return choice(found)
+            alternatives.append(self._sequence())
+        return choice(alternatives)
 
     def _sequence(self) -> RegexPart:
-        found: list[RegexPart] = []
-        while self._place < len(self._pattern) and self._pattern[self._place] not in "|)$":
-            found.append(self._repeated())
-        return sequence(*found)
+        parts: list[RegexPart] = []
+        while self._position < len(self._pattern) and self._pattern[self._position] not in "|)$":
+            parts.append(self._repeated())
+        return sequence(*parts)
 
     def _repeated(self) -> RegexPart:
         atom, times = self._atom(), self._match(TIMES)
@@ -153,7 +153,7 @@ class _Reader:
             ranges, categories = self._escape()
             return self._one_of(ranges, categories)
         if letter in "*+?{}]^":
-            self._place -= 1
+            self._position -= 1
             raise self._error("a character or its escape")
         return self._one_of([(ord(letter), ord(letter))])
 

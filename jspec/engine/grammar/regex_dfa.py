@@ -93,22 +93,22 @@ def _check_closed(regex: str) -> None:
     Raises:
         ValueError: the expression closes a group that it did not open.
     """
-    depth, brackets, place = 0, 0, 0
-    while place < len(regex):
-        letter = regex[place]
+    depth, brackets, position = 0, 0, 0
+    while position < len(regex):
+        letter = regex[position]
         if letter == "\\":
-            place += 1
+            position += 1
         elif letter == "[":
             brackets += 1
-            place += regex.startswith("^", place + 1)
-            place += regex.startswith("]", place + 1)  # a "]" at the beginning of a set is a character
+            position += regex.startswith("^", position + 1)
+            position += regex.startswith("]", position + 1)  # a "]" at the beginning of a set is a character
         elif letter == "]":
             brackets = max(brackets - 1, 0)
         elif letter in "()" and not brackets:
             depth += 1 if letter == "(" else -1
             if depth < 0:
-                raise ValueError(f"Failed to build DFA: unopened group at character {place}")
-        place += 1
+                raise ValueError(f"Failed to build DFA: unopened group at character {position}")
+        position += 1
 
 
 def _transitions(index: Any, stop_id: int) -> tuple[Int[np.ndarray, "states"], Int[np.ndarray, "states 256"]]:
@@ -143,15 +143,15 @@ class TokenBytes:
 
     def __init__(self, texts: Sequence[bytes | None], vocab_size: int) -> None:
         self.size = vocab_size
-        found = [(token, text) for token, text in enumerate(texts[:vocab_size]) if text]
+        tokens = [(token, text) for token, text in enumerate(texts[:vocab_size]) if text]
         self.has_text = np.zeros(vocab_size, bool)
-        self.has_text[[token for token, _ in found]] = True
+        self.has_text[[token for token, _ in tokens]] = True
         self.positions: list[tuple[np.ndarray, np.ndarray]] = []
-        while found:
+        while tokens:
             position = len(self.positions)
-            ids, values = np.array([token for token, _ in found]), np.array([text[position] for _, text in found])
+            ids, values = np.array([token for token, _ in tokens]), np.array([text[position] for _, text in tokens])
             self.positions.append((ids, values))
-            found = [(token, text) for token, text in found if len(text) > position + 1]
+            tokens = [(token, text) for token, text in tokens if len(text) > position + 1]
 
 
 def table_of(
@@ -206,7 +206,7 @@ def _over_tokens(step: np.ndarray, texts: TokenBytes, is_allowed: np.ndarray) ->
     column_of = is_allowed.astype(np.int64)
     for ids, values in texts.positions:
         pairs, pair_of = np.unique(column_of[ids] * 256 + byte_class[values], return_inverse=True)
-        found = []
+        numbers = []
         for column, byte in zip(*(part.tolist() for part in np.divmod(pairs, 256)), strict=True):
             following = np.where(columns[column] == NOWHERE, NOWHERE, byte_columns[columns[column], byte])
             number = known.setdefault(following.tobytes(), len(columns))
@@ -214,8 +214,8 @@ def _over_tokens(step: np.ndarray, texts: TokenBytes, is_allowed: np.ndarray) ->
                 columns.append(following)
                 if len(columns) * len(step) > MAX_WORK:
                     raise TooLarge(_too_large(len(step), len(columns), MAX_WORK))
-            found.append(number)
-        column_of[ids] = np.array(found)[pair_of]
+            numbers.append(number)
+        column_of[ids] = np.array(numbers)[pair_of]
     used, class_of = np.unique(column_of, return_inverse=True)
     return np.stack([columns[column] for column in used], axis=1), class_of.reshape(-1)
 
@@ -239,14 +239,14 @@ def _closure(states: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np
     """Return whether each state can be reached from the given ones along the edges ``sources -> targets``."""
     order = np.argsort(sources, kind="stable")
     targets, first = targets[order], np.searchsorted(sources[order], np.arange(len(states) + 1)).tolist()
-    found, newest = states.copy(), np.flatnonzero(states).tolist()
+    reached, newest = states.copy(), np.flatnonzero(states).tolist()
     while newest:
         state = newest.pop()
         following = targets[first[state] : first[state + 1]]
-        fresh = following[~found[following]]
-        found[fresh] = True
+        fresh = following[~reached[following]]
+        reached[fresh] = True
         newest += fresh.tolist()
-    return found
+    return reached
 
 
 def check_size(states: int, classes: int, cells: int) -> None:
@@ -349,14 +349,14 @@ def serve(limit: int) -> None:
 def _answer(name: str, args: tuple[Any, ...], vocabulary: list[Any]) -> tuple[str | None, Any]:
     try:
         if name == "table":
-            vocabulary[:] = [one if isinstance(one, TokenBytes) else TokenBytes(*one) for one in vocabulary]
+            vocabulary[:] = [item if isinstance(item, TokenBytes) else TokenBytes(*item) for item in vocabulary]
             return None, table_of(args[0], vocabulary[0], *args[1:])
         tasks: dict[str, Callable[..., Any]] = {"build": build, "lark": try_lark}
         return None, tasks[name](*args)
     except MemoryError:
         return MEMORY, ""
     except ERRORS as error:
-        return next(one.__name__ for one in ERRORS if isinstance(error, one)), str(error)
+        return next(kind.__name__ for kind in ERRORS if isinstance(error, kind)), str(error)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # a panic inside a library; it has no base class to catch
             raise

@@ -66,34 +66,34 @@ def _rewritten(schema: Any, path: str) -> Any:
     return changed
 
 
-def _pattern(given: str, path: str) -> str:
-    return f"^(?:{schema_regex.read_pattern(given, path).part.text})$"
+def _pattern(pattern: str, path: str) -> str:
+    return f"^(?:{schema_regex.read_pattern(pattern, path).part.text})$"
 
 
 def _by_pattern(schema: Mapping[str, Any], changed: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keywords `patternProperties` and `additionalProperties`, where other names get a pattern of their own."""
-    place, parts = f"json_schema: 'patternProperties' at {path:.100}: ", changed["patternProperties"]
-    found = {_pattern(given, path): part for given, part in parts.items()}
-    if len(found) < len(parts):
-        raise ValueError(f"{place}expected patterns that differ")
+    prefix, parts = f"json_schema: 'patternProperties' at {path:.100}: ", changed["patternProperties"]
+    pattern_properties = {_pattern(pattern, path): part for pattern, part in parts.items()}
+    if len(pattern_properties) < len(parts):
+        raise ValueError(f"{prefix}expected patterns that differ")
     others = changed.get("additionalProperties", True)
-    starts = [_start(given) for given in parts]
+    starts = [_start(pattern) for pattern in parts]
     if others is not False and None in starts:
         raise ValueError(
-            f"{place}expected 'additionalProperties': false beside it, or patterns of a beginning such as '^x-', got "
+            f"{prefix}expected 'additionalProperties': false beside it, or patterns of a beginning such as '^x-', got "
             f"{list(parts)[starts.index(None)]!r:.100}; add it"
         )
     if others is not False and "" not in starts:  # "": every name has a pattern
-        found[_others(schema.get("properties", ()), [start for start in starts if start], path)] = others
-    return {"patternProperties": found, "additionalProperties": False}
+        pattern_properties[_others(schema.get("properties", ()), [start for start in starts if start], path)] = others
+    return {"patternProperties": pattern_properties, "additionalProperties": False}
 
 
-def _start(given: str) -> str | None:
+def _start(pattern: str) -> str | None:
     """The text with which exactly the names of a pattern begin; None if a pattern says anything else."""
-    if given in ("", ".*"):
+    if pattern in ("", ".*"):
         return ""
-    found = re.fullmatch(r"\^((?:[^\\^$.*+?()\[\]{}|]|\\\W)*)(?:\.\*)?", given)
-    return None if found is None else re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL)
+    match = re.fullmatch(r"\^((?:[^\\^$.*+?()\[\]{}|]|\\\W)*)(?:\.\*)?", pattern)
+    return None if match is None else re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL)
 
 
 def _check_count(schema: Mapping[str, Any], path: str) -> None:

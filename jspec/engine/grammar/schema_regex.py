@@ -91,7 +91,7 @@ class _Translator:
         for name in ("anyOf", "allOf", "oneOf"):
             if name in keys:
                 self._check_alone(keys, name)
-                parts = [self.part(one, f"{path}/{name}/{i}", refs) for i, one in enumerate(schema[name])]
+                parts = [self.part(inner, f"{path}/{name}/{i}", refs) for i, inner in enumerate(schema[name])]
                 if len(parts) > 1 and name != "anyOf":
                     raise NoTable
                 return choice(parts)
@@ -106,8 +106,8 @@ class _Translator:
 
     def _typed(self, schema: Mapping[str, Any], keys: set[str], path: str, refs: tuple[str, ...]) -> RegexPart:
         assumed = "object" if "properties" in keys else "array" if "prefixItems" in keys else ()
-        given = schema.get("type", assumed)
-        types = [given] if isinstance(given, str) else list(given)
+        declared = schema.get("type", assumed)
+        types = [declared] if isinstance(declared, str) else list(declared)
         if not types or keys - {"type"} - set[str]().union(*(FOLLOWED.get(name, ()) for name in types)):
             raise NoTable
         make = {"string": self._string, "array": self._array, "object": self._object}
@@ -136,7 +136,7 @@ class _Translator:
             raise NoTable
         if "prefixItems" in schema:
             first, *rest = [
-                self.part(one, f"{path}/prefixItems/{i}", refs) for i, one in enumerate(schema["prefixItems"])
+                self.part(inner, f"{path}/prefixItems/{i}", refs) for i, inner in enumerate(schema["prefixItems"])
             ]
             if not least <= 1 + len(rest) <= (most or 1 + len(rest)) or most == 0:
                 raise NoTable
@@ -174,14 +174,14 @@ class _Translator:
         return _enclosed("{", repeated(_some([member for member, _ in members]), 0, 1), "}")
 
 
-def read_pattern(given: str, path: str) -> pattern.Pattern:
+def read_pattern(text: str, path: str) -> pattern.Pattern:
     """Return the translation of a schema's `pattern`.
 
     Raises:
         ValueError: the pattern cannot be translated; the message names its location.
     """
     try:
-        return pattern.read(given)
+        return pattern.read(text)
     except pattern.Unsupported as error:
         raise ValueError(f"json_schema: 'pattern' at {path:.100}: {error}") from None
 
@@ -194,16 +194,16 @@ def _values(schema: Mapping[str, Any], keys: set[str], path: str) -> RegexPart:
     """Return the expression for the values of `enum` or `const` that have the type `type`."""
     if not (keys <= {"enum", "type"} or keys <= {"const", "type"}):
         raise NoTable
-    given = schema.get("type", [*json_schema.TYPES])
-    types = [given] if isinstance(given, str) else given
+    declared = schema.get("type", [*json_schema.TYPES])
+    types = [declared] if isinstance(declared, str) else declared
     values = schema["enum"] if "enum" in keys else [schema["const"]]
-    found = [value for value in values if any(json_schema.TYPES[name](value) for name in types)]
-    if not found:
-        name = "enum" if "enum" in keys else "const"
+    matching = [value for value in values if any(json_schema.TYPES[name](value) for name in types)]
+    if not matching:
+        key = "enum" if "enum" in keys else "const"
         raise ValueError(
-            f"json_schema: {name!r} at {path:.100}: expected a value of type {given!r}, got {json.dumps(values):.100}"
+            f"json_schema: {key!r} at {path:.100}: expected a value of type {declared!r}, got {json.dumps(values):.100}"
         )
-    return choice([_value(value) for value in found])
+    return choice([_value(value) for value in matching])
 
 
 def _value(value: Any) -> RegexPart:
