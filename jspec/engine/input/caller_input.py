@@ -147,13 +147,13 @@ def read_params(
         TypeError, ValueError: a value has a wrong type, a field is unknown or wrong, or the iterable has not ``count``
             items.
     """
-    given = [value for value in (params, sampling_params, keywords or None) if value is not None]
-    if len(given) > 1:
+    sources = [value for value in (params, sampling_params, keywords or None) if value is not None]
+    if len(sources) > 1:
         raise TypeError(
             "params: expected one of params, sampling_params= and single fields such as max_tokens=, got "
-            f"{len(given)} of them; put all fields into one SamplingParams"
+            f"{len(sources)} of them; put all fields into one SamplingParams"
         )
-    value = given[0] if given else SamplingParams()
+    value = sources[0] if sources else SamplingParams()
     if isinstance(value, (SamplingParams, Mapping)):
         return [_one_params(value)] * count
     values = read_items(value)

@@ -59,7 +59,7 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     several = _message_list(messages, "messages")
     if isinstance(several[0], Mapping):
         return [_conversation(several, "messages")]
-    return [_conversation(_message_list(one, f"messages[{i}]"), f"messages[{i}]") for i, one in enumerate(several)]
+    return [_conversation(_message_list(chat, f"messages[{i}]"), f"messages[{i}]") for i, chat in enumerate(several)]
 
 
 def _message_list(messages: Any, name: str) -> list[Any]:
@@ -108,31 +108,31 @@ def read_template_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: a value has a wrong type, or two options contradict each other.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    if "tools" in given:
-        given["tools"] = [_schema(tool, f"tools[{i}]") for i, tool in enumerate(_list("tools", given["tools"]))]
-    if "documents" in given:
-        given["documents"] = [_document(one, i) for i, one in enumerate(_list("documents", given["documents"]))]
+    options = {name: value for name, value in fields.items() if value is not None}
+    if "tools" in options:
+        options["tools"] = [_schema(tool, f"tools[{i}]") for i, tool in enumerate(_list("tools", options["tools"]))]
+    if "documents" in options:
+        options["documents"] = [_document(item, i) for i, item in enumerate(_list("documents", options["documents"]))]
     for name, types, wanted in (
         ("chat_template", str, "a text"),
         ("add_generation_prompt", bool, "a bool"),
         ("continue_final_message", (bool, str), "a bool or the key of a message"),
         ("chat_template_kwargs", Mapping, "a dict of the template's variables"),
     ):
-        if name in given and not isinstance(given[name], types):
-            raise TypeError(f"{name}: expected {wanted}, got {short(given[name])}")
-    if given.get("continue_final_message") and given.get("add_generation_prompt"):
+        if name in options and not isinstance(options[name], types):
+            raise TypeError(f"{name}: expected {wanted}, got {short(options[name])}")
+    if options.get("continue_final_message") and options.get("add_generation_prompt"):
         raise ValueError(
             "continue_final_message: expected False with add_generation_prompt=True, got "
-            f"{short(given['continue_final_message'])}; the final message goes on, or a new one begins"
+            f"{short(options['continue_final_message'])}; the final message goes on, or a new one begins"
         )
-    for name in given.get("chat_template_kwargs", ()):
+    for name in options.get("chat_template_kwargs", ()):
         if not isinstance(name, str) or name in RESERVED:
             raise TypeError(
                 f"chat_template_kwargs: expected names of the template's own variables, got {short(name)}"
                 + (f"; pass {name}= to chat" if name in TEMPLATE_FIELDS else "")
             )
-    return given
+    return options
 
 
 def _list(name: str, value: Any) -> list[Any]:

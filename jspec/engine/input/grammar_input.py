@@ -43,10 +43,10 @@ class GrammarInput:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._cells = cells
-        own = weakref.proxy(self)  # a reference cycle would keep this object and its processes until garbage collection
-        self._run = Builder(lambda: (own._texts, vocab_size))
-        self._compiled = lru_cache(CACHE_SIZE)(lambda *key: own._compile(*key))
-        self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: own._compile_lark(*key))
+        proxy = weakref.proxy(self)  # a reference cycle would keep `self` and its processes until garbage collection
+        self._run = Builder(lambda: (proxy._texts, vocab_size))
+        self._compiled = lru_cache(CACHE_SIZE)(lambda *key: proxy._compile(*key))
+        self._compiled_lark = lru_cache(CACHE_SIZE)(lambda *key: proxy._compile_lark(*key))
 
     def limit(self, seconds: float) -> None:
         """Lower the limit of CPU time for one grammar, in seconds."""

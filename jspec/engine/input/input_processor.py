@@ -76,8 +76,8 @@ class InputProcessor:
 
         The arguments and errors are those of the method `requests`.
         """
-        (own,) = read_params(params, 1, **more)
-        return self._request(read_prompt(prompt), own, trace, "prompt")
+        (params,) = read_params(params, 1, **more)
+        return self._request(read_prompt(prompt), params, trace, "prompt")
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams, trace: bool, name: str) -> Request:
         ids = self._token_ids(prompt, name)
@@ -224,14 +224,14 @@ class InputProcessor:
                 raise ValueError(f"{name}: expected at most {self.vocab_size}, the vocabulary, got {count}")
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = params.stop_token_ids + self._stop_texts(params)
-        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + own))
+        requested = params.stop_token_ids + self._stop_texts(params)
+        stop_ids = tuple(dict.fromkeys((() if params.ignore_eos else self.eos_ids) + requested))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"stop_token_ids: expected at most {MAX_STOP_IDS} with the EOS ids, got {len(stop_ids)}; "
                 "name fewer, or set ignore_eos"
             )
-        wrong = next((token for token in own if token >= self.vocab_size), None)
+        wrong = next((token for token in requested if token >= self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"stop_token_ids: expected ids in [0, {self.vocab_size}), got {wrong}")
         return stop_ids

@@ -114,5 +114,5 @@ class Metrics:
         return self.decode_seconds / max(self.num_tokens - self.num_first_tokens, 1)
 
 
-def _sums(one: dict[Any, int], other: dict[Any, int]) -> dict[Any, int]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
+def _sums(first: dict[Any, int], other: dict[Any, int]) -> dict[Any, int]:
+    return {key: first.get(key, 0) + other.get(key, 0) for key in first | other}

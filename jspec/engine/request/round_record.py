@@ -68,7 +68,7 @@ class Round:
             return None
         node, token = self.path[-1], self.emitted[self.accept_len]
         proposed = sorted(np.flatnonzero(self.parents == node).tolist(), key=lambda child: -self.scores[child])
-        rank = next((place for place, child in enumerate(proposed, 1) if self.tokens[child] == token), None)
+        rank = next((position for position, child in enumerate(proposed, 1) if self.tokens[child] == token), None)
         return BreakOff(
             node=node,
             token=token,

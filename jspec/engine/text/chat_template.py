@@ -70,12 +70,12 @@ class ChatTemplate:
         """
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         options = {"add_generation_prompt": begins, "continue_final_message": continue_final_message, **inputs}
-        options["conversations"] = [[{k: v for k, v in dict(one).items() if v is not None} for one in messages]]
-        own = dict(chat_template_kwargs or {})
-        wanted = [*(name for name, value in inputs.items() if value), *own]
+        options["conversations"] = [[{k: v for k, v in dict(message).items() if v is not None} for message in messages]]
+        variables = dict(chat_template_kwargs or {})
+        wanted = [*(name for name, value in inputs.items() if value), *variables]
         template = self._choose(tokenizer, chat_template, inputs.get("tools"))
         answer = self._ask(
-            _to_json([template, options, {**tokenizer.special_tokens_map, **own}, wanted, self._seconds])
+            _to_json([template, options, {**tokenizer.special_tokens_map, **variables}, wanted, self._seconds])
         )
         if "error" in answer:
             raise ValueError(
@@ -90,9 +90,9 @@ class ChatTemplate:
 
     def _choose(self, tokenizer: Any, name: str | None, tools: Any) -> str:
         """Return the template of this name, or ``name`` itself if it is a template, or the tokenizer's choice."""
-        own = tokenizer.chat_template
-        if name is not None and "{" not in name and not (isinstance(own, dict) and name in own):
-            names = ", ".join(sorted(own)) if isinstance(own, dict) else "none, it has a single template"
+        templates = tokenizer.chat_template
+        if name is not None and "{" not in name and not (isinstance(templates, dict) and name in templates):
+            names = ", ".join(sorted(templates)) if isinstance(templates, dict) else "none, it has a single template"
             raise ValueError(
                 f"chat_template: expected a template or the name of one of the tokenizer's templates ({names}), "
                 f"got {name[:SHOWN]!r}; leave it out for the tokenizer's choice"

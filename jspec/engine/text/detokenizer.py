@@ -202,6 +202,6 @@ def _final_length(text: str) -> int:
     return len(text) - text.endswith(REPLACEMENT)
 
 
-def _common_prefix_length(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _common_prefix_length(text: str, other: str) -> int:
+    pairs = zip(text, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))

@@ -59,7 +59,8 @@ def decodes_independently(tokenizer: Any) -> bool:
     if not all(method.__module__.startswith("transformers.tokenization_utils") for method in methods):
         return False  # a class with its own way of decoding
     state = json.loads(backend.decoder.__getstate__())
-    return all(any(step.items() >= one.items() for one in INDEPENDENT_STEPS) for step in state.get("decoders", [state]))
+    steps = state.get("decoders", [state])
+    return all(any(step.items() >= known.items() for known in INDEPENDENT_STEPS) for step in steps)
 
 
 def visible_context(tokenizer: Tokenizer) -> list[int]:

@@ -343,10 +343,10 @@ def load_tokenizer(source: Any) -> Tokenizer | None:
 
 def warn_if_replaced(tokenizer: Tokenizer | None, folder: Path) -> None:
     """Warn if bytes are the tokens for a target whose folder has a tokenizer of its own."""
-    own = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if isinstance(tokenizer, ByteTokenizer) and own:
+    files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if isinstance(tokenizer, ByteTokenizer) and files:
         warnings.warn(
-            f'{folder}: expected the folder\'s own tokenizer ({own[0]}), got tokenizer="bytes"; leave it out, unless '
+            f'{folder}: expected the folder\'s own tokenizer ({files[0]}), got tokenizer="bytes"; leave it out, unless '
             "the target's tokens are bytes",
             stacklevel=3,
         )
