@@ -148,12 +148,12 @@ def _for_length(params: Any, max_len: int) -> Any:
     """Return a model or a head whose rotary embedding is that for texts of ``max_len`` tokens; others unchanged."""
     if isinstance(params, (BoundModel, BoundDFlash)):
         return replace(params, model=_for_length(params.model, max_len))
-    if not isinstance(own := getattr(params, "config", None), DecoderConfig):
+    if not isinstance(config := getattr(params, "config", None), DecoderConfig):
         return params
-    wanted = own.for_length(max_len)
-    if wanted == own:
+    wanted = config.for_length(max_len)
+    if wanted == config:
         return params
-    logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, own.rope.original_max_position)
+    logger.info("longrope: max_len %d is above %d, so long_factor is used", max_len, config.rope.original_max_position)
     return params.replace(config=wanted)
 
 
@@ -170,9 +170,9 @@ def _rows_read(target: Model, drafter: Drafter, draft: Any) -> int | None:
         draft: parameters that the drafter was bound to.
     """
     windows = [_window(target.config)]
-    own = getattr(draft.model if isinstance(draft, (BoundModel, BoundDFlash)) else draft, "config", None)
-    if isinstance(own, DecoderConfig):
-        windows.append(_window(own) if drafter.draft_window is None else drafter.draft_window)
+    draft_config = getattr(draft.model if isinstance(draft, (BoundModel, BoundDFlash)) else draft, "config", None)
+    if isinstance(draft_config, DecoderConfig):
+        windows.append(_window(draft_config) if drafter.draft_window is None else drafter.draft_window)
     if drafter.reads_text or None in windows:
         return None
     return max(window for window in windows if window is not None) + drafter.tree.depth + 1

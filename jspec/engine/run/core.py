@@ -110,8 +110,8 @@ class EngineCore:
             if request.finish_reason is None:
                 if request.scores_prompt:
                     assert output.prompt is not None and request.output.prompt_logprobs is not None
-                    own = output.prompt.part(first, first + piece.count)
-                    request.output.prompt_logprobs.add(piece.start, piece.count, own)
+                    logprobs = output.prompt.part(first, first + piece.count)
+                    request.output.prompt_logprobs.add(piece.start, piece.count, logprobs)
                 if piece.emits:
                     self._read_row(request, output, index, is_round=False)
             first += padded(piece.count, rows)

@@ -76,7 +76,7 @@ class ModelRunner:
         self.target_side, self.draft_side = devices
         self._sides = list(dict.fromkeys((self.draft_side, self.target_side)))  # the one that drafts is the first
         pool = PoolShape.of(config, program.drafter.tree, str(params.main.embed.dtype))
-        self.pool = min((side.fit(pool) for side in self._sides), key=lambda own: own.pages)
+        self.pool = min((side.fit(pool) for side in self._sides), key=lambda shape: shape.pages)
         self.calls.make(partial(self._start, sizes))
         self._tables = TablePool(config.slots)
         self.calls.open()
@@ -170,7 +170,7 @@ class ModelRunner:
         packed, masks = self._pack(plan, key.size), []
         if key.masked:
             matchers = [piece.request.matcher if piece.emits else None for piece in plan.pieces]
-            functions = [None if one is None else one.first for one in matchers]
+            functions = [None if matcher is None else matcher.first for matcher in matchers]
             masks = [first_masks(len(packed.pieces), functions, self._vocab_size)]
         output = target.run(key, *packed, *masks)
         if drafting is not target:
@@ -190,7 +190,7 @@ class ModelRunner:
         draft, masks = drafting.run(draft_key, rows), []
         if key.masked:
             matchers = [request.matcher for request in plan.requests]
-            functions = [None if one is None else one.masks for one in matchers]
+            functions = [None if matcher is None else matcher.masks for matcher in matchers]
             nodes = drafting.wait(partial(jax.device_get, (draft.tokens, draft.parents, draft.valid)))
             masks = [draft_masks(nodes, functions, self._vocab_size)]
         if drafting is not target:

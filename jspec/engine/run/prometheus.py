@@ -130,12 +130,12 @@ def joined(texts: Iterable[str]) -> str:
     """Join the texts of several engines to one, in which each metric has the samples of all engines."""
     metrics: dict[str, list[str]] = {}  # lines of each metric by its name
     for text in texts:
-        own: list[str] = []
+        metric_lines: list[str] = []
         for line in text.splitlines():
             if line.startswith("#"):
-                own = metrics.setdefault(line.split()[2], [])
-            if not (line.startswith("#") and line in own):
-                own.append(line)
+                metric_lines = metrics.setdefault(line.split()[2], [])
+            if not (line.startswith("#") and line in metric_lines):
+                metric_lines.append(line)
     return "\n".join(line for lines in metrics.values() for line in lines) + "\n"
 
 

@@ -31,7 +31,7 @@ class Acceptance:
         self.shares = [PRIOR] * depth
         self.expected = self._expected()
         self.rows = 0
-        self._own = [PRIOR] * depth  # share of accepted tokens among a position's own results
+        self._measured = [PRIOR] * depth  # share of accepted tokens among a position's own results
         self._weights = [0.0] * depth
         self._last_update = [0] * depth
 
@@ -48,10 +48,10 @@ class Acceptance:
             weight = self._weights[position] * 0.5 ** ((now - self._last_update[position]) / HALF_LIFE)
             if tried > 0:
                 self.rows += tried if position == 0 else 0
-                self._own[position] += tried / (weight + tried) * (successes / tried - self._own[position])
+                self._measured[position] += tried / (weight + tried) * (successes / tried - self._measured[position])
                 self._weights[position] = weight = min(weight + tried, MEMORY)
                 self._last_update[position] = now
-            likely += weight / (weight + likely_weight) * (self._own[position] - likely)
+            likely += weight / (weight + likely_weight) * (self._measured[position] - likely)
             self.shares[position], likely_weight = likely, PRIOR_WEIGHT
         self.expected = self._expected()
 

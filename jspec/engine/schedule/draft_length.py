@@ -162,14 +162,15 @@ class Adaptive(Policy):
 
     def _expected_tokens(self, bucket: int, size: RoundSize, rows_by_cap: Counter[int]) -> float:
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
-        own, rows = self._acceptance[size], sum(rows_by_cap.values())
-        is_known = own.rows >= MIN_ROWS or not self._empty_seconds
-        known = [own if is_known else self._whole]
+        acceptance, rows = self._acceptance[size], sum(rows_by_cap.values())
+        is_known = acceptance.rows >= MIN_ROWS or not self._empty_seconds
+        known = [acceptance if is_known else self._whole]
         if size.nodes is None:  # the whole tree accepts no fewer tokens than with a budget, whose results may be newer
-            budgets = [one for one in sizes_of(bucket, self._sizes) if one.nodes and one.depth == size.depth]
-            known += [self._acceptance[one] for one in budgets if self._acceptance[one].rows >= MIN_ROWS]
+            budgets = [other for other in sizes_of(bucket, self._sizes) if other.nodes and other.depth == size.depth]
+            known += [self._acceptance[other] for other in budgets if self._acceptance[other].rows >= MIN_ROWS]
         accepted = max(
-            sum(count * one.expected[min(cap, size.depth)] for cap, count in rows_by_cap.items()) for one in known
+            sum(count * estimate.expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
+            for estimate in known
         )
         if size.nodes is not None and not is_known:
             accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
@@ -181,7 +182,7 @@ class Adaptive(Policy):
         A depth takes no longer than a larger one, whose timings may be newer.
         """
         timings = {size: self._seconds[bucket, size] for size in self._sizes}
-        measured = {size: min(own[-1], sorted(own)[(len(own) - 1) // 4]) for size, own in timings.items() if own}
+        measured = {size: min(runs[-1], sorted(runs)[(len(runs) - 1) // 4]) for size, runs in timings.items() if runs}
         empty = {size: self._empty_seconds[bucket, size] for size in timings if (bucket, size) in self._empty_seconds}
         untimed = {size for size in empty if self._is_untimed(bucket, size)}
         timed = measured.keys() - untimed

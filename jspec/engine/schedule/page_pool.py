@@ -74,13 +74,13 @@ class PagePool:
 
     def match(self, digests: Sequence[Digest]) -> list[int]:
         """Return the cached pages of the given digests, in order, up to the first digest that is not cached."""
-        found: list[int] = []
+        pages: list[int] = []
         for digest in digests:
             page = self._page_of.get(digest)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def is_cached(self, digest: Digest) -> bool:
         return digest in self._page_of

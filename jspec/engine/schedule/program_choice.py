@@ -35,11 +35,11 @@ class Features:
 
     @classmethod
     def of(cls, request: Request) -> Features:
-        own = request.trace, request.params.logprobs is not None, request.matcher is not None
-        return cls(*own, request.gathers_logits)
+        flags = request.trace, request.params.logprobs is not None, request.matcher is not None
+        return cls(*flags, request.gathers_logits)
 
     def __or__(self, other: Features) -> Features:
-        return Features(*(one or two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return Features(*(first or second for first, second in zip(astuple(self), astuple(other), strict=True)))
 
 
 def gathering(config: EngineConfig, *, edits_all: bool) -> Callable[[SamplingParams], bool]:
@@ -173,12 +173,12 @@ class ProgramChoice:
     def _round_keys(self, buckets: Sequence[int], features: Features) -> list[ExecutableKey]:
         modes = [replace(features, masked=masked) for masked in _modes(features.masked)]
         keys = [
-            self._keys_of_round(rows, allowed(size, own), own)
-            for own in modes
+            self._keys_of_round(rows, allowed(size, mode), mode)
+            for mode in modes
             for rows in buckets
             for size in reversed(sizes_of(rows, self._sizes))
         ]
-        return list(dict.fromkeys(key for own in keys for key in own))
+        return list(dict.fromkeys(key for round_keys in keys for key in round_keys))
 
     def _keys_of_round(self, rows: int, size: RoundSize, features: Features) -> tuple[ExecutableKey, ...]:
         """Return the keys of the programs of one round; the last one's output goes to the host."""

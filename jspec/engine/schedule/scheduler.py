@@ -215,9 +215,9 @@ class Scheduler:
         if request in self.running:
             self._release(request)
             return
-        place = bisect_left(self.waiting, request.order, key=_order)  # thousands of requests may wait
-        if place < len(self.waiting) and self.waiting[place] is request:
-            del self.waiting[place]
+        index = bisect_left(self.waiting, request.order, key=_order)  # thousands of requests may wait
+        if index < len(self.waiting) and self.waiting[index] is request:
+            del self.waiting[index]
 
     def cache_prefix(self, request: Request, rows: int) -> None:
         """Put the full pages of a running request's first ``rows`` cache rows into the prefix cache.
@@ -342,7 +342,7 @@ class Scheduler:
                 break
             state, digests, start = request.state, self._digests_to_match(request), request.state.num_prefilled
             if state.slot is None:
-                shared = sum(1 for _ in takewhile(lambda one: one in soon or self.pages.is_cached(one), digests))
+                shared = len([*takewhile(lambda digest: digest in soon or self.pages.is_cached(digest), digests)])
                 pages -= self.pages.needed(self._rows_to_reserve(request)) - shared
                 if pages < 0 or state.steps_in_flight:
                     break
