@@ -164,13 +164,12 @@ class Adaptive(Policy):
         """Return the expected number of tokens of a dispatch, from the number of batch rows with each cap."""
         acceptance, rows = self._acceptance[size], sum(rows_by_cap.values())
         is_known = acceptance.rows >= MIN_ROWS or not self._empty_seconds
-        known = [acceptance if is_known else self._whole]
+        known = [(acceptance if is_known else self._whole).expected]
         if size.nodes is None:  # the whole tree accepts no fewer tokens than with a budget, whose results may be newer
             budgets = [other for other in sizes_of(bucket, self._sizes) if other.nodes and other.depth == size.depth]
-            known += [self._acceptance[other] for other in budgets if self._acceptance[other].rows >= MIN_ROWS]
+            known += [self._acceptance[other].expected for other in budgets if self._acceptance[other].rows >= MIN_ROWS]
         accepted = max(
-            sum(count * estimate.expected[min(cap, size.depth)] for cap, count in rows_by_cap.items())
-            for estimate in known
+            sum(count * expected[min(cap, size.depth)] for cap, count in rows_by_cap.items()) for expected in known
         )
         if size.nodes is not None and not is_known:
             accepted = min(accepted, bucket * (1 + size.nodes) - rows)  # the nodes that are verified besides roots
