@@ -130,7 +130,7 @@ def text_places(ids: Sequence[int], contexts: Sequence[int], places: int) -> dic
             f"expected at least 2 places and a text of {least} tokens, got {places} and {len(ids)}; "
             "give a longer --text or shorter contexts"
         )
-    ends = [longest + (len(ids) - longest) * place // (places - 1) for place in range(places)]
+    ends = [longest + (len(ids) - longest) * index // (places - 1) for index in range(places)]
     return {context: [list(ids[end - context : end]) for end in ends] for context in sorted(contexts)}
 
 
@@ -138,12 +138,12 @@ def _complete(
     engine: Engine, case: AcceptanceCase, texts: Sequence[Any], temperature: float, tokens: int, samples: int
 ) -> MeasuredAcceptance:
     """Complete each prompt ``samples`` times and return the acceptance over all completions."""
-    given = [text for text in texts for _ in range(samples)]
+    prompts = [text for text in texts for _ in range(samples)]
     common = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=case.context is not None)
-    params = [replace(common, seed=seed) for seed in range(len(given))]
+    params = [replace(common, seed=seed) for seed in range(len(prompts))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LowAcceptanceWarning)  # the table says it
-        done = [completion.raise_for_error().metrics for completion in engine.generate(given, params)]
+        done = [completion.raise_for_error().metrics for completion in engine.generate(prompts, params)]
     parts = [sum(done[start : start + samples], Metrics()) for start in range(0, len(done), samples)]
     whole = sum(parts, Metrics())
     figures = (whole.mean_acceptance_length, standard_error(parts), whole.acceptance_rate, whole.num_drafts)
@@ -153,7 +153,7 @@ def _complete(
 def standard_error(parts: Sequence[Metrics]) -> float:
     """Return the standard error of the mean tokens a step, by the jackknife over prompts."""
     others = [sum((*parts[:i], *parts[i + 1 :]), Metrics()) for i in range(len(parts))]
-    without = [one.mean_acceptance_length for one in others]
+    without = [metrics.mean_acceptance_length for metrics in others]
     return (len(parts) - 1) / len(parts) ** 0.5 * statistics.stdev(without)
 
 

@@ -54,12 +54,12 @@ class Load:
             for most in (self.input_len, self.output_len)
         )
         common = SamplingParams(max_tokens=1, temperature=self.temperature, ignore_eos=True)
-        found = []
+        arrivals = []
         for at, size, output in zip(self._times(rng), inputs, outputs, strict=True):
             start = 0 if text is None else int(rng.integers(0, len(text) - size + 1))
             prompt = rng.integers(0, vocab_size, size).tolist() if text is None else list(text[start : start + size])
-            found.append(Arrival(at, prompt, replace(common, max_tokens=output)))
-        return found
+            arrivals.append(Arrival(at, prompt, replace(common, max_tokens=output)))
+        return arrivals
 
     def arrivals_of(self, prompts: Sequence[list[int]]) -> list[Arrival]:
         """Return requests with given prompts, which end at an end token or after `output_len` tokens."""
@@ -100,12 +100,12 @@ class Log(NamedTuple):
     @property
     def good(self) -> list[Served]:
         """The requests that ended without an error."""
-        return [one for one in self.served if one.completion is not None and one.completion.error is None]
+        return [served for served in self.served if served.completion is not None and served.completion.error is None]
 
     @property
     def output_tokens(self) -> int:
         """The number of tokens of the requests that ended without an error."""
-        return sum(one.pieces[-1][1] for one in self.good)
+        return sum(served.pieces[-1][1] for served in self.good)
 
 
 def serve(
@@ -146,13 +146,13 @@ def _serve(
         engine.step()
         passed = now() - start
         log.steps.append(passed + start - before)
-        for one in live:
-            one.record(passed)
-        ended = [one for one in live if one.request.finish_reason is not None]
-        for one in ended:
-            one.completion = engine.result(one.request)
+        for served in live:
+            served.record(passed)
+        ended = [served for served in live if served.request.finish_reason is not None]
+        for served in ended:
+            served.completion = engine.result(served.request)
         if ended:
-            live = [one for one in live if one.completion is None]
+            live = [served for served in live if served.completion is None]
             full_until = passed if is_full else full_until
         log.served.extend(ended)
     engine.step()  # reads the step in flight, which the next run would otherwise pay for

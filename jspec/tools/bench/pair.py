@@ -94,15 +94,15 @@ class BenchPair:
             return Eagle3(self.head, tree)
         if self.draft is None:
             raise ValueError(f"--tree {tree}: expected --draft, who drafts it, got none; name one, or --tree none")
-        own = {"ngram": NGram, "suffix": Suffix}.get(self.draft)
-        if own and quantize:
+        factory = {"ngram": NGram, "suffix": Suffix}.get(self.draft)
+        if factory and quantize:
             raise ValueError(f"--draft-quantize: expected none with --draft {self.draft}, got {quantize}; leave it out")
-        return own(tree) if own else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
+        return factory(tree) if factory else auto.load_drafter(self.draft, tree, dtype=self.dtype, quantize=quantize)
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
     """Read the first ``count`` prompts of a file with one JSON object a line; all prompts if None."""
-    found = []
+    prompts = []
     for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
         if not line.strip():
             continue
@@ -113,12 +113,12 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
             record = None
         match record:
             case {"turns": [str(text), *_]} | {"prompt": str(text)} | {"question": str(text)}:
-                found.append(text)
+                prompts.append(text)
             case dict():
                 got = ", ".join(record) or "no field"
                 raise ValueError(f"{where}: expected the field {PROMPT_FIELDS}, got {got}")
             case _:
                 raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
-    if len(found) < (count or 1):
-        raise ValueError(f"{path}: expected {count or 1} prompts or more, got {len(found)}")
-    return found[:count]
+    if len(prompts) < (count or 1):
+        raise ValueError(f"{path}: expected {count or 1} prompts or more, got {len(prompts)}")
+    return prompts[:count]

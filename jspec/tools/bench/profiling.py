@@ -49,8 +49,8 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuC
     program = shutil.which("nvidia-smi")
     if program is None or not has_gpu():
         return None
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={own}", f"--loop-ms={INTERVAL}"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", f"--id={gpu}", f"--loop-ms={INTERVAL}"]
     with subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -66,8 +66,8 @@ def watch_clock(work: Callable[[], object], *, seconds: float = SECONDS) -> GpuC
 def _parse_clock(lines: list[str]) -> GpuClock | None:
     """Return the medians over the lines of `nvidia-smi` that have all values; None without such a line."""
     number = r"([\d.]+)"
-    found = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
-    if not (rows := [match.groups() for match in found if match]):
+    matches = [re.fullmatch(rf"\s*{number}, {number}, {number}, (Active|Not Active)\s*", line) for line in lines]
+    if not (rows := [match.groups() for match in matches if match]):
         return None
     mhz, highest, watts = (statistics.median(float(row[i]) for row in rows) for i in range(3))
     return GpuClock(mhz, highest, watts, sum(row[3] == "Active" for row in rows) / len(rows))
@@ -102,12 +102,12 @@ def launches_by_name(events: Iterable[Any], steps: int) -> list[KernelTime]:
     for event in events:
         nanoseconds[event.name].append(event.duration_ns)
     total = sum(map(sum, nanoseconds.values()))
-    found = [
-        KernelTime(name, len(own) / steps, statistics.median(own) / 1e3, sum(own) / steps / 1e6, sum(own) / total)
-        for name, own in nanoseconds.items()
+    kernels = [
+        KernelTime(name, len(ns) / steps, statistics.median(ns) / 1e3, sum(ns) / steps / 1e6, sum(ns) / total)
+        for name, ns in nanoseconds.items()
     ]
-    whole = [KernelTime("all", sum(one.count for one in found), None, total / steps / 1e6)] if found else []
-    return sorted(found, key=lambda launch: -launch.milliseconds) + whole
+    whole = [KernelTime("all", sum(kernel.count for kernel in kernels), None, total / steps / 1e6)] if kernels else []
+    return sorted(kernels, key=lambda kernel: -kernel.milliseconds) + whole
 
 
 def launches_of(folder: Path, steps: int) -> str:
@@ -121,9 +121,9 @@ def time_in_turns(runs: Sequence[Callable[[], T]], repeats: int, *, warm_up: int
 
     Every second repeat calls the runs in the opposite order, so a steady drift favours none of them.
     """
-    found: list[list[T]] = [[] for _ in runs]
+    results: list[list[T]] = [[] for _ in runs]
     for repeat in range(warm_up + repeats):
         order = list(enumerate(runs))
         for index, run in order if repeat % 2 == 0 else reversed(order):
-            found[index].append(run())
-    return [own[warm_up:] for own in found]
+            results[index].append(run())
+    return [run_results[warm_up:] for run_results in results]

@@ -46,17 +46,17 @@ def scaled(factor: float, spec: str) -> Callable[[float | None], str]:
 
 def cells(record: Any) -> dict[str, str]:
     """Return a record's table cells by heading; records and mappings in its fields add their own cells."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, hint in get_type_hints(type(record), include_extras=True).items() if is_dataclass(record) else ():
         value = getattr(record, name)
-        column = next((one for one in get_args(hint) if isinstance(one, Column)), None)
+        column = next((argument for argument in get_args(hint) if isinstance(argument, Column)), None)
         if column is None:
-            found |= cells(value)
+            texts |= cells(value)
         elif isinstance(value, Mapping) and not column.format:
-            found |= {key: "" if own is None else str(own) for key, own in value.items()}
+            texts |= {key: "" if item is None else str(item) for key, item in value.items()}
         else:
-            found[column.heading] = column.cell(value)
-    return found
+            texts[column.heading] = column.cell(value)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def environment() -> dict[str, str | None]:
 
 def environment_text() -> str:
     """Return the environment as one line of text."""
-    own = environment()
-    floors = own["floors"] or "none, as the memory bandwidth of this device is unknown"
-    return f"device: {own['device']} ({own['platform']}), jax {own['jax']}, jspec {own['jspec']}; floors: {floors}"
+    env = environment()
+    floors = env["floors"] or "none, as the memory bandwidth of this device is unknown"
+    return f"device: {env['device']} ({env['platform']}), jax {env['jax']}, jspec {env['jspec']}; floors: {floors}"
 
 
 def table_of(results: Iterable[Any]) -> str:
@@ -189,13 +189,13 @@ def table_of(results: Iterable[Any]) -> str:
 def plain(value: Any) -> Any:
     """Convert a value for JSON: records to objects, trees and infinity to text, nan to null."""
     if is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in fields(value)}
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
-        return {name: tree_name(one) if name == "tree" else plain(one) for name, one in value.items()}
+        return {name: tree_name(item) if name == "tree" else plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return str(value) if isinstance(value, (Tree, Path)) else value

@@ -90,14 +90,14 @@ def verify_costs(
     costs = []
     for layer in c.layers:
         qkv, o, *mlp = _block(c, product, c.hidden_size)
-        own = [qkv, o]
+        layer_costs = [qkv, o]
         if isinstance(layer.attention, MLA):
             anything = Dense(1)  # only the attention's weights are read
             declared = layer_params(LayerConfig(layer.attention, anything), c.hidden_size, c.hidden_size)
             sizes = {name: declared[name].shape for name in LATENT if name in declared}
-            own = [product(name, out=shape[0], inner=shape[1]) for name, shape in sizes.items()]
-        own += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp
-        costs += [*own, attention(layer.attention, batch, nodes, context, widths)]
+            layer_costs = [product(name, out=shape[0], inner=shape[1]) for name, shape in sizes.items()]
+        layer_costs += expert_costs(layer.mlp, c.hidden_size, rows, widths) if isinstance(layer.mlp, Experts) else mlp
+        costs += [*layer_costs, attention(layer.attention, batch, nodes, context, widths)]
     return [*costs, product("head", out=c.vocab_size, inner=c.hidden_size)]
 
 
@@ -113,8 +113,8 @@ def expert_costs(c: Experts, hidden: int, rows: int, widths: Widths) -> list[Cos
     costs = [matmul("router", rows, count, hidden, widths)]
     hit = count * (1 - (1 - chosen / count) ** rows)
     for name, out, inner in (("experts_gate_up", 2 * c.width, hidden), ("experts_down", hidden, c.width)):
-        one = matmul(name, rows * chosen, out, inner, replace(widths, weight=widths.expert or widths.weight))
-        costs.append(Cost(name, one.bytes * hit, one.flops))
+        cost = matmul(name, rows * chosen, out, inner, replace(widths, weight=widths.expert or widths.weight))
+        costs.append(Cost(name, cost.bytes * hit, cost.flops))
     if c.shared:
         costs.append(matmul("gate_up", rows, 2 * c.shared, hidden, widths))
         costs.append(matmul("down", rows, hidden, c.shared, widths))
@@ -181,11 +181,11 @@ def block_costs(c: DFlashConfig, batch: int, tree: Tree, context: int, widths: W
     newest, tokens = batch * (tree.depth + 1), tree.depth + (not c.sample_from_anchor)
     costs = [matmul("fc", newest, c.hidden_size, c.num_features * c.target_hidden_size, widths)]
     for layer in c.layers:
-        own = layer.gqa
-        context_product = matmul("context", newest, 2 * own.kv_size, c.hidden_size, widths)
+        gqa = layer.gqa
+        context_product = matmul("context", newest, 2 * gqa.kv_size, c.hidden_size, widths)
         costs.append(Cost("context", 0, context_product.flops))
         costs += _block(c, partial(matmul, rows=batch * tokens, widths=widths), c.hidden_size)
-        costs.append(attention(own, batch, tokens, context, widths))
+        costs.append(attention(gqa, batch, tokens, context, widths))
     if isinstance(c, DSparkConfig) and c.markov_rank:
         fed = [1] + [tree.k or 1] * (tree.depth - 1)  # nodes of each level that are followed by others
         costs += [matmul("markov", batch * nodes, c.vocab_size, c.markov_rank, BF16) for nodes in fed]
@@ -201,8 +201,8 @@ def seconds(costs: list[Cost], *, devices: int = 1, sums: int = 0) -> float | No
         devices: number of devices, between which bytes and flops are divided.
         sums: number of products whose parts several devices exchange; an exchange takes at least `EXCHANGE_SECONDS`.
     """
-    own = chip()
-    if own is None:
+    rates = chip()
+    if rates is None:
         return None
-    alone = sum(max(cost.bytes / own.bandwidth, cost.flops / own.matmul_rate) for cost in costs)
+    alone = sum(max(cost.bytes / rates.bandwidth, cost.flops / rates.matmul_rate) for cost in costs)
     return alone if devices == 1 else alone / devices + sums * EXCHANGE_SECONDS

@@ -95,11 +95,11 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
         """Return the statistics of the values times ``scale``; nan without values."""
-        found = np.array(list(values), np.float64) * scale
-        if not found.size:
+        scaled = np.array(list(values), np.float64) * scale
+        if not scaled.size:
             return cls(0, *[math.nan] * 8)
-        quantiles = np.quantile(found, (0, 0.25, 0.5, 0.75, 1, 0.99)).tolist()
-        return cls._make([found.size, *quantiles, float(found.mean()), float(found.std())])
+        quantiles = np.quantile(scaled, (0, 0.25, 0.5, 0.75, 1, 0.99)).tolist()
+        return cls._make([scaled.size, *quantiles, float(scaled.mean()), float(scaled.std())])
 
 
 def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
@@ -109,17 +109,17 @@ def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
     requests (time to first token, per output token after it, between pieces, to the end), and times of `Engine.step`.
     """
     good = log.good
-    several = [one for one in good if one.pieces[-1][1] > 1]
-    gaps = (b - a for one in good for (a, _), (b, _) in pairwise(one.pieces))
+    long = [served for served in good if served.pieces[-1][1] > 1]
+    gaps = (b - a for served in good for (a, _), (b, _) in pairwise(served.pieces))
     spreads = {
-        "ttft": Spread.of((one.first_token for one in good), 1e3),
-        "tpot": Spread.of(((one.latency - one.first_token) / (one.pieces[-1][1] - 1) for one in several), 1e3),
+        "ttft": Spread.of((served.first_token for served in good), 1e3),
+        "tpot": Spread.of(((served.latency - served.first_token) / (served.pieces[-1][1] - 1) for served in long), 1e3),
         "itl": Spread.of(gaps, 1e3),
-        "e2e": Spread.of((one.latency for one in good), 1e3),
+        "e2e": Spread.of((served.latency for served in good), 1e3),
         "step": Spread.of(log.steps, 1e3),
     }
-    metrics = sum((one.request.metrics for one in good), Metrics())
-    inputs, outputs = sum(len(one.arrival.prompt) for one in good), log.output_tokens
+    metrics = sum((served.request.metrics for served in good), Metrics())
+    inputs, outputs = sum(len(served.arrival.prompt) for served in good), log.output_tokens
     shares = metrics.acceptance_per_position
     counts = {
         "tree": tree_name(setting.tree),
@@ -144,14 +144,14 @@ def figures_of(setting: ServeSetting, log: Log) -> dict[str, Any]:
 
 def text(results: Sequence[dict[str, Any]]) -> str:
     """Format the results of all settings: a line for each measured value, a column for each setting."""
-    return table([[name, *(_shown(one[name]) for one in results)] for name in results[0]])
+    return table([[name, *(_shown(result[name]) for result in results)] for name in results[0]])
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Spread):
-        return "/".join(f"{one:.3f}" for one in value[1:6])
+        return "/".join(f"{number:.3f}" for number in value[1:6])
     if isinstance(value, list):
-        return "/".join(f"{one:.2f}" for one in value)
+        return "/".join(f"{number:.2f}" for number in value)
     if isinstance(value, dict):  # counts, as shares
         return ", ".join(f"{name}: {value[name] / sum(value.values()):.0%}" for name in sorted(value))
     return f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -180,12 +180,15 @@ def measure(
             }
             for engine in engines.values():
                 _warm_up(engine)
-            runs = [partial(_run, engines[one.engine], one, one.policy(engines[one.engine]), arrivals) for one in group]
-            found = time_in_turns(runs, repeats, warm_up=int(repeats > 1))
-        first = first or found[0]
-        for setting, logs in zip(group, found, strict=True):
+            runs = [
+                partial(_run, engines[setting.engine], setting, setting.policy(engines[setting.engine]), arrivals)
+                for setting in group
+            ]
+            all_logs = time_in_turns(runs, repeats, warm_up=int(repeats > 1))
+        first = first or all_logs[0]
+        for setting, logs in zip(group, all_logs, strict=True):
             seconds = [log.seconds for log in logs]
-            ratios = (one.seconds / own for one, own in zip(first, seconds, strict=True))
+            ratios = (first_log.seconds / duration for first_log, duration in zip(first, seconds, strict=True))
             more = {"duration_spread": max(seconds) - min(seconds), "ratio": statistics.median(ratios)}
             yield figures_of(setting, sorted(logs, key=lambda log: log.seconds)[len(logs) // 2]) | more
 
@@ -230,7 +233,7 @@ def run(arguments: argparse.Namespace) -> Report:
         chats = [[{"role": "user", "content": text}] for text in texts]
         encoded = map(pair.tokenizer.chat, chats) if a.chat else map(pair.tokenizer.encode, texts)
         arrivals = load.arrivals_of([list(tokens) for tokens in encoded])
-        longest = max(len(one.prompt) for one in arrivals)
+        longest = max(len(arrival.prompt) for arrival in arrivals)
     options = dict(max_len=longest + load.output_len, slots=a.slots, page_size=a.page_size)
     options["prefill_budget"] = a.prefill_budget
     results = measure(pair, list(dict.fromkeys(settings)), arrivals, a.repeats, **options)

@@ -38,8 +38,8 @@ class Startup:
     asked: Annotated[int, Column("programs")]  # programs looked up in the folder, small ones included
     hits: Annotated[int, Column("found")]  # of these
     # Seconds to trace and lower each program, one after the other, and to compile or load each, side by side.
-    lower: Annotated[dict[str, float], Column("lower s", lambda own: f"{sum(own.values()):.1f}")]
-    compile: Annotated[dict[str, float], Column("compile s", lambda own: f"{sum(own.values()):.1f}")]
+    lower: Annotated[dict[str, float], Column("lower s", lambda times: f"{sum(times.values()):.1f}")]
+    compile: Annotated[dict[str, float], Column("compile s", lambda times: f"{sum(times.values()):.1f}")]
 
 
 def measure_startup(

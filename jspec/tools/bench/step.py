@@ -243,23 +243,23 @@ def filled_state(state: SlotState, case: StepCase) -> SlotState:
 
 def cases_of(arguments: argparse.Namespace) -> list[StepCase]:
     """Return the cases that the parsed command line asks for."""
-    given = vars(arguments) | {"shape": arguments.shape or random_models.default_shape()}
-    given["greedy"] = not given.get("sampled")
+    options = vars(arguments) | {"shape": arguments.shape or random_models.default_shape()}
+    options["greedy"] = not options.get("sampled")
     first = ("shape", "page_size", "context", "batch", "tree")  # varies slowest
-    names = [*first, *(one.name for one in fields(StepCase) if one.name in given and one.name not in first)]
-    values = [given[name] if isinstance(given[name], (list, tuple)) else [given[name]] for name in names]
+    names = [*first, *(field.name for field in fields(StepCase) if field.name in options and field.name not in first)]
+    values = [options[name] if isinstance(options[name], (list, tuple)) else [options[name]] for name in names]
     return [StepCase(**dict(zip(names, choice, strict=True))) for choice in product(*values)]
 
 
 def models_of(cases: Sequence[StepCase]) -> tuple[Model, Any]:
     """Return a random target, and a random head if a case drafts; all cases have the first one's settings."""
-    one, drafts = cases[0], any(case.tree for case in cases)
+    first, drafts = cases[0], any(case.tree for case in cases)
     if len(shapes := {case.shape for case in cases}) > 1:
         raise ValueError(f"--shape: expected one shape with --measure, got {', '.join(sorted(shapes))}; pass one")
-    quantize = one.draft_quantize or one.quantize
-    head = random_models.random_head(one.shape, one.dtype, quantize, method=one.drafter) if drafts else None
-    mesh = mesh_of(one.tensor_parallel) if one.tensor_parallel > 1 else None
-    return random_models.random_target(one.shape, one.dtype, one.quantize, mesh=mesh), head
+    quantize = first.draft_quantize or first.quantize
+    head = random_models.random_head(first.shape, first.dtype, quantize, method=first.drafter) if drafts else None
+    mesh = mesh_of(first.tensor_parallel) if first.tensor_parallel > 1 else None
+    return random_models.random_target(first.shape, first.dtype, first.quantize, mesh=mesh), head
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -267,12 +267,11 @@ def run(arguments: argparse.Namespace) -> Report:
     folders = [profile and profile / str(number) for number in range(1, len(cases) + 1)]
 
     def traces(results: Sequence[Timing]) -> str:
-        own = folders if profile else []
-        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in own)
+        return "\n".join(f"trace: {folder}\n{profiling.launches_of(folder, GROUP)}" for folder in folders if profile)
 
     def timings() -> Iterator[Timing]:
-        for _, own in groupby(zip(cases, folders, strict=True), lambda pair: pair[0].shape):
-            pairs = list(own)
+        for _, group in groupby(zip(cases, folders, strict=True), lambda pair: pair[0].shape):
+            pairs = list(group)
             target, head = models_of([case for case, _ in pairs])
             yield from (measure(case, target, head, profile=folder) for case, folder in pairs)
             del target, head  # the next shape needs the memory

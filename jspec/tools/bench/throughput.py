@@ -176,13 +176,13 @@ def run_steps(
         reports.append(output.report)
     jax.block_until_ready((state, reports))
     seconds = time.perf_counter() - began
-    return state, seconds, StepResult.read(np.concatenate([np.asarray(one) for one in reports]))
+    return state, seconds, StepResult.read(np.concatenate([np.asarray(report) for report in reports]))
 
 
 def run(arguments: argparse.Namespace) -> Report:
     a = arguments
     cases = [
-        ThroughputCase(one, rates_of(one.tree, a.positions, a.length), a.tokens, a.seed) for one in step.cases_of(a)
+        ThroughputCase(case, rates_of(case.tree, a.positions, a.length), a.tokens, a.seed) for case in step.cases_of(a)
     ]
     target, head = step.models_of([case.point for case in cases])
     results = (measure(case, target, head) for case in cases)

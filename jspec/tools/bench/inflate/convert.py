@@ -84,9 +84,9 @@ def target_batches(model: Model, made: GrowthPlan) -> Batches:
     padder = made.target
 
     def layer(index: int) -> dict[str, Array]:
-        own = model.layers[index]
-        assert own.attn_norm is not None
-        return padder.block(own, (padder.hidden,)) | {"attn_norm": padder.norm(own.attn_norm)}
+        params = model.layers[index]
+        assert params.attn_norm is not None
+        return padder.block(params, (padder.hidden,)) | {"attn_norm": padder.norm(params.attn_norm)}
 
     yield {"embed": padder.embedding(model.embed)}
     like = jax.eval_shape(lambda: layer(0))
@@ -114,26 +114,26 @@ def head_batches(head: EagleHead, padder: Padder, target: Padder) -> Batches:
     if head.fc_norm is not None:
         yield {"fc_norm": jax.vmap(target.norm)(head.fc_norm)}
     drafted = Factor(padder.old.draft_vocab_size, padder.new.draft_vocab_size)
-    own = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
+    ids = jnp.arange(drafted.old) if head.draft_to_target is None else head.draft_to_target
     padded = padder.old.vocab_size + jnp.arange(drafted.new - drafted.old)  # map to padded tokens of the target
     yield {
         "fc": fc,
         "norm": padder.last_norm(head.norm),
         "head": padder.output_head(head.head, drafted),
-        "draft_to_target": jnp.concatenate([own, padded]).astype(jnp.int32),
+        "draft_to_target": jnp.concatenate([ids, padded]).astype(jnp.int32),
     }
 
 
 def run(arguments: argparse.Namespace) -> Report:
     """Write the inflated target and head to the folders that the command line names."""
     a = arguments
-    given = {one.name: value for one in fields(GrownSizes) if (value := getattr(a, one.name)) is not None}
-    missing = [name for name in NAMES if name not in given]
+    overrides = {field.name: value for field in fields(GrownSizes) if (value := getattr(a, field.name)) is not None}
+    missing = [name for name in NAMES if name not in overrides]
     if a.shape is None and missing:
         raise ValueError(
             f"expected --shape or every size, got none for {', '.join(missing)}; give the one or the other"
         )
-    sizes = GrownSizes(**given) if a.shape is None else replace(GrownSizes.of(a.shape), **given)
+    sizes = GrownSizes(**overrides) if a.shape is None else replace(GrownSizes.of(a.shape), **overrides)
     layers = None if a.feature_layers is None else tuple(a.feature_layers)
     options = dict(feature_layers=layers, dtype=a.dtype, overwrite=a.overwrite)
     made = write(a.target, a.out, sizes, head=a.head, head_out=a.head_out, **options)

@@ -174,8 +174,8 @@ class GrownSizes:
     @classmethod
     def of(cls, shape: str) -> GrownSizes:
         """Return the sizes of a named shape in `random_models`, with its head's draft vocabulary."""
-        own = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
-        return cls(**own, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
+        sizes = {name: getattr(random_models.TARGETS[shape], name) for name in NAMES}
+        return cls(**sizes, draft_vocab_size=random_models.DRAFT_VOCAB[shape])
 
     def of_layers(self) -> dict[str, Any]:
         """Return the sizes that the configs of target and head share: all but the number of layers."""
@@ -230,9 +230,9 @@ def plan(
 def _check_layers(old: ModelConfig) -> None:
     """Raise ValueError if a layer of the small target computes more than one of Llama, whose weights can be padded."""
     for layer in old.layers:
-        own = layer.gqa
-        plain = LayerConfig(GQA(own.heads, own.kv_heads, own.head_dim, rope=own.rope), Dense(layer.mlp.width))
-        if layer != plain or own.rope.kind not in ("default", "llama3"):
+        gqa = layer.gqa
+        plain = LayerConfig(GQA(gqa.heads, gqa.kv_heads, gqa.head_dim, rope=gqa.rope), Dense(layer.mlp.width))
+        if layer != plain or gqa.rope.kind not in ("default", "llama3"):
             raise ValueError(
                 f"inflate: expected a target with Llama's layers, got {old.family} layers with more; take another"
             )
@@ -265,7 +265,7 @@ def insert_layers(old: int, new: int, moved: Mapping[int, int]) -> tuple[int | N
         fits &= inserted >= 0
         layer_at += [*[None] * inserted, *range(start, stop)]
     if not fits or layer_at[-1] != old:
-        wanted = ", ".join(f"{state} of {old} -> {place} of {new}" for state, place in sorted(moved.items()))
+        wanted = ", ".join(f"{state} of {old} -> {new_state} of {new}" for state, new_state in sorted(moved.items()))
         raise ValueError(
             "layers: expected room for as many before, between and after the feature layers as in the small target, "
             f"got {old} -> {new} layers with states {wanted or 'none'}; take more layers or other feature layers"
@@ -285,10 +285,10 @@ def _check_head(head: EagleHead, target: Model) -> None:
         "the target's output head": head.head is None,
         "the state after the final norm": target.config.num_layers + 1 in config.states_of(target.config.num_layers),
     }
-    if found := [name for name, is_there in has.items() if is_there]:
+    if extras := [name for name, is_there in has.items() if is_there]:
         raise ValueError(
             f"head: expected an EAGLE-3 or 3.1 head with an fc of states before the final norm, an output head and no "
-            f"further norms or biases, got {', '.join(found)}; take a head of that form, as `jspec train` makes it"
+            f"further norms or biases, got {', '.join(extras)}; take a head of that form, as `jspec train` makes it"
         )
 
 
