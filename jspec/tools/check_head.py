@@ -104,7 +104,7 @@ class Measurement:
         won, lost = np.sum(self.hits & ~other.hits), np.sum(other.hits & ~self.hits)
         if won + lost > 0:
             return bool(won - lost > CLEAR * np.sqrt(won + lost))
-        error = np.sqrt(sum(np.var(one.lengths) / len(one.lengths) for one in (self, other)))
+        error = np.sqrt(sum(np.var(result.lengths) / len(result.lengths) for result in (self, other)))
         return bool(self.mean_acceptance_length - other.mean_acceptance_length > CLEAR * error)
 
 
@@ -163,13 +163,13 @@ def load_target(
     Raises:
         ValueError: the target's folder has no tokenizer.
     """
-    found = load.load(path, dtype=dtype)
-    model = Model.from_weights(found.config, found.weights)
-    words = load_tokenizer(found.folder) if tokenizer is None else tokenizer
+    checkpoint = load.load(path, dtype=dtype)
+    model = Model.from_weights(checkpoint.config, checkpoint.weights)
+    words = load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer
     words = load_tokenizer(words) if isinstance(words, str) else words
     if words is None:
-        raise ValueError(f'{found.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
-    warn_if_replaced(words, found.folder)
+        raise ValueError(f'{checkpoint.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
+    warn_if_replaced(words, checkpoint.folder)
     return model, words
 
 
@@ -240,8 +240,9 @@ def prepare(target: Model, cuts: Int[np.ndarray, "windows size"], settings: Sequ
         settings: all settings, whose hidden states are stored.
     """
     greedy = continue_greedily(target, cuts[:PROMPTS, :PROMPT], cuts.shape[1] - PROMPT)
+    layers = [layer for setting in settings for layer in setting.layers]
     return MeasuredTexts(
-        texts=observe(target, np.concatenate([cuts, greedy]), [layer for one in settings for layer in one.layers]),
+        texts=observe(target, np.concatenate([cuts, greedy]), layers),
         start=(FIRST,) * len(cuts) + (PROMPT,) * len(greedy),
         stepwise=(True,) * len(cuts) + (False,) * len(greedy),
     )
@@ -266,11 +267,11 @@ def measure(setting: HeadSetting, run: Replay, material: MeasuredTexts) -> Measu
 
 def report(measured: Sequence[Measurement]) -> str:
     """Return the table of all results and the advice; the first result is that of the options in config.json."""
-    best = max(measured, key=lambda one: (one.agreement, one.mean_acceptance_length))
+    best = max(measured, key=lambda result: (result.agreement, result.mean_acceptance_length))
     rows = [["setting", "mean acceptance length", "first draft agrees", ""]]
-    for one in measured:
-        marks = ["file"] * (one is measured[0]) + ["best"] * (one is best)
-        rows.append([one.name, f"{one.mean_acceptance_length:.2f}", f"{one.agreement:.1%}", ", ".join(marks)])
+    for result in measured:
+        marks = ["file"] * (result is measured[0]) + ["best"] * (result is best)
+        rows.append([result.name, f"{result.mean_acceptance_length:.2f}", f"{result.agreement:.1%}", ", ".join(marks)])
     return f"{table(rows)}\n{advice(measured)}"
 
 
@@ -280,13 +281,13 @@ def advice(measured: Sequence[Measurement]) -> str:
     Args:
         measured: results of all settings; the first has the options of config.json.
     """
-    own, *others = measured
-    better = [one for one in others if one.beats(own)]
+    file_result, *others = measured
+    better = [result for result in others if result.beats(file_result)]
     if not better:
         return f"{'No other setting is clearly better' if others else 'It has no other settings'}; {OTHER_CAUSES}"
-    best = max(better, key=lambda one: (one.agreement, one.mean_acceptance_length))
+    best = max(better, key=lambda result: (result.agreement, result.mean_acceptance_length))
     return (
         f"{best.name} is clearly better than what the file says (first drafts agree at {best.agreement:.1%} against "
-        f"{own.agreement:.1%}, mean acceptance length {best.mean_acceptance_length:.2f} against "
-        f"{own.mean_acceptance_length:.2f}): pass it when loading the head, or correct the head's config.json."
+        f"{file_result.agreement:.1%}, mean acceptance length {best.mean_acceptance_length:.2f} against "
+        f"{file_result.mean_acceptance_length:.2f}): pass it when loading the head, or correct the head's config.json."
     )

@@ -158,19 +158,19 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     """Run `jspec info`; the exit status is 1 if a described folder cannot be loaded, or two folders do not fit."""
-    given = {name: value for name in CHECK_OPTIONS if (value := getattr(arguments, name)) is not None}
+    options = {name: value for name in CHECK_OPTIONS if (value := getattr(arguments, name)) is not None}
     if (not arguments.paths) == (arguments.check is None) or len(arguments.paths) > 2:
         raise ValueError("info: expected a folder, HEAD TARGET, or --check HEAD TARGET; give one of the three")
     if arguments.check is None:
-        if given:
+        if options:
             raise ValueError(
-                f"info: expected {', '.join(given)} with --check HEAD TARGET alone; leave it out or add that"
+                f"info: expected {', '.join(options)} with --check HEAD TARGET alone; leave it out or add that"
             )
         return _describe(arguments.paths)
     head, target = demo.folder(arguments.check[0], "head"), demo.folder(arguments.check[1], "target")
     if arguments.text is not None:
-        given["text"] = arguments.text.read_text(encoding="utf-8")
-    print(check_head.check(head, target, **given))
+        options["text"] = arguments.text.read_text(encoding="utf-8")
+    print(check_head.check(head, target, **options))
     return 0
 
 

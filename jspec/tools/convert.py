@@ -63,8 +63,8 @@ def _convert(options: argparse.Namespace) -> tuple[Plan, str]:
     with tqdm(total=len(planned.rows), unit=" parameters", disable=None) as bar:
         kinds = _kinds(planned, options.quantize)
         batches = _quantized(planned, dtype, options.quantize, bar)
-        given = {"files": orbax.companions(planned.folder), "overwrite": options.overwrite}
-        orbax.save(folder, planned.kind, planned.config, batches, quantized=kinds, **given)
+        save_options = {"files": orbax.companions(planned.folder), "overwrite": options.overwrite}
+        orbax.save(folder, planned.kind, planned.config, batches, quantized=kinds, **save_options)
     return planned, dtype
 
 

@@ -29,23 +29,23 @@ def compare(drafter: Header, target: Header) -> tuple[list[str], bool]:
     """
     if not isinstance(target.config, ModelConfig):
         raise ValueError(f"expected a target as the second folder, got a checkpoint of kind {target.kind!r}; swap them")
-    own = target.config
+    target_config = target.config
     match drafter.config:
         case HeadConfig() as head:
-            sizes = common_sizes(head, own, has_embed=owns(drafter, "embed"), has_head=owns(drafter, "head"))
-            others = [_features(head, own), *_draft_vocabulary(drafter, head, own)]
+            sizes = common_sizes(head, target_config, has_embed=owns(drafter, "embed"), has_head=owns(drafter, "head"))
+            others = [_features(head, target_config), *_draft_vocabulary(drafter, head, target_config)]
         case MedusaConfig() as heads:
-            sizes, others = [Size("hidden size", heads.hidden_size, own.hidden_size)], []
-            sizes.append(Size("vocabulary", heads.vocab_size, own.vocab_size))
+            sizes, others = [Size("hidden size", heads.hidden_size, target_config.hidden_size)], []
+            sizes.append(Size("vocabulary", heads.vocab_size, target_config.vocab_size))
         case ModelConfig() as model:
-            sizes, others = [], [_padded_vocabulary(model, own)]
+            sizes, others = [], [_padded_vocabulary(model, target_config)]
     lines = [(str(size), size.is_equal) for size in sizes] + others
     return [f"{'fits' if fits else 'mismatch'}: {text}" for text, fits in lines], all(fits for _, fits in lines)
 
 
-def owns(found: Header, parameter: str) -> bool:
+def owns(header: Header, parameter: str) -> bool:
     """Return whether a checkpoint has a parameter, quantised or not."""
-    return bool({parameter, f"{parameter}.values"} & set(found.parameters))
+    return bool({parameter, f"{parameter}.values"} & set(header.parameters))
 
 
 def _padded_vocabulary(model: ModelConfig, target: ModelConfig) -> tuple[str, bool]:
@@ -61,10 +61,10 @@ def _features(head: HeadConfig, target: ModelConfig) -> tuple[str, bool]:
     return f"feature layers: states {names} of a target of {target.num_layers} layers", True
 
 
-def _draft_vocabulary(found: Header, head: HeadConfig, target: ModelConfig) -> list[tuple[str, bool]]:
-    if not owns(found, "draft_to_target"):
+def _draft_vocabulary(header: Header, head: HeadConfig, target: ModelConfig) -> list[tuple[str, bool]]:
+    if not owns(header, "draft_to_target"):
         return []
-    ids = auto.read_draft_to_target(found)
+    ids = auto.read_draft_to_target(header)
     largest = int(np.max(ids))
     fits = largest < target.vocab_size
     text = f"draft vocabulary: {len(ids)} ids up to {largest}, the target has {target.vocab_size} tokens"

@@ -158,19 +158,19 @@ def join(arguments: argparse.Namespace) -> None:
         OSError, RuntimeError: as for `jspec.distributed.initialize`.
     """
     names = ("coordinator", "num_processes", "process_id")
-    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    options = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     wanted = {"draft_device": None, "replicas": 1}
-    for name in [name for name, value in wanted.items() if given and getattr(arguments, name, value) != value]:
+    for name in [name for name, value in wanted.items() if options and getattr(arguments, name, value) != value]:
         flag = f"--{name.replace('_', '-')}"
         raise ValueError(
             f"{flag}: expected no such option beside --coordinator, got {getattr(arguments, name)}; "
             "leave one of the two out: --tensor-parallel divides one engine and its drafter over several processes"
         )
-    if given and len(given) < len(names):
-        missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in given)
+    if options and len(options) < len(names):
+        missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in options)
         raise ValueError(f"{missing}: expected beside the other options of several processes, got none; add it")
-    if given:
-        distributed.initialize(**given)
+    if options:
+        distributed.initialize(**options)
 
 
 def follows(engine: Engine) -> bool:

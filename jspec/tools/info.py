@@ -68,14 +68,14 @@ def inspect_pair(drafters: Sequence[str | Path], target: str | Path) -> tuple[st
         ValueError: the last folder holds no target.
     """
     folders = [hub.find(path) for path in (*drafters, target)]
-    *found, (target_text, model) = map(_describe, folders)
-    texts, fits = [*(text for text, _ in found), target_text], model is not None
-    for folder, (_, header) in zip(folders, found, strict=False):
+    *descriptions, (target_text, model) = map(_describe, folders)
+    texts, fits = [*(text for text, _ in descriptions), target_text], model is not None
+    for folder, (_, header) in zip(folders, descriptions, strict=False):
         if header is None or model is None:
             fits = False
             continue
         lines, is_fit = fit.compare(header, model)
-        texts.append("\n".join(lines if len(found) == 1 else [f"{folder}:", *lines]))
+        texts.append("\n".join(lines if len(descriptions) == 1 else [f"{folder}:", *lines]))
         fits = fits and is_fit
     return "\n\n".join(texts), fits
 
@@ -95,15 +95,15 @@ def _describe(folder: Path) -> tuple[str, Header | None]:
     return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), header
 
 
-def _contents(found: Header) -> list[str]:
-    match found.config:
+def _contents(header: Header) -> list[str]:
+    match header.config:
         case ModelConfig() as model:
             lines = [*_model(model), *describe_layers(model)]
         case HeadConfig() as head:
-            lines = [*_head(found, head), *describe_layers(head)]
+            lines = [*_head(header, head), *describe_layers(head)]
         case MedusaConfig() as heads:
             lines = _medusa(heads)
-    return [*lines, _parameters(found), *_quantization(found)]
+    return [*lines, _parameters(header), *_quantization(header)]
 
 
 def _model(config: ModelConfig) -> list[str]:
@@ -113,7 +113,7 @@ def _model(config: ModelConfig) -> list[str]:
     ]
 
 
-def _head(found: Header, config: HeadConfig) -> list[str]:
+def _head(header: Header, config: HeadConfig) -> list[str]:
     method = METHODS[config.method]
     version = ".1" if isinstance(config, Eagle3Config) and config.norm_output else ""
     block = _block(config) if isinstance(config, DFlashConfig | PEagleConfig) else []
@@ -123,9 +123,9 @@ def _head(found: Header, config: HeadConfig) -> list[str]:
         f"flags beside plain {method}: {_flags(config)}",
         *block,
         f"features: {_features(config)}",
-        f"vocabulary: {_vocabulary(found, config)}",
-        f"embedding: {_origin(found, 'embed')}",
-        f"output head: {_origin(found, 'head')}",
+        f"vocabulary: {_vocabulary(header, config)}",
+        f"embedding: {_origin(header, 'embed')}",
+        f"output head: {_origin(header, 'head')}",
     ]
 
 
@@ -159,16 +159,16 @@ def _features(config: HeadConfig) -> str:
     return "target states 2, N//2, N-3 (the default)"
 
 
-def _vocabulary(found: Header, config: HeadConfig) -> str:
-    if not fit.owns(found, "draft_to_target"):
+def _vocabulary(header: Header, config: HeadConfig) -> str:
+    if not fit.owns(header, "draft_to_target"):
         return f"the target's {config.vocab_size} ids"
-    ids = auto.read_draft_to_target(found)
+    ids = auto.read_draft_to_target(header)
     order = "ascending" if (np.diff(ids) > 0).all() else "not monotone"
     return f"{len(ids)} of the target's {config.vocab_size} ids, {order} map"
 
 
-def _origin(found: Header, parameter: str) -> str:
-    return "own" if fit.owns(found, parameter) else "shared with the target"
+def _origin(header: Header, parameter: str) -> str:
+    return "own" if fit.owns(header, parameter) else "shared with the target"
 
 
 def _medusa(config: MedusaConfig) -> list[str]:
@@ -180,16 +180,16 @@ def _medusa(config: MedusaConfig) -> list[str]:
     ]
 
 
-def _leaves(found: Header) -> dict[str, Any]:
+def _leaves(header: Header) -> dict[str, Any]:
     """Return the shapes of all weights, by name; those of quantised ones as `Quantized`."""
-    tree = orbax.unflatten(found.parameters, found.quantized)
+    tree = orbax.unflatten(header.parameters, header.quantized)
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, Quantized))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _parameters(found: Header) -> str:
+def _parameters(header: Header) -> str:
     counts: Counter[str] = Counter()
-    for name, leaf in _leaves(found).items():
+    for name, leaf in _leaves(header).items():
         if isinstance(leaf, Quantized):
             counts[leaf.kind if leaf.is_packed else leaf.values.dtype.name] += math.prod(leaf.shape)
         elif not name.endswith("draft_to_target"):
@@ -197,9 +197,9 @@ def _parameters(found: Header) -> str:
     return f"parameters: {counts.total():,} ({', '.join(sorted(counts))})"
 
 
-def _quantization(found: Header) -> list[str]:
+def _quantization(header: Header) -> list[str]:
     """Return a line with the kinds of the quantised weights, and how many input channels share a scale if not all."""
-    kinds = sorted({_kind(leaf) for leaf in _leaves(found).values() if isinstance(leaf, Quantized)})
+    kinds = sorted({_kind(leaf) for leaf in _leaves(header).values() if isinstance(leaf, Quantized)})
     return [f"quantised: {' or '.join(kinds)}"] if kinds else []
 
 

@@ -49,11 +49,11 @@ def rounds(completion: Completion, ax: Axes | None = None) -> Axes:
     if completion.rounds is None:
         raise ValueError("expected a completion with rounds, got one without: pass trace=True to generate")
     accepted = [min(r.accept_len, len(r.emitted)) for r in completion.rounds]
-    own = [len(r.emitted) - count for r, count in zip(completion.rounds, accepted, strict=True)]
+    target_tokens = [len(r.emitted) - count for r, count in zip(completion.rounds, accepted, strict=True)]
     ax = ax or _new_axes(width=min(max(LEGEND, 0.12 * len(accepted)), 16.0), height=3.0)
     numbers = range(1, len(accepted) + 1)
     ax.bar(numbers, accepted, color=DRAFT, label="accepted draft tokens")
-    ax.bar(numbers, own, bottom=accepted, color=TARGET, label="target's own token")
+    ax.bar(numbers, target_tokens, bottom=accepted, color=TARGET, label="target's own token")
     mean = completion.metrics.mean_acceptance_length
     ax.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"mean acceptance length {mean:.2f}")
     ax.set(xlabel="round", ylabel="tokens")
@@ -83,7 +83,7 @@ def methods(metrics: Mapping[str, Metrics], ax: Axes | None = None) -> Axes:
         ax: axes to draw on; None: a new figure.
     """
     ax = ax or _new_axes(width=LEGEND, height=0.7 + 0.4 * len(metrics))
-    accepted = [one.mean_acceptance_length - 1 for one in metrics.values()]
+    accepted = [drafter_metrics.mean_acceptance_length - 1 for drafter_metrics in metrics.values()]
     ax.barh(list(metrics), 1, color=TARGET, label="the target's own token")
     bars = ax.barh(list(metrics), accepted, left=1, color=DRAFT, label="accepted draft tokens")
     ax.bar_label(bars, labels=[f"{1 + mean:.2f}" for mean in accepted], padding=3, fontsize=FONT_SIZE)
@@ -107,10 +107,10 @@ def training(journal: str | Path, ax: Axes | None = None) -> Axes:
     other = ax.twinx()
     for axes, name, colour in ((ax, "loss", TARGET), (other, "acceptance", DRAFT)):
         for kind, style in (("train", "-"), ("eval", "o")):
-            own = [(entry["step"], entry[name]) for entry in entries if entry["kind"] == kind]
+            points = [(entry["step"], entry[name]) for entry in entries if entry["kind"] == kind]
             label = f"{name}, {'held-out rows' if kind == 'eval' else 'training'}"
             ax.plot([], [], style, color=colour, label=label)  # the legend of both axes
-            axes.plot(*zip(*own, strict=True), style, color=colour) if own else None
+            axes.plot(*zip(*points, strict=True), style, color=colour) if points else None
     ax.set(xlabel="updates", ylabel="loss of a prediction")
     other.set_ylabel("predicted acceptance length")
     _legend_above(ax)
@@ -174,7 +174,7 @@ def _calibration(rounds: Sequence[Round], bins: int) -> list[_Bin]:
     held: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
     for predicted, accepted in pairs:
         held[min(int(predicted * bins), bins - 1)].append((predicted, accepted))
-    means = [(np.mean(own, axis=0), len(own)) for own in held if own]
+    means = [(np.mean(members, axis=0), len(members)) for members in held if members]
     return [_Bin(float(predicted), float(accepted), tokens) for (predicted, accepted), tokens in means]
 
 

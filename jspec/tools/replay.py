@@ -159,7 +159,7 @@ def _rounds(
     state = drafter.prefill(params, drafter.init(params, pool), view, batch, features)
     nodes = jnp.arange(depth + 1)
 
-    def one(carry: tuple[Array, Any], _: None) -> tuple[tuple[Array, Any], tuple[Array, ...]]:
+    def step(carry: tuple[Array, Any], _: None) -> tuple[tuple[Array, Any], tuple[Array, ...]]:
         roots, state = carry
         active = roots + depth + 1 < size
         view = _view(texts.tokens, roots, active, table)
@@ -175,7 +175,7 @@ def _rounds(
         state = drafter.commit(params, state, view, draft, _verdict(taken, ahead), known)
         return (jnp.where(active, roots + taken + 1, roots), state), (active, roots, hits, accept_len)
 
-    _, seen = jax.lax.scan(one, (start, state), length=size)
+    _, seen = jax.lax.scan(step, (start, state), length=size)
     return seen
 
 

@@ -92,12 +92,12 @@ def with_config(words: Sequence[str]) -> list[str]:
     import yaml
 
     try:
-        given = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        options = yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML, got an error: {' '.join(str(error).split()):.200}") from None
-    if not isinstance(given, dict) or "config" in given:
-        raise ValueError(f"{path}: expected options by name, --config excepted, got {given!r:.80}")
-    return [word for name, value in given.items() for word in _words(path, str(name), value)] + list(words)
+    if not isinstance(options, dict) or "config" in options:
+        raise ValueError(f"{path}: expected options by name, --config excepted, got {options!r:.80}")
+    return [word for name, value in options.items() for word in _words(path, str(name), value)] + list(words)
 
 
 def _words(path: str, name: str, value: Any) -> list[str]:
@@ -108,7 +108,7 @@ def _words(path: str, name: str, value: Any) -> list[str]:
     if value is True:
         return [flag]
     values = value if isinstance(value, list) else [value]
-    if any(isinstance(one, (dict, list, bool)) for one in values):
+    if any(isinstance(item, (dict, list, bool)) for item in values):
         raise ValueError(f"{path}: {name}: expected a text, a number, true, false or a list, got {value!r:.80}")
     return [flag, *map(str, values)]
 
@@ -176,8 +176,8 @@ def make_engine(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engine |
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine that are given, besides those of `jspec generate`."""
     names = ("slots", "pages", "memory_fraction", "prefill_budget")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return given | ({"adaptive": True} if arguments.adaptive else {})
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return options | ({"adaptive": True} if arguments.adaptive else {})
 
 
 def make_settings(arguments: argparse.Namespace) -> Settings:
@@ -231,10 +231,10 @@ def read_keys(path: str | None) -> list[str]:
     """
     keys = keys_of_environment()
     if path is not None:
-        own = Path(path).read_text("utf-8").split()
-        if not own:
+        file_keys = Path(path).read_text("utf-8").split()
+        if not file_keys:
             raise ValueError(f"{path}: expected a key a line, got none")
-        keys += own
+        keys += file_keys
     return keys
 
 

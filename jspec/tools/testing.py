@@ -184,8 +184,8 @@ class Random(StatelessDrafter):
         rows, tokens, log_probs, probs = view.root.shape[0], [], [], []
         uniform = jnp.full((rows, params.size), 1 / params.size)
         for depth, level in enumerate(self.tree.levels[1:], 1):
-            place = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(level.num_parents)[None])
-            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *place), params.size)
+            coordinates = (view.lengths[:, None], jnp.asarray([[depth]]), jnp.arange(level.num_parents)[None])
+            noise = sampler.gumbel(sampler.keys(view.sampling.seed[:, None], Purpose.DRAFT, *coordinates), params.size)
             drawn = jax.lax.top_k(noise, max(level.ranks) + 1)[1]
             tokens.append(drawn[:, np.array(level.fed_parents), np.array(level.ranks)])
             log_probs.append(jnp.full(tokens[-1].shape, -np.log(params.size), jnp.float32))
@@ -219,13 +219,13 @@ def differences(
     Returns:
         One `Difference` for each prompt whose outputs differ.
     """
-    found = []
-    for index, (one, two) in enumerate(zip(plain, other, strict=True)):
-        pairs = enumerate(zip(one.token_ids, two.token_ids, strict=False))
-        position = next((i for i, (a, b) in pairs if a != b), min(len(one.token_ids), len(two.token_ids)))
-        if one.token_ids == two.token_ids:
+    mismatches = []
+    for index, (expected, actual) in enumerate(zip(plain, other, strict=True)):
+        pairs = enumerate(zip(expected.token_ids, actual.token_ids, strict=False))
+        position = next((i for i, (a, b) in pairs if a != b), min(len(expected.token_ids), len(actual.token_ids)))
+        if expected.token_ids == actual.token_ids:
             continue
-        context = [*one.prompt_token_ids, *one.token_ids[:position]]
+        context = [*expected.prompt_token_ids, *expected.token_ids[:position]]
         scores = last_logits(target, context)
         if seeds is not None:
             temperature, all_seeds = seeds
@@ -233,9 +233,9 @@ def differences(
             key = sampler.keys(halves, Purpose.TOKEN, jnp.asarray([len(context)]))
             scores = scores / temperature + np.asarray(sampler.gumbel(key, scores.shape[-1]))[0]
         second, first = np.sort(scores)[-2:]
-        a, b = (ids[position] if position < len(ids) else -1 for ids in (one.token_ids, two.token_ids))
-        found.append(Difference(index, position, plain=a, speculative=b, gap=float(first - second)))
-    return found
+        a, b = (ids[position] if position < len(ids) else -1 for ids in (expected.token_ids, actual.token_ids))
+        mismatches.append(Difference(index, position, plain=a, speculative=b, gap=float(first - second)))
+    return mismatches
 
 
 def last_logits(target: Model, ids: Sequence[int]) -> np.ndarray:
@@ -284,11 +284,11 @@ def check_lossless(
             seeds = [1000 + index for index in range(len(prompts))]
             params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
             plain, other = (
-                [completion.raise_for_error() for completion in one.generate(list(prompts), params)]
-                for one in (plain_engine, engine)
+                [completion.raise_for_error() for completion in decoder.generate(list(prompts), params)]
+                for decoder in (plain_engine, engine)
             )
-            found = differences(target, plain, other, (temperature, seeds) if temperature else None)
-            for difference in found:
+            mismatches = differences(target, plain, other, (temperature, seeds) if temperature else None)
+            for difference in mismatches:
                 assert difference.gap < NEAR_TIE, f"not lossless at temperature {temperature}: {difference}"
-            tolerated[temperature] = found
+            tolerated[temperature] = mismatches
     return tolerated

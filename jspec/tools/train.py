@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     from jspec.train.run import fit
 
     keep_compiled(None)  # a run that goes on after an interrupt does not compile again
-    given = vars(arguments)
-    options = {field.name: given[field.name] for field in dataclasses.fields(TrainConfig) if field.name in given}
+    values = vars(arguments)
+    options = {field.name: values[field.name] for field in dataclasses.fields(TrainConfig) if field.name in values}
     target = demo.folder(arguments.target, "target")
     options |= {name: getattr(arguments, name) for name in ("resume", "dtype", "quantize", "tokenizer")}
     try:

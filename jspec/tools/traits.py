@@ -66,10 +66,10 @@ def _feed_forward(config: Dense | Experts) -> str:
 
 def _factors(config: DecoderConfig) -> list[str]:
     scales = Counter(layer.residual_scale for layer in config.layers)
-    found = [f"residual {scale:g}" for scale in scales if scale != 1]
-    found += ["a weight of each layer's output"] if any(layer.has_scale for layer in config.layers) else []
+    factors = [f"residual {scale:g}" for scale in scales if scale != 1]
+    factors += ["a weight of each layer's output"] if any(layer.has_scale for layer in config.layers) else []
     if isinstance(config, ModelConfig):
-        found += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
-        found += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []
-        found += [f"logits limited to {config.logit_softcap:g}"] if config.logit_softcap is not None else []
-    return found
+        factors += [f"embedding {config.embed_scale:g}"] if config.embed_scale != 1 else []
+        factors += [f"logits 1 / {config.logit_divisor:g}"] if config.logit_divisor != 1 else []
+        factors += [f"logits limited to {config.logit_softcap:g}"] if config.logit_softcap is not None else []
+    return factors

@@ -73,35 +73,32 @@ def run(out: TextIO | None = None) -> int:
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
     with engine(drafted=True) as speculative, engine(drafted=False) as plain:
         _print_completion(speculative, params, out)
-        results = {
-            name: _timed(one, params) for name, one in (("plain", plain), (f"EAGLE-3 chain of {LENGTH}", speculative))
-        }
+        results = {"plain": _timed(plain, params), f"EAGLE-3 chain of {LENGTH}": _timed(speculative, params)}
     print(_comparison(results), file=out)
-    texts = {completion.text for completion, _ in results.values()}
-    is_equal = len(texts) == 1
+    is_equal = len({completion.text for completion, _ in results.values()}) == 1
     verdict = "identical output: lossless" if is_equal else "THE TWO OUTPUTS DIFFER: please report this"
     print(f"{EXPLANATION}\n\n{verdict}\n\n{NEXT}", file=out)
     return 0 if is_equal else 1
 
 
-def _print_completion(one: Engine, params: SamplingParams, out: TextIO) -> None:
+def _print_completion(engine: Engine, params: SamplingParams, out: TextIO) -> None:
     """Print prompt and completion, with drafted tokens in colour on a terminal, and the share of drafted tokens."""
     colours = has_colours(out)
     print(f"{legend()}\n" if colours else "A small model continues this code:\n", file=out)
     print(PROMPT, end="", file=out)
     drafted = 0
-    for chunk in one.stream(PROMPT, params):
+    for chunk in engine.stream(PROMPT, params):
         drafted += sum(chunk.from_draft)
         print(painted(chunk) if colours else chunk.text, end="", file=out, flush=True)
     print(f" ...\n\ncut after {TOKENS} tokens, of which {drafted / TOKENS:.0%} were drafted and accepted\n", file=out)
 
 
-def _timed(one: Engine, params: SamplingParams) -> tuple[Completion, float]:
+def _timed(engine: Engine, params: SamplingParams) -> tuple[Completion, float]:
     """Complete the prompt three times; return the last completion, and the speed of the fastest run in tokens/s."""
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
-        completion = one.generate(PROMPT, params)[0].raise_for_error()
+        completion = engine.generate(PROMPT, params)[0].raise_for_error()
         best = min(best, time.perf_counter() - began)
     return completion, len(completion.token_ids) / best
 
