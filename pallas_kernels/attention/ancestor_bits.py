@@ -33,8 +33,8 @@ def ancestor_bits(parents: Int32[Array | np.ndarray, "B N"]) -> UInt32[Array, "B
     # Pointer doubling. An extra last node stands for "no parent". It sees nothing, and is its own parent.
     ancestors = jnp.where(parents < 0, nodes, parents).astype(jnp.int32)
     ancestors = jnp.pad(ancestors, ((0, 0), (0, 1)), constant_values=nodes)
-    own = np.pad(own_bits(np.arange(nodes), nodes), ((0, 1), (0, 0)))
-    bits = jnp.broadcast_to(own, (batch, *own.shape))
+    self_bits = np.pad(own_bits(np.arange(nodes), nodes), ((0, 1), (0, 0)))
+    bits = jnp.broadcast_to(self_bits, (batch, *self_bits.shape))
     for _ in range((nodes - 1).bit_length()):
         bits = bits | jnp.take_along_axis(bits, ancestors[:, :, None], axis=1, mode="clip")
         ancestors = jnp.take_along_axis(ancestors, ancestors, axis=1, mode="clip")
@@ -63,11 +63,11 @@ def bits_of_chunk(
     """
     if chunk is None:
         return bits
-    place = np.arange(WORD, dtype=np.uint32)
-    is_seen = ((bits[..., None] >> place) & 1).reshape(*bits.shape[:2], -1)
+    bit = np.arange(WORD, dtype=np.uint32)
+    is_seen = ((bits[..., None] >> bit) & 1).reshape(*bits.shape[:2], -1)
     row = lengths[:, None, None] + jnp.cumsum(is_seen, axis=-1, dtype=jnp.int32) - 1
     kept = jnp.where(row // chunk == row[..., -1:] // chunk, is_seen, 0)
-    return (kept.reshape(*bits.shape, WORD) << place).sum(-1, dtype=jnp.uint32)
+    return (kept.reshape(*bits.shape, WORD) << bit).sum(-1, dtype=jnp.uint32)
 
 
 def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: int) -> Array:
@@ -104,8 +104,8 @@ def mask_tile(words: list[Array], first: Array, low: Array, high: Array, tile: i
 def _word(words: list[Array], index: Array) -> Array:
     """Returns word number `index` of each query; all bits are 1 before the first word, and 0 after the last word."""
     word = jnp.where(index < 0, jnp.full_like(words[0], ALL_ONES), 0)
-    for place, own in enumerate(words):
-        word = jnp.where(index == place, own, word)
+    for number, bits in enumerate(words):
+        word = jnp.where(index == number, bits, word)
     return word
 
 

@@ -39,12 +39,12 @@ def split_layers(
         projected, transforms: as in `append_layers`.
         kv_heads: number of KV heads of a layer.
     """
-    found = []
-    for own, transform in zip(jnp.split(projected, len(transforms), axis=-1), transforms, strict=True):
+    pairs = []
+    for columns, transform in zip(jnp.split(projected, len(transforms), axis=-1), transforms, strict=True):
         heads = {"heads": 0, "kv_heads": kv_heads, "dtype": projected.dtype}
-        _, k, v = split_qkv(own[None], transform.cos_sin, transform, **heads)
-        found.append((k, v))
-    return found
+        _, k, v = split_qkv(columns[None], transform.cos_sin, transform, **heads)
+        pairs.append((k, v))
+    return pairs
 
 
 def _reference(k_pools, v_pools, projected, transforms, page_table, first_row, valid):
@@ -63,9 +63,9 @@ def _kernel(
     *pool_refs,  # [pages, KH, page, D]: K and V of every layer, then the outputs that alias them
 ):
     """Writes one KV head of one row in one layer, in one Pallas program."""
-    token, kv_head, place = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    token, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layers, pools = len(transforms), pool_refs[len(pool_refs) // 2 :]
-    sequence, own_layer = place // layers, place % layers
+    sequence, own_layer = index // layers, index % layers
     _, kv_heads, page, dim = pools[0].shape
     half, dtype, pool_row = dim // 2, projected_ref.dtype, pool_row_ref[sequence, token]
     channel = jnp.arange(pl.next_power_of_2(half))
@@ -73,10 +73,10 @@ def _kernel(
     mask = {"mask": is_channel, "other": 0}
 
     def write(layer):
-        own, first = transforms[layer], 2 * layer * kv_heads * dim
-        load = column_loader(projected_ref, (), own.bias, sequence, token, dtype, first=first)
-        cos_sin = load_cos_sin(own.cos_sin, (sequence, token), channel, mask, KEYS)
-        k_norm, v_norm = (load_norm(ref, own.eps, channels, mask) for ref in (own.k_norm, own.v_norm))
+        transform, first = transforms[layer], 2 * layer * kv_heads * dim
+        load = column_loader(projected_ref, (), transform.bias, sequence, token, dtype, first=first)
+        cos_sin = load_cos_sin(transform.cos_sin, (sequence, token), channel, mask, KEYS)
+        k_norm, v_norm = (load_norm(ref, transform.eps, channels, mask) for ref in (transform.k_norm, transform.v_norm))
         key = load_rotated(load, kv_head * dim, channels, k_norm, cos_sin, mask)
         value = load_normed(load, (kv_heads + kv_head) * dim, channels, v_norm, mask)
         for part, *new in zip(channels, key, value, strict=True):
@@ -148,7 +148,7 @@ def append_layers(
         some = slice(first, first + LAYERS)
         columns = projected[..., first * width : (first + LAYERS) * width]
         arguments = (k_pools[some], v_pools[some], columns, transforms[some], page_table, first_row, valid)
-        found = dispatch(implementation, unsupported(k_pools[0]), _pallas, _reference, *arguments)
-        for all_layers, own in zip(written, found, strict=True):
-            all_layers.extend(own)
+        new_pools = dispatch(implementation, unsupported(k_pools[0]), _pallas, _reference, *arguments)
+        for all_layers, pools in zip(written, new_pools, strict=True):
+            all_layers.extend(pools)
     return written

@@ -67,14 +67,14 @@ def multiply(x_ref, weight_ref, out_ref, first, program, blocks):
     block, head, tile = program
     sizes, (width, step) = weight_ref.shape[1:], (blocks.width, blocks.step)
     inner, out = sizes[::-1] if blocks.is_transposed else sizes
-    row, is_row, own = blocks.own_rows(block, x_ref.shape[0])
+    row, is_row, loaded_row = blocks.own_rows(block, x_ref.shape[0])
     column = tile * width + jnp.arange(width)
     is_column = column < out
 
     def add(index, total):
         term = index * step + jnp.arange(step)
         is_inner, is_out = (term < inner) if inner % step else None, is_column if out % width else None
-        x = pltriton.load(x_ref.at[own, first + term[None, :]], **_masked((blocks.rows, step), None, is_inner))
+        x = pltriton.load(x_ref.at[loaded_row, first + term[None, :]], **_masked((blocks.rows, step), None, is_inner))
         if blocks.is_transposed:
             ref, mask = weight_ref.at[head, column[:, None], term[None, :]], _masked((width, step), is_out, is_inner)
         else:

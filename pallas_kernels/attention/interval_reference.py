@@ -35,7 +35,7 @@ def _joined(tiles, size):
 
 
 def _cut_queries(q, k, starts, *others):
-    """Cuts queries and other values of each head into tiles; returns the place of each tile's first query before them.
+    """Cuts queries and other values of each head into tiles; returns the index of each tile's first query before them.
 
     The heads are grouped by the KV head that they share: [tiles, B, tile, KH, group, ...]. Queries that fill up the
     last tile see nothing.
@@ -45,16 +45,16 @@ def _cut_queries(q, k, starts, *others):
     return jnp.arange(len(tiles[0])) * tiles[0].shape[2], *tiles
 
 
-def _over_keys(add, place, starts, carry):
+def _over_keys(add, first_query, starts, carry):
     """Calls `add` with the number of each tile of keys that some query of a tile sees, one after the other."""
     tile = starts.shape[1]
-    return jax.lax.fori_loop(jnp.min(starts) // tile, place // tile + 1, add, carry)
+    return jax.lax.fori_loop(jnp.min(starts) // tile, first_query // tile + 1, add, carry)
 
 
-def _scores(q, k, column, place, starts, scale):
-    """Returns the scores of a tile of queries and one of keys [B, KH, group, tile, tile]; -inf: a place is not seen."""
+def _scores(q, k, column, first_query, starts, scale):
+    """Returns the scores of a tile of queries and one of keys [B, KH, group, tile, tile]; -inf: unseen."""
     tile = jnp.arange(starts.shape[1])
-    key, query = column * len(tile) + tile, place + tile
+    key, query = column * len(tile) + tile, first_query + tile
     seen = (key >= starts[..., None]) & (key <= query[:, None])
     return jnp.where(seen[:, None, None], _einsum("btkgd,bskd->bkgts", q, k) * scale, -jnp.inf)
 
@@ -64,11 +64,11 @@ def attend(q, k, v, starts, *, scale):
     keys, values = _cut(k, q), _cut(v, q)
 
     def of_tile(tile):
-        place, starts, q = tile
+        first_query, starts, q = tile
 
         def add(column, carry):
             most, total, out = carry
-            scores = _scores(q, keys[column], column, place, starts, scale)
+            scores = _scores(q, keys[column], column, first_query, starts, scale)
             new = jnp.maximum(most, jnp.max(scores, axis=-1))
             base = jnp.where(new == -jnp.inf, 0.0, new)
             p, factor = jnp.exp(scores - base[..., None]), jnp.exp(most - base)
@@ -77,7 +77,7 @@ def attend(q, k, v, starts, *, scale):
 
         shape = (q.shape[0], *q.shape[2:4], q.shape[1])
         none = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1]))
-        most, total, out = _over_keys(add, place, starts, none)
+        most, total, out = _over_keys(add, first_query, starts, none)
         out = out / jnp.where(total == 0, 1.0, total)[..., None]
         return tuple(jnp.moveaxis(of, 3, 1) for of in (out.astype(q.dtype), most + jnp.log(total)))
 
@@ -90,12 +90,12 @@ def gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
     keys, values, size = _cut(k, q), _cut(v, q), q.shape[1]
 
     def of_tile(of_keys, tile):
-        place, starts, q, dout, *sums = tile
+        first_query, starts, q, dout, *sums = tile
         lse, delta = (jnp.moveaxis(of, 1, 3)[..., None] for of in sums)
 
         def add(column, carry):
             dk, dv, dq = carry
-            scores = _scores(q, keys[column], column, place, starts, scale)
+            scores = _scores(q, keys[column], column, first_query, starts, scale)
             p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - lse))
             ds = p * (_einsum("btkgd,bskd->bkgts", dout, values[column]) - delta) * scale
             p, ds = p.astype(q.dtype), ds.astype(q.dtype)
@@ -103,7 +103,7 @@ def gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
             dv = dv.at[column].add(_einsum("bkgts,btkgd->bskd", p, dout))
             return dk, dv, dq + _einsum("bkgts,bskd->btkgd", ds, keys[column])
 
-        dk, dv, dq = _over_keys(add, place, starts, (*of_keys, jnp.zeros(q.shape, jnp.float32)))
+        dk, dv, dq = _over_keys(add, first_query, starts, (*of_keys, jnp.zeros(q.shape, jnp.float32)))
         return (dk, dv), dq
 
     none = (jnp.zeros(keys.shape, jnp.float32),) * 2

@@ -289,7 +289,7 @@ def move_rows(
             pools = [k_pools[layer] for layer in some], [v_pools[layer] for layer in some]
             unsupported = _unsupported(pools[0][0], pools[1][0], source_rows.shape[1])
             arguments = (*pools, page_table, source_rows, target_rows, valid)
-            found = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
-            moved |= dict(zip(some, zip(*found, strict=True), strict=True))
+            new_pools = dispatch(implementation, unsupported, _move_pallas, _move_reference, *arguments)
+            moved |= dict(zip(some, zip(*new_pools, strict=True), strict=True))
     pairs = [moved[layer] for layer in range(len(k_pools))]
     return [k for k, _ in pairs], [v for _, v in pairs]

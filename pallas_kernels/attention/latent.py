@@ -35,8 +35,8 @@ def _append_reference(k_pool, v_pool, queries, weight, rows, tables, page_table,
         return q, key, rows[:, None, first : first + size]
 
     arrays = queries, rows, tables.swapaxes(0, 1)
-    found = row_by_row(split, *arrays) if fixed["deterministic"] else split(*arrays)
-    q, key, latent = (array.reshape(*valid.shape, *array.shape[1:]) for array in found)
+    outputs = row_by_row(split, *arrays) if fixed["deterministic"] else split(*arrays)
+    q, key, latent = (array.reshape(*valid.shape, *array.shape[1:]) for array in outputs)
     return q, *append(k_pool, v_pool, key, latent, page_table, first_row, valid, implementation="reference")
 
 
@@ -71,16 +71,16 @@ def _append_kernel(
     channel, column = (jnp.arange(pl.next_power_of_2(size))[None, :] for size in (half, v_ref.shape[3]))
 
     def rotate_queries():
-        row, is_row, own = blocks.own_rows(block, count)
-        rotated = _load_rotated(queries_ref, own, first_query + inner, channel, tables_ref, QUERIES)
+        row, is_row, loaded_row = blocks.own_rows(block, count)
+        rotated = _load_rotated(queries_ref, loaded_row, first_query + inner, channel, tables_ref, QUERIES)
         for part, values in enumerate(rotated):
             ref = out_ref.at[row, head, out + part * half + channel]
             pltriton.store(ref, values, mask=is_row & (channel < half))
 
     def write(index, carry):
-        own = index * heads + head  # in the block
-        row = jnp.full((1, 1), block * blocks.rows + own)
-        exists, row = (row < count) & (own < blocks.rows), jnp.minimum(row, count - 1)
+        block_row = index * heads + head
+        row = jnp.full((1, 1), block * blocks.rows + block_row)
+        exists, row = (row < count) & (block_row < blocks.rows), jnp.minimum(row, count - 1)
         pool_row = jnp.where(exists, pltriton.load(pool_row_ref.at[row]), -1)
         _write_row(rows_ref, row, first, (column, channel), tables_ref, pool_row, k_ref, v_ref)
         return carry

@@ -146,7 +146,7 @@ def run_kernels(
     if tiles.splits > 1:  # the merging kernel adds the sinks
         attended, inputs = [partial_out, log_sum_exp], (*inputs[:6], None, *inputs[7:])
     kv_heads = inputs[1].shape[1]
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(kernel, tiles=tiles, arithmetic=arithmetic),
         grid=(pl.cdiv(queries * tiles.span, tiles.packed) * tiles.splits, kv_heads, batch),
         out_shape=attended + [jax.ShapeDtypeStruct(inputs[pool].shape, inputs[pool].dtype) for pool in pools],
@@ -155,7 +155,7 @@ def run_kernels(
         interpret=interpret,
         name=name,
     )(*inputs)
-    attended, written_pools = found[: len(attended)], found[len(attended) :]
+    attended, written_pools = outputs[: len(attended)], outputs[len(attended) :]
     if quantize_output and 1 < tiles.splits <= MERGED:
         parts, log_sum_exp = attended
         return [_merge_and_quantize(parts, log_sum_exp, sinks, dtype=q.dtype, interpret=interpret), *written_pools]

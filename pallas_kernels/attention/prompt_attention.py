@@ -24,8 +24,8 @@ def _is_supported(q: Array, k_pool: Array) -> bool:
     """Returns whether the kernel supports the shapes and dtypes of a call."""
     blocks, tokens, heads, dim = q.shape
     kv_heads, page = k_pool.shape[1:3]
-    own, group = ROWS // tokens, heads // kv_heads  # a warpgroup has `own` heads
-    fits = ROWS % tokens == 0 and (group == 2 * own or (group == own and blocks % 2 == 0))
+    warpgroup_heads, group = ROWS // tokens, heads // kv_heads
+    fits = ROWS % tokens == 0 and (group == 2 * warpgroup_heads or (group == warpgroup_heads and blocks % 2 == 0))
     return (
         fits
         and dim in (64, 128)

@@ -104,13 +104,13 @@ class _PromptCta:
         first = (pl.cdiv(refs.q.shape[0], sizes.blocks) - 1 - lax.axis_index("blocks")) * sizes.blocks
         self.blocks = first, first + sizes.blocks - 1
         self.spans = tuple(map(self.span_of, self.blocks))
-        own, other = self.spans
+        first_span, second_span = self.spans
         self.is_shared = refs.sequence[self.blocks[0]] == refs.sequence[self.blocks[1]]
         # Step i reads tile i + base of the block that it serves.
-        steps = own.stop - own.start
-        self.bases = own.start, jnp.where(self.is_shared, own.start, other.start - steps)
+        steps = first_span.stop - first_span.start
+        self.bases = first_span.start, jnp.where(self.is_shared, first_span.start, second_span.start - steps)
         self.switch = jnp.where(self.is_shared, 2**30, steps)  # first step for the second block alone
-        self.steps = jnp.maximum(steps, other.stop - self.bases[1])
+        self.steps = jnp.maximum(steps, second_span.stop - self.bases[1])
 
     def span_of(self, block: Any) -> Span:
         sizes, (first, end) = self.sizes, (self.refs.first_row[block], self.refs.ends[block])
@@ -147,7 +147,7 @@ class _PromptCta:
     def attend(self) -> None:
         """Computes the attention of this warpgroup's rows, and stores it."""
         plgpu, sizes = self.plgpu, self.sizes
-        block, base, *span = (
+        block, base, *bounds = (
             jnp.where(self.group == 1, second, first) if sizes.blocks == 2 else first
             for first, second in zip(
                 (self.blocks[0], self.bases[0], *self.spans[0]),
@@ -155,21 +155,21 @@ class _PromptCta:
                 strict=True,
             )
         )
-        own = Span(*span)
+        span = Span(*bounds)
         head = self.kv_head * sizes.group + (0 if sizes.blocks == 2 else self.group * sizes.heads)
         rows = [self.memory.q.at[self.group, pl.ds(i * sizes.tokens, sizes.tokens)] for i in range(sizes.heads)]
         for i, part in enumerate(rows):
             plgpu.copy_gmem_to_smem(self.refs.q.at[block, :, head + i], part, self.memory.q_arrived.at[self.group])
         plgpu.barrier_wait(self.memory.q_arrived.at[self.group])
 
-        out = self.attended(own, base)
+        out = self.attended(span, base)
         self.memory.q[self.group] = out.astype(self.refs.out.dtype)
         plgpu.commit_smem()
         for i, part in enumerate(rows):
             plgpu.copy_smem_to_gmem(part, self.refs.out.at[block, :, head + i])
         plgpu.wait_smem_to_gmem(0)
 
-    def attended(self, own: Span, base: Any) -> jax.Array:
+    def attended(self, span: Span, base: Any) -> jax.Array:
         """Returns the attention of this warpgroup's rows [ROWS, dim] in float32."""
         layout = self.plgpu.Layout.WGMMA
         carry = (
@@ -177,12 +177,12 @@ class _PromptCta:
             self.plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), layout.reduce(1)),  # largest score
             self.plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),  # sum of weights
         )
-        begin, stop = own.start - base, own.stop - base
+        begin, stop = span.start - base, span.stop - base
         # All queries see all rows of the tiles before the block's first row, if there is no window.
         masked = begin
         if self.sizes.window is None:
-            masked = jnp.clip(lax.div(own.first, TILE) - base, begin, stop)
-        step = functools.partial(self.step, own, base)
+            masked = jnp.clip(lax.div(span.first, TILE) - base, begin, stop)
+        step = functools.partial(self.step, span, base)
         pl.when(self.group == 1)(self.pass_turn)  # the first warpgroup has the first turn
         lax.fori_loop(0, begin, self.skip, None)
         carry = lax.fori_loop(begin, masked, functools.partial(step, is_masked=False), carry)
@@ -206,7 +206,7 @@ class _PromptCta:
             self.plgpu.barrier_arrive(done.at[slot])
             self.pass_turn()
 
-    def step(self, own: Span, base: Any, step: Any, carry: Any, *, is_masked: bool) -> Any:
+    def step(self, span: Span, base: Any, step: Any, carry: Any, *, is_masked: bool) -> Any:
         """Adds a tile to the weighted sum of values, by the online softmax; arrays as in `attended`."""
         plgpu, memory = self.plgpu, self.memory
         out, most, total = carry
@@ -215,7 +215,7 @@ class _PromptCta:
         scores = pl.run_scoped(functools.partial(self.scores, slot), plgpu.ACC((ROWS, TILE), jnp.float32))
         plgpu.barrier_arrive(memory.k_done.at[slot])
         if is_masked:
-            scores = jnp.where(self.visible(own, first_row), scores, -jnp.inf)
+            scores = jnp.where(self.visible(span, first_row), scores, -jnp.inf)
         old, most = most, jnp.maximum(most, scores.max(axis=1) * self.factor)
         weights = jnp.exp2(scores * self.factor - lax.broadcast_in_dim(most, scores.shape, [0]))
         shrink = jnp.exp2(old - most)
@@ -227,7 +227,7 @@ class _PromptCta:
         plgpu.barrier_wait(memory.v_arrived.at[slot])
         plgpu.barrier_wait(memory.turn)
         if is_masked:
-            self.clear_unseen_values(own, slot, first_row)
+            self.clear_unseen_values(span, slot, first_row)
         out = self.add_values(out, weights, slot)
         plgpu.barrier_arrive(memory.v_done.at[slot])
         return out, most, total
@@ -238,28 +238,28 @@ class _PromptCta:
         self.pass_turn()
         return sums[...]
 
-    def visible(self, own: Span, first_row: Any) -> jax.Array:
+    def visible(self, span: Span, first_row: Any) -> jax.Array:
         """Returns which rows of a tile each query sees [ROWS, TILE]."""
         iota = functools.partial(self.plgpu.broadcasted_iota, jnp.int32, layout=self.plgpu.Layout.WGMMA)
-        query = (iota((ROWS, TILE), 0) & (self.sizes.tokens - 1)) + own.first
+        query = (iota((ROWS, TILE), 0) & (self.sizes.tokens - 1)) + span.first
         row = iota((ROWS, TILE), 1) + first_row
-        seen = (row <= query) & (row < own.end)
+        seen = (row <= query) & (row < span.end)
         return seen if self.sizes.window is None else seen & (row > query - self.sizes.window)
 
-    def clear_unseen_values(self, own: Span, slot: Any, first_row: Any) -> None:
+    def clear_unseen_values(self, span: Span, slot: Any, first_row: Any) -> None:
         """Writes zeros over the rows of a tile of V that no query of this CTA sees.
 
         They may hold NaN, and 0 * NaN is NaN. The other warpgroup writes the same zeros in its own turn.
         """
-        lowest = jnp.where(self.is_shared, self.spans[0].lowest, own.lowest)
+        lowest = jnp.where(self.is_shared, self.spans[0].lowest, span.lowest)
 
-        @pl.when((first_row + TILE > own.end) | (first_row < lowest))
+        @pl.when((first_row + TILE > span.end) | (first_row < lowest))
         def _():
             for start in range(0, TILE, ROWS):
                 values = self.memory.v.at[slot, pl.ds(start, ROWS)]
                 layout = self.plgpu.Layout.WGMMA
                 row = self.plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + (first_row + start)
-                seen = (row < own.end) & (row >= lowest)
+                seen = (row < span.end) & (row >= lowest)
                 values[...] = jnp.where(seen, values[...], jnp.zeros((), values.dtype))
             self.plgpu.commit_smem()
 

@@ -113,7 +113,7 @@ def _elementwise(assembly: str, constraints: str, dtype: jnp.dtype, *values: Arr
         pack: number of elements in a register.
     """
     result = jax.ShapeDtypeStruct(values[0].shape, dtype)
-    (found,) = pltriton.elementwise_inline_asm(
+    (output,) = pltriton.elementwise_inline_asm(
         assembly, args=values, constraints=constraints, pack=pack, result_shape_dtypes=[result]
     )
-    return found
+    return output

@@ -28,11 +28,11 @@ def _first_rows(
     if bits is None:
         count = jnp.arange(1, queries + 1, dtype=jnp.int32)
     else:
-        own = bits
+        counted = bits
         if queries == new_rows:  # new rows after the query's own are not counted
             own_row = jnp.arange(new_rows, dtype=jnp.int32)[:, None]
-            own = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
-        count = jax.lax.population_count(own).sum(-1).astype(jnp.int32)  # new rows that the query sees
+            counted = bits & low_ones(own_row + 1 - WORD * jnp.arange(bits.shape[-1], dtype=jnp.int32))
+        count = jax.lax.population_count(counted).sum(-1).astype(jnp.int32)  # new rows that the query sees
     first = first_seen(lengths[:, None] + count - 1, scores.window or 0, scores.chunk or 0)
     if bits is not None and scores.chunk is not None:  # without the first new row, the query's chunk begins after it
         first = jnp.where(bits[..., 0] & 1 == 1, first, lengths[:, None])
@@ -50,13 +50,13 @@ def _visible(lengths: Array, bits: Array | None, first: Array, rows: int) -> Arr
     row = jnp.arange(rows, dtype=jnp.int32)
     new = row - lengths[:, None]
     if bits is None:
-        own = new[:, None] <= jnp.arange(first.shape[1], dtype=jnp.int32)[:, None]
+        sees_new = new[:, None] <= jnp.arange(first.shape[1], dtype=jnp.int32)[:, None]
     else:
-        own = jnp.zeros((1, 1, 1), bool)
+        sees_new = jnp.zeros((1, 1, 1), bool)
         for word in range(bits.shape[-1]):
             bit = (bits[:, :, word, None] >> (new[:, None] % WORD).astype(jnp.uint32)) & 1
-            own = own | ((new[:, None] // WORD == word) & (bit == 1))
-    return (row >= first[..., None]) & ((new < 0)[:, None] | ((new[:, None] >= 0) & own))
+            sees_new = sees_new | ((new[:, None] // WORD == word) & (bit == 1))
+    return (row >= first[..., None]) & ((new < 0)[:, None] | ((new[:, None] >= 0) & sees_new))
 
 
 def _gather(pool: Array, page_table: Array) -> Array:
@@ -137,8 +137,8 @@ def reference(q, kv, bits, sinks, *, new_rows, scores):
     top = jnp.max(scored, -1, keepdims=True)
     weights = jnp.exp(scored - jnp.where(top == -jnp.inf, 0.0, top))
     out = jnp.einsum("bkrs,bksd->bkrd", weights, values, **exact)
-    own = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), queries).astype(jnp.float32)
-    out = _with_sinks(top[..., 0], weights.sum(-1), out, own)
+    row_sinks = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), queries).astype(jnp.float32)
+    out = _with_sinks(top[..., 0], weights.sum(-1), out, row_sinks)
     out = out.reshape(batch, kv_heads, queries, group, value_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, queries, heads, value_dim).astype(q.dtype)
 
@@ -168,11 +168,11 @@ def fixed_reference(q, kv, paths, sinks, *, scores):
             acc, top, total = carry
             row = index * FIXED_TILE + jnp.arange(FIXED_TILE, dtype=jnp.int32)
             new = row - length
-            place = row
+            cache_row = row
             if paths is not None:
-                place = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
-            place = jnp.clip(place, 0, most - 1)
-            k, v = (pool[table[place // page], :, place % page] for pool in (k_pool, v_pool))
+                cache_row = jnp.where(new < 0, row, length + path[jnp.clip(new, 0, path.shape[0] - 1)])
+            cache_row = jnp.clip(cache_row, 0, most - 1)
+            k, v = (pool[table[cache_row // page], :, cache_row % page] for pool in (k_pool, v_pool))
             visible = (row >= lowest) & (row < last)
             k, v = _with_values(k, v, dim), v.astype(jnp.float32)
             v = jnp.where(visible[:, None, None] & ((new < 0)[:, None, None] | jnp.isfinite(v)), v, 0)
@@ -187,12 +187,12 @@ def fixed_reference(q, kv, paths, sinks, *, scores):
         sums = jnp.zeros((*packed.shape[:2],), jnp.float32)
         empty = (jnp.zeros((*sums.shape, value_dim), jnp.float32), jnp.full_like(sums, -jnp.inf), sums)
         acc, top, total = jax.lax.fori_loop(lowest // FIXED_TILE, pl.cdiv(last, FIXED_TILE), step, empty)
-        own = None if sinks is None else sinks.reshape(kv_heads, -1).astype(jnp.float32)
-        return _with_sinks(top, total, acc, own).reshape(1, heads, value_dim).astype(q.dtype)
+        head_sinks = None if sinks is None else sinks.reshape(kv_heads, -1).astype(jnp.float32)
+        return _with_sinks(top, total, acc, head_sinks).reshape(1, heads, value_dim).astype(q.dtype)
 
     per_query = (jnp.repeat(array, queries, axis=0) for array in (page_table, lengths))
-    own = (causal if paths is None else paths).reshape(batch * queries, -1)
-    out = row_by_row(attend_query, q.reshape(-1, heads, dim), *per_query, own)
+    query_paths = (causal if paths is None else paths).reshape(batch * queries, -1)
+    out = row_by_row(attend_query, q.reshape(-1, heads, dim), *per_query, query_paths)
     return out.reshape(batch, queries, heads, value_dim)
 
 

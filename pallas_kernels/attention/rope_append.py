@@ -75,9 +75,9 @@ def _reference(k_pool, v_pool, qkv, transform, page_table, first_row, valid, *, 
     if deterministic:
         rows = qkv.reshape(qkv.shape[0], -1, qkv.shape[-1]).swapaxes(0, 1)
         tables = cos_sin.reshape(cos_sin.shape[0], -1, cos_sin.shape[-1]).swapaxes(0, 1)
-        split_rows = lambda *own: split(*(array.swapaxes(0, 1)[:, :, None] for array in own))  # noqa: E731
-        found = row_by_row(split_rows, rows, tables)
-        q, k, v = (array.reshape(*valid.shape, *array.shape[2:]) for array in found)
+        split_rows = lambda *arrays: split(*(array.swapaxes(0, 1)[:, :, None] for array in arrays))  # noqa: E731
+        outputs = row_by_row(split_rows, rows, tables)
+        q, k, v = (array.reshape(*valid.shape, *array.shape[2:]) for array in outputs)
     else:
         q, k, v = split(qkv, cos_sin)
     return q, *append(k_pool, v_pool, k, v, page_table, first_row, valid, implementation="reference")
@@ -105,8 +105,8 @@ def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype, first=0
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
         if bias_ref is not None:
-            own = jnp.broadcast_to(columns, total.shape)  # as many as the mask has
-            total += pltriton.load(bias_ref.at[own], **mask).astype(jnp.float32)
+            bias_columns = jnp.broadcast_to(columns, total.shape)  # as many as the mask has
+            total += pltriton.load(bias_ref.at[bias_columns], **mask).astype(jnp.float32)
         return total.astype(dtype)
 
     count = qkv_ref.shape[0]
