@@ -165,12 +165,12 @@ def load_target(
     """
     checkpoint = load.load(path, dtype=dtype)
     model = Model.from_weights(checkpoint.config, checkpoint.weights)
-    words = load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer
-    words = load_tokenizer(words) if isinstance(words, str) else words
-    if words is None:
+    tokenizer = load_tokenizer(checkpoint.folder) if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    if tokenizer is None:
         raise ValueError(f'{checkpoint.folder}: expected a tokenizer in the folder, got none; pass --tokenizer "bytes"')
-    warn_if_replaced(words, checkpoint.folder)
-    return model, words
+    warn_if_replaced(tokenizer, checkpoint.folder)
+    return model, tokenizer
 
 
 def settings_of(drafter: Drafter, target: Model) -> list[HeadSetting]:

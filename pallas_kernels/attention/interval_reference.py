@@ -7,7 +7,7 @@ in a row of short documents.
 import jax
 import jax.numpy as jnp
 
-TILE = 32  # places of a tile
+TILE = 32  # queries or keys of a tile
 WIDE, WIDE_TILE = 128, 256  # wider heads have larger tiles: GPUs have no kernel for them, and loops of theirs are slow
 
 
@@ -79,9 +79,9 @@ def attend(q, k, v, starts, *, scale):
         none = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1]))
         most, total, out = _over_keys(add, first_query, starts, none)
         out = out / jnp.where(total == 0, 1.0, total)[..., None]
-        return tuple(jnp.moveaxis(of, 3, 1) for of in (out.astype(q.dtype), most + jnp.log(total)))
+        return tuple(jnp.moveaxis(array, 3, 1) for array in (out.astype(q.dtype), most + jnp.log(total)))
 
-    out, lse = (_joined(of, q.shape[1]) for of in jax.lax.map(of_tile, _cut_queries(q, k, starts)))
+    out, lse = (_joined(array, q.shape[1]) for array in jax.lax.map(of_tile, _cut_queries(q, k, starts)))
     return out.reshape(q.shape), jnp.moveaxis(lse.reshape(q.shape[:3]), 1, 2)
 
 
@@ -91,7 +91,7 @@ def gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
 
     def of_tile(of_keys, tile):
         first_query, starts, q, dout, *sums = tile
-        lse, delta = (jnp.moveaxis(of, 1, 3)[..., None] for of in sums)
+        lse, delta = (jnp.moveaxis(array, 1, 3)[..., None] for array in sums)
 
         def add(column, carry):
             dk, dv, dq = carry
@@ -107,6 +107,6 @@ def gradient(q, k, v, dout, starts, lse, delta, ends, *, scale):
         return (dk, dv), dq
 
     none = (jnp.zeros(keys.shape, jnp.float32),) * 2
-    sums = (jnp.moveaxis(of, 1, 2) for of in (lse, delta))
+    sums = (jnp.moveaxis(array, 1, 2) for array in (lse, delta))
     (dk, dv), dq = jax.lax.scan(of_tile, none, _cut_queries(q, k, starts, dout, *sums))
     return _joined(dq, size).reshape(q.shape), _joined(dk, size), _joined(dv, size)

@@ -105,7 +105,7 @@ def column_loader(qkv_ref, scale_refs, bias_ref, sequence, token, dtype, first=0
             row_scale = pltriton.load(scale_refs[0].at[sequence, token])
             total = total * row_scale * pltriton.load(scale_refs[1].at[columns], **mask)
         if bias_ref is not None:
-            bias_columns = jnp.broadcast_to(columns, total.shape)  # as many as the mask has
+            bias_columns = jnp.broadcast_to(columns, total.shape)  # the shape of the mask
             total += pltriton.load(bias_ref.at[bias_columns], **mask).astype(jnp.float32)
         return total.astype(dtype)
 
