@@ -30,7 +30,7 @@ DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", 
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text", "deepseek_v2", "deepseek_v3")
 RECORDED = (*DENSE, *EXPERTS)
 LONGEST = 75  # tokens of the longest recorded prompt
-TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
+TOLERANCE = 2e-4  # both sides use float32 but add up in different orders; 1.1e-4 with SSE4.2, at logits up to 19
 LEAST = 1e-3  # a wrong reading of a config moves some logit by more
 
 
