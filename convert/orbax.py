@@ -394,11 +394,12 @@ def read_arrays(
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_kept else dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    largest = max((4 * leaf.size for leaf in wanted.values()), default=0)
+    largest = max((4 * leaf.size for leaf in wanted.values()), default=0)  # bytes; a value has at most 4
     context.memory.read_concurrent_bytes = READ_AHEAD + largest  # the limit must exceed the largest array
     with context, _named_damage(header.folder):
         arrays = ocp.load((header.folder / WEIGHTS).absolute(), wanted)
-    narrowed = [name for name in names if wanted[name].dtype == "float16" != header.parameters[name].dtype]
+    converted = [name for name in names if wanted[name].dtype != header.parameters[name].dtype]
+    narrowed = [name for name in converted if wanted[name].dtype == "float16"]
     if overflown := [name for name in narrowed if jnp.isinf(arrays[name]).any()]:
         raise CheckpointError(
             header.folder, f"expected values within float16's 65504, got larger ones in {listed(overflown)}; use "

@@ -219,7 +219,7 @@ def find_ngram_matches(
 
     Args:
         text: one text per row, or a single text for all rows.
-        query: newest tokens of each row (`newest_tokens`).
+        query: newest tokens of each row, newest first (`newest_tokens`).
         min_n: smallest match length in tokens.
         count: number of matches to keep (M).
         preferred: interval [begin, end) of preferred positions of each row.
@@ -230,9 +230,11 @@ def find_ngram_matches(
     size, max_n = text.shape[1], query.shape[1]
     groups = min(GROUPS, max(size, count))
     width = size + -size % groups
+    # padded[:, max_n - 1 + p] is the token at position p; gaps precede and follow the text.
     padded = jnp.pad(text, ((0, 0), (max_n - 1, width - size + 1)), constant_values=GAP)
     position = jnp.arange(width)
-    length = jnp.full((), max_n, jnp.int32)  # the first query token that differs; minimum fuses into one kernel
+    # The match length is the least `back` whose token differs. XLA fuses this chain of minima into one kernel.
+    length = jnp.full((), max_n, jnp.int32)
     for back in range(max_n):
         start = max_n - 1 - back
         agrees = padded[:, start : start + width] == query[:, back, None]

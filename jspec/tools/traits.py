@@ -18,10 +18,11 @@ NORMS = {
 def describe_layers(config: DecoderConfig) -> list[str]:
     """Return one line for each part of the layers, which says how many layers have each form if layers differ.
 
-    The norms of heads are left out, because those of their first layer depend on the method.
+    The last line has the factors that scale embeddings, residuals or logits, if there are any. Norms are left out for a
+    draft head, because those of its first layer depend on the method (EAGLE-1, EAGLE-3, DFlash).
     """
     layers = config.layers
-    mixers = [layer.mixer.describe() for layer in layers]
+    mixers = [layer.mixer.describe() for layer in layers]  # words by the name of a part
     parts = dict.fromkeys(part for words in mixers for part in words)
     lines = [
         *(f"{part}: {_forms([words.get(part, 'none') for words in mixers])}" for part in parts),

@@ -54,8 +54,8 @@ def matmul_unscaled(
 ) -> PartialSums:
     """Returns the product of `matmul` as one partial sum [1, *rows, out]; the arguments are those of `matmul`.
 
-    For a weight of "fp8_dynamic" the result is a `Scaled`; the kernel that reads the `Scaled` applies the scales. The
-    product of several devices is that of `join`.
+    Only for a weight of "fp8_dynamic" are the scales not yet applied: the result is then a `Scaled`, and the kernel
+    that reads it applies them. The product of several devices is that of `join`.
     """
     if isinstance(weight, Shard):
         own_dtype = dtype if weight.by == "rows" else jnp.float32

@@ -123,7 +123,8 @@ def choose_nodes(
     Node 0 is the root, and node 1 + i is the i-th of the chosen candidates.
 
     Args:
-        scores: float32 scores of all candidates; a candidate's score is at most its parent's, and it comes later.
+        scores: float32 scores of all candidates; a candidate comes after its parent and has no larger score, so the
+            parent of a chosen candidate is chosen too.
         parents: indices of their parents among the candidates; -1: the root.
         count: number of candidates to choose.
         implementation: as in `paged_attention`.

@@ -91,9 +91,12 @@ def gumbel_noise(
 
 
 def scored_reference(scaled_logits, seed, first, offsets, ids, noise, *controls, purpose):
-    """Returns the tokens of `sample_tokens` and their scores [*rows]; the score of NO_TOKEN is NaN."""
+    """Returns the tokens of `sample_tokens` and their scores [*rows]; the score of NO_TOKEN is NaN.
+
+    The arguments are those of `sample_tokens`; `controls` are temperature, top_k, top_p and min_p.
+    """
     logits = reduce_partials(scaled_logits, jnp.float32).reshape(-1, scaled_logits.shape[-1])
-    temperature, first, seed = (
+    temperature, first, seed = (  # one value of each group -> one of each row
         jnp.repeat(array, len(logits) // len(array), axis=0) for array in (controls[0], first, seed)
     )
 
@@ -111,7 +114,7 @@ def scored_reference(scaled_logits, seed, first, offsets, ids, noise, *controls,
             drawn = gumbel_noise(seed, first + offsets.ravel(), tokens, purpose=purpose)
         else:
             drawn = noise.reshape(len(logits), -1)
-            if ids is not None or drawn.shape[1] != len(tokens):  # without a gather of all columns
+            if ids is not None or drawn.shape[1] != len(tokens):  # else a gather would copy all columns
                 drawn = drawn[:, tokens]
         tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         threshold = sampling_threshold(logits, *controls, implementation="reference")

@@ -315,10 +315,11 @@ def _in_order_kernel(
 
     # Find the k-th largest value by bisection. Choose all larger values, and the first ones of the values equal to it.
     # A running sum then gives each chosen value its rank.
-    last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order) & 0, jnp.max(order) + 1)
+    last = largest_bound(lambda c: count(order >= c), jnp.int32(k), jnp.min(order), jnp.max(order) + 1)
     above, equal = order > last, order == last
     chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= k - count(above)))
     rank = jnp.where(chosen, jnp.cumsum(chosen.astype(jnp.int32)) - 1, k + place)
+    # An interpreted store writes to masked places too: those of values that are not chosen lie behind the row.
     pltriton.store(places_ref.at[row, rank], place, mask=chosen)
 
 

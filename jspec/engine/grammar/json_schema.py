@@ -155,10 +155,13 @@ def check_text(field: str, text: str) -> None:
 
 
 def check_size(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema whose JSON text would be too long, without writing the text.
+    """Refuse a schema whose JSON text is certainly too long, before the text is written.
+
+    A schema with one dict in many places has a very long text. This counts the least that a text needs: a character for
+    each key or value, and the characters of strings.
 
     Raises:
-        ValueError: it would have more than `MAX_CHARACTERS` characters.
+        ValueError: the text would have more than `MAX_CHARACTERS` characters.
     """
     left, end = MAX_CHARACTERS, object()
     parts: list[Iterator[Any]] = [iter([schema])]

@@ -118,7 +118,7 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
-    """Return whole exclusive bounds moved inwards a little, because llguidance includes some of them.
+    """Return the exclusive bounds that are integers, moved inwards a little, because llguidance includes some of them.
 
     For example, it allows 0 where the number must be above 0 and below 0.5.
     """
@@ -127,13 +127,13 @@ def _open_bounds(schema: Mapping[str, Any], path: str) -> dict[str, float]:
         bound = schema.get(name)
         if bound is None or bound != int(bound):
             continue
-        is_whole = schema.get("type") == "integer"
-        if not is_whole and abs(bound) > MAX_OPEN_BOUND:
+        only_integers = schema.get("type") == "integer"
+        if not only_integers and abs(bound) > MAX_OPEN_BOUND:
             raise ValueError(
                 f"json_schema: {name!r} at {path:.100}: expected a bound between -{MAX_OPEN_BOUND} and "
                 f"{MAX_OPEN_BOUND} for numbers, got {bound}; take 'minimum' or 'maximum', or the type 'integer'"
             )
-        moved[name] = bound + sign * (0.5 if is_whole else LITTLE)
+        moved[name] = bound + sign * (0.5 if only_integers else LITTLE)
     return moved
 
 

@@ -153,7 +153,8 @@ def _with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
     """Return the attention of a layer of Gemma 4 with the sizes of its heads.
 
     Args:
-        fields: parsed config.json; `per_layer_config` of transformers 5 replaces the keys of full layers.
+        fields: parsed config.json. Full layers have the sizes of `global_head_dim` and `num_global_key_value_heads`;
+            in files with `per_layer_config` (transformers 5) a layer has the sizes of its entry there instead.
         index: index of the layer.
         heads: attention with the sizes of sliding layers.
     """
@@ -161,12 +162,12 @@ def _with_sizes(fields: Fields, index: int, heads: GQA) -> GQA:
     if unknown := sorted(sizes.keys() - {"head_dim", "num_key_value_heads"}):
         raise unsupported(sizes.place, unknown, "head_dim and num_key_value_heads")
     is_full, dim, count = heads.window is None, heads.head_dim, heads.kv_heads
-    has_one = is_full and fields.flag("attention_k_eq_v")
+    values_are_keys = is_full and fields.flag("attention_k_eq_v")
     if is_full and fields.get("per_layer_config") is None:
         dim = fields.integer("global_head_dim")
-        count = fields.integer("num_global_key_value_heads", count) if has_one else count
+        count = fields.integer("num_global_key_value_heads", count) if values_are_keys else count
     dim, count = sizes.integer("head_dim", dim), sizes.integer("num_key_value_heads", count)
-    return replace(heads, head_dim=dim, kv_heads=count, values_are_keys=has_one)
+    return replace(heads, head_dim=dim, kv_heads=count, values_are_keys=values_are_keys)
 
 
 def _cap(fields: Fields, name: str) -> float | None:

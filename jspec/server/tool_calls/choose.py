@@ -43,7 +43,7 @@ def parser_for(
     Raises:
         ValueError: the format is unknown, or the answer may have calls and the template has none of the formats.
     """
-    read, new_id = _format_of(choice, chat_template, name)
+    read, new_id = _reader_of(choice, chat_template, name)
     names = frozenset(choice.schemas)
 
     def read_answer(reader: Reader) -> Reading[None]:
@@ -60,7 +60,7 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
 
 
-def _format_of(
+def _reader_of(
     choice: ToolChoice, chat_template: str | None, name: str | None
 ) -> tuple[Callable[[Reader, AnswerCalls], Reading[None]], Callable[[], str]]:
     """Return what reads an answer, and what makes the ids of its calls."""

@@ -31,7 +31,7 @@ TEMPERATURES = (0.0, 0.5, 1.0)
 TOKENS = 64  # tokens of each completion
 SAMPLES = 4  # completions a prompt at temperatures above 0
 SLOTS = 16
-PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters, which are more than the tokens
+PROMPTS, PROMPT_SIZE = 16, 96  # number, and characters of each: it has fewer tokens
 SOURCE_TEXT = Path(__file__).with_name("ledger.txt").read_text(encoding="utf-8")
 PREFILL = 512
 
@@ -102,7 +102,10 @@ def measure(
     """Yield the acceptance at each temperature and context, as the pair continues texts with fixed seeds.
 
     Args:
-        texts: token ids to continue, by their number; None: `prompts`, whose length does not matter.
+        pair: target and drafter.
+        case: settings of the engine; its `context` is replaced.
+        temperatures: sampling temperatures.
+        texts: token ids to continue, by their length in tokens; None: `prompts`, which are shorter than `PROMPT_SIZE`.
         tokens: tokens of each completion.
         samples: completions of each text at temperatures above 0.
     """
@@ -113,7 +116,7 @@ def measure(
         drafter = drafter.with_window(case.draft_window)
     sizes: Any = dict(max_len=longest + tokens, prefill_buckets=(min(longest, PREFILL),), prefix_cache=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message='accept="typical"')  # the table says so
+        warnings.filterwarnings("ignore", message='accept="typical"')  # the table says "(lossy)"
         engine = pair.engine(drafter, accept=case.accept, slots=SLOTS, buckets=(SLOTS,), **sizes)
     with engine:
         for temperature, context in product(temperatures, texts):

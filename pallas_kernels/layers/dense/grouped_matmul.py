@@ -186,9 +186,11 @@ def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block
         block: columns of a block of a packed weight.
     """
     step = math.gcd(inner // groups, STEP, block)
-    if step < LEAST_STEP or inner % (parts * step):
+    if step < LEAST_STEP:
         packed = f" and packed blocks of {block}" if block < STEP else ""
         return f"groups must be multiples of {LEAST_STEP} columns, got {inner // groups}{packed}"
+    if inner % (parts * step):
+        return f"a part of the columns must be a multiple of {step}, got {parts} parts of {inner} columns"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"x must be bfloat16 or float16, got {dtype}"
     return None

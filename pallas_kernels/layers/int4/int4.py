@@ -144,8 +144,8 @@ def round_to_int4(
 def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -> tuple[Array, Array]:
     """Returns the low and the high values of bytes minus their zero points, inside of a kernel; they are exact.
 
-    On a GPU four bytes are unpacked at a time. A value from 0 to 15 is put into the last bits of the number 128 in
-    bfloat16, or 1024 in float16, whose last bit counts 1. Then this number and the zero point are subtracted at once.
+    On a GPU four bytes are unpacked at a time. A value from 0 to 15 is put into the last bits of a base, where the last
+    bit counts 1: 128 in bfloat16, 1024 in float16. One addition then removes the base and the zero point.
 
     Args:
         packed: bytes [out, bytes].
@@ -160,6 +160,7 @@ def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -
     else:
         kind, base, base_bits, one_bits = "f16x2", 1024, 0x6400, 0x3C00
     mask, bases, ones = (f"{half << 16 | half:#x}" for half in (15, base_bits, one_bits))
+    # Exact: at most 128 + 15 fits into the 8 bits of a bfloat16, and 1024 + 15 into the 11 bits of a float16.
     offset = -(zero.astype(jnp.float32) + base).astype(dtype)
     halves = []
     for shift in (0, 4):
@@ -167,6 +168,7 @@ def differences(packed: Array, zero: Array, dtype: jnp.dtype, interpret: bool) -
         for result, selector in enumerate(("0x4140", "0x4342")):  # two bytes of the word, each with a zero after it
             lines.append(f"prmt.b32 pair, word, 0, {selector}")
             lines.append(f"lop3.b32 pair, pair, {mask}, {bases}, 0xEA")  # (pair & mask) | bases
+            # pair * 1 + offset, because PTX cannot add pairs of bfloat16 before compute capability 9.0
             lines.append(f"fma.rn.{kind} ${result}, pair, ones, ${3 + result}")
         halves.append(of_words(lines, packed, offset))
     low, high = halves
