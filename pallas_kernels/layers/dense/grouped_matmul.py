@@ -13,6 +13,7 @@ and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repe
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,7 @@ def _pallas(x, weight, *, parts, dtype, interpret):
 
 
 def _hopper(x, weight, **options):
-    return int4_kernel.multiply(x, *weight.arrays.values(), **options)
+    return int4_kernel.multiply(x, *weight.arrays.values(), kind=weight.kind, **options)
 
 
 def packed_tiles(
@@ -170,9 +171,13 @@ def packed_tiles(
         gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
     count = hopper.multiprocessors()
-    if count is None or weight.kind != "int4":
+    if count is None or weight.is_dynamic:
         return None
-    return choose_tiles(rows, weight.values.shape, weight.scale.shape[1], dtype, count, parts, gated=gated)
+    (out, inner), groups = weight.shape, weight.scale.shape[1] if weight.has_groups else 1
+    packed = weight.values.shape if weight.is_packed else (out, inner // STEP, STEP)
+    if inner % STEP:
+        return None
+    return choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated, kind=weight.kind)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:
@@ -218,6 +223,7 @@ def grouped_matmul(
     Raises:
         NotImplementedError: implementation is "pallas", and the kernel does not support the call.
     """
+    weight = replace(weight, scale=weight.scale.reshape(weight.shape[0], -1))
     rows, (out, groups) = x.shape[:-1], weight.scale.shape
     options = {"parts": parts, "dtype": dtype}
     kernel, reference = functools.partial(_pallas, **options), functools.partial(_reference, **options)

@@ -34,6 +34,7 @@ from pallas_kernels.layers.int4.int4_stores import store
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
 from pallas_kernels.layers.int4.packed_cta import FACTORS, PIECE, PackedCta, group_factors, memory_of
 from pallas_kernels.layers.quantize_rows import Activation, gate_logit
+from pallas_kernels.layers.weights import FORMATS, Kind
 
 
 class _Origin(NamedTuple):
@@ -54,13 +55,14 @@ class _Int4Cta(PackedCta):
         boxes: scales and zero points of the slots in shared memory by name [stages, channels * HEIGHT, groups]; those
             without are loaded into registers.
         tiles: static sizes of the call.
-        activation: as in `multiply`.
+        kind, activation: as in `multiply`.
         interpret: whether the kernel is interpreted.
     """
 
-    def __init__(self, refs, memory, boxes, tiles, activation, interpret):
+    def __init__(self, refs, memory, boxes, tiles, kind, activation, interpret):
         super().__init__(memory, tiles, interpret)
-        self.refs, self.boxes, self.activation = refs, boxes, activation
+        self.refs, self.boxes, self.activation, self.kind = refs, boxes, activation, kind
+        self.slice_bytes = int(SLICE * FORMATS[kind].value_bytes)
         (_, inner), (_, rows, self.out) = refs["x"].shape, refs["out"].shape
         self.halves = 2 if activation else 1
         self.group = inner // refs["scale"].shape[1]  # columns of a scale
@@ -81,10 +83,11 @@ class _Int4Cta(PackedCta):
     def load_slices(self, origin, column, at, barrier):
         """Starts to load a slot: slices of the tile's weights with their scales, and of rows of x."""
         size, copy = self.tiles.channels * self.own_channels, self.plgpu.copy_gmem_to_smem
+        first_byte = column // 2 if self.slice_bytes < SLICE else column
         for half in range(self.halves):
             rows, target = pl.ds(half * self.out + origin.channel, size), half * self.tiles.channels * self.own_rows
             for index in range(self.tiles.depth):
-                columns = pl.ds(column // 2 + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
+                columns = pl.ds(first_byte + index * self.w_tiles.shape[4], self.w_tiles.shape[4])
                 weights = self.refs["weight"].at[rows, columns]
                 copy(weights, self.w_tiles.at[at, index, half, pl.ds(0, size)], barrier)
             for name, box in self.boxes.items():
@@ -105,7 +108,7 @@ class _Int4Cta(PackedCta):
         """Returns scales and zero points of this warpgroup's slices, None for those that are loaded with the slot."""
         refs = [None if name in self.boxes else self.refs.get(name) for name in FACTORS]
         apart = self.out if self.activation else None
-        load = functools.partial(group_factors, apart=apart, interpret=self.interpret)
+        load = functools.partial(group_factors, apart=apart, width=self.tiles.width, interpret=self.interpret)
         return [load(refs, self.own_channel(origin), first, self.group) for first in self.slice_columns(column)]
 
     def slot_factors(self, name, at, column):
@@ -119,7 +122,7 @@ class _Int4Cta(PackedCta):
     def product(self, origin, at, column, factors, total):
         """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
         rows = pl.ds(self.channel * self.own_rows, self.own_rows)
-        columns = pl.ds(self.split * (SLICE // 2), SLICE // 2)
+        columns = pl.ds(self.split * self.slice_bytes, self.slice_bytes)
         slices = []
         for index, (first, groups) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
             packed = self.w_tiles.at[at, index, slice(None) if self.activation else 0, rows, columns]
@@ -146,6 +149,7 @@ def multiply(
     *zeros: Array,
     tiles: Int4Tiles,
     dtype: jnp.dtype,
+    kind: Kind = "int4",
     activation: Activation | None = None,
     interpret: Any = False,
 ) -> Array:
@@ -153,11 +157,13 @@ def multiply(
 
     Args:
         x: activations [rows, inner], bfloat16 or float16.
-        packed: packed values [halves * out, blocks, 64] (`int4.pack`); two halves are gate and up.
+        packed: packed values [halves * out, blocks, 64] (`int4.pack`), or values of eight bits [halves * out, inner];
+            two halves are gate and up.
         scale: float32 scales [halves * out, groups].
         zeros: zero points uint8 [halves * out, groups], if there are any.
         tiles: static sizes of the call.
         dtype: dtype of the result.
+        kind: kind of the weight.
         activation: if not None, the weight has gate and up, and the result is activation(x @ gate.T) * (x @ up.T).
         interpret: False, or jax's parameters for interpreting the kernel and detecting races.
     """
@@ -166,20 +172,25 @@ def multiply(
     (rows, inner), (out, groups), halves = x.shape, scale.shape, 2 if activation else 1
     if rows > 8 and rows % 8:
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # TMA tiles of 8 rows must lie within more than 8 rows
-    arrays = {"x": x, "weight": packed.reshape(out, -1), "scale": scale, **dict(zip(("zeros",), zeros, strict=False))}
+    arrays = {
+        "x": x,
+        "weight": jax.lax.bitcast_convert_type(packed, jnp.uint8).reshape(out, -1),
+        "scale": scale,
+        **dict(zip(("zeros",), zeros, strict=False)),
+    }
     piece = min(PIECE, math.gcd(inner // groups, SLICE))
-    weights = tiles.stages, tiles.depth, halves, tiles.channels * HEIGHT // halves, tiles.splits * SLICE // 2
+    slot_bytes = tiles.splits * int(SLICE * FORMATS[kind].value_bytes)
+    weights = tiles.stages, tiles.depth, halves, tiles.channels * HEIGHT // halves, slot_bytes
     columns = tiles.splits * tiles.depth * SLICE  # of a slot
     groups_of = {
         name: copied_groups(groups, inner, arrays[name].dtype.itemsize, columns) for name in FACTORS if name in arrays
     }
-    assert tiles.width == HEIGHT or all(groups_of.values()), "factors loaded into registers are those of 64 rows"
 
     def entry(*refs):
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
 
         def run(memory, boxes):
-            _Int4Cta(by_name, memory, boxes, tiles, activation, bool(interpret)).run()
+            _Int4Cta(by_name, memory, boxes, tiles, kind, activation, bool(interpret)).run()
 
         boxes = {
             name: plgpu.SMEM((tiles.stages, tiles.channels * HEIGHT, count), arrays[name].dtype)
@@ -187,7 +198,8 @@ def multiply(
             if count
         }
         rows_of_x = tiles.height, columns
-        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads=halves * (tiles.depth + len(boxes)) + 1)
+        loads, is_tiled = halves * (tiles.depth + len(boxes)) + 1, not FORMATS[kind].is_packed
+        memory = memory_of(tiles, x.dtype, rows_of_x, piece, weights, loads, is_tiled=is_tiled)
         pl.run_scoped(run, memory, boxes, collective_axes="warpgroup")
 
     return plgpu.kernel(

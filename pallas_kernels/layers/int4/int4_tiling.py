@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layers.hopper import HEIGHT, SHARED_BYTES
 from pallas_kernels.layers.int4 import int4
+from pallas_kernels.layers.weights import FORMATS, Kind
 
 # Most rows of x in a tile, for which shared memory has room for the sums of four splits, and for which the registers of
 # a multiprocessor suffice for four warpgroups, and for two. The registers hold sums of a group, and totals. Groups of
@@ -66,17 +67,19 @@ def choose_tiles(
     parts: int | None = None,
     *,
     gated: bool = False,
+    kind: Kind = "int4",
 ) -> Int4Tiles | None:
-    """Chooses the sizes of the kernel for x [rows, inner] and a packed weight.
+    """Chooses the sizes of the kernel for x [rows, inner] and a weight of four or eight bits per value.
 
     Args:
         rows: number of rows of x.
-        packed: shape of the weight's bytes [out, blocks, bytes of a block].
+        packed: shape of the weight's bytes [out, blocks, bytes of a block]; a byte per value is a block of 128 bytes.
         groups: number of scales of a row of the weight.
         dtype: dtype of x.
         multiprocessors: number of multiprocessors of the GPU.
         parts: number of parts of k; None: the fewest that keep the GPU busy.
         gated: whether the weight has gate and up, which are joined; k has one part then.
+        kind: kind of the weight.
 
     Returns:
         The sizes, or None if the kernel does not support the product.
@@ -87,8 +90,10 @@ def choose_tiles(
     if gated and parts not in (None, 1):
         raise ValueError(f"parts: expected 1 or None with gate and up, whose sums are joined, got {parts}")
     out, blocks, size = packed
-    inner, halves = blocks * 2 * size, 1 + gated
-    if 2 * size != int4.BLOCK or dtype not in (jnp.bfloat16, jnp.float16) or math.gcd(inner // groups, 32) < 32:
+    value_bytes, halves = FORMATS[kind].value_bytes, 1 + gated
+    columns_of_block = int(size / value_bytes)
+    inner = blocks * columns_of_block
+    if columns_of_block != int4.BLOCK or dtype not in (jnp.bfloat16, jnp.float16) or math.gcd(inner // groups, 32) < 32:
         return None
     few, most, is_small = FEW_ROWS, MOST_ROWS, inner // groups % int4.BLOCK > 0
     if is_small:
@@ -100,18 +105,23 @@ def choose_tiles(
     best, least = None, math.inf
     for count in (1,) if gated else PARTS if parts is None else (parts,):
         for channels, splits, width in shapes:
+            if not FORMATS[kind].is_packed and width // halves % 8:  # rows of a tile of bytes in shared memory
+                continue
             if out % (channels * width) or out // halves % (channels * width // halves) or blocks % (splits * count):
                 continue
-            depth = 2 if height <= DEEP_ROWS and not is_small and blocks % (2 * splits * count) == 0 else 1
+            is_deep = height <= DEEP_ROWS and not is_small and FORMATS[kind].is_packed
+            depth = 2 if is_deep and blocks % (2 * splits * count) == 0 else 1
             columns = splits * depth * int4.BLOCK
             factors = [size * copied_groups(groups, inner, size, columns) for size in (SCALE_BYTES, ZERO_BYTES)]
-            if width < HEIGHT and not all(factors):  # those that are loaded into registers are of 64 rows
+            if (
+                width < HEIGHT and FORMATS[kind].is_packed and not all(factors)
+            ):  # those that are loaded into registers are of 64 rows
                 continue
             items = out // (channels * width) * count * row_tiles
             time = math.ceil(items / multiprocessors) * multiprocessors / items  # 1: no multiprocessor is ever idle
             if time < least * (1 if best is None or (best.parts, best.width) == (count, width) else WORTH):
                 programs = min(items, multiprocessors)
-                stages = most_stages(height, channels, splits * depth, splits, sum(factors))
+                stages = most_stages(height, channels, splits * depth, splits, sum(factors), value_bytes=value_bytes)
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
                 best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
                 least = time
@@ -134,7 +144,15 @@ def copied_groups(groups: int, inner: int, size: int, columns: int) -> int:
     return count if groups % least == 0 and count * group % columns == 0 else 0
 
 
-def most_stages(height: int, channels: int, slices: int, splits: int, factor_bytes: int = 0, reserved: int = 0) -> int:
+def most_stages(
+    height: int,
+    channels: int,
+    slices: int,
+    splits: int,
+    factor_bytes: int = 0,
+    reserved: int = 0,
+    value_bytes: float = 0.5,
+) -> int:
     """Returns how many slots fit into shared memory beside the sums of other warpgroups.
 
     Args:
@@ -142,7 +160,8 @@ def most_stages(height: int, channels: int, slices: int, splits: int, factor_byt
         slices: slices of a slot.
         factor_bytes: bytes of scales and zero points of each row of a slot.
         reserved: bytes for other things.
+        value_bytes: bytes of a value of the weight.
     """
     sums = (splits - 1) * channels * HEIGHT * height * SUM_BYTES
-    slot = slices * int4.BLOCK * (2 * height + channels * HEIGHT // 2) + channels * HEIGHT * factor_bytes
+    slot = slices * int4.BLOCK * int(2 * height + channels * HEIGHT * value_bytes) + channels * HEIGHT * factor_bytes
     return min((SHARED_BYTES - sums - reserved) // slot, MOST_STAGES)

@@ -18,9 +18,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4 import byte_registers
 from pallas_kernels.layers.int4 import int4_registers as registers
 from pallas_kernels.layers.int4.int4_registers import SLICE
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles
+from pallas_kernels.layers.weights import FORMATS, Kind
 
 PIECE = 64  # most columns of an operand of `wgmma`; 128 bytes of a row of x are the widest swizzle
 FACTORS = ("scale", "zeros")  # names of the arrays with a value for each group of a row
@@ -33,6 +35,7 @@ class PackedCta(ABC):
     """
 
     items: Array  # number of work items of the CTA
+    kind: Kind  # kind of the weight
     item_slots: int  # slots of a work item
 
     def __init__(self, memory: tuple[Any, ...], tiles: Int4Tiles, interpret: bool):
@@ -241,8 +244,12 @@ class PackedCta(ABC):
     def operands(self, at, index, packed, factors):
         """Returns the operands of the products of slice ``index`` of this warpgroup's slices in a slot."""
         size = min(SLICE // len(factors), PIECE)
-        zeros = [zero for _, zero in factors]
-        pieces = registers.differences(packed, zeros, self.x_tiles.dtype, size, interpret=self.interpret)
+        dtype, zeros = self.x_tiles.dtype, [zero for _, zero in factors]
+        if FORMATS[self.kind].is_packed:
+            pieces = registers.differences(packed, zeros, dtype, size, interpret=self.interpret)
+        else:
+            values = jnp.dtype(FORMATS[self.kind].dtype)
+            pieces = byte_registers.widened(packed, values, dtype, size, interpret=self.interpret)
         return [(piece, self.x_piece(at, index, number * size, size)) for number, piece in enumerate(pieces)]
 
     def zeros(self):
@@ -269,7 +276,14 @@ def group_factors(refs, first, column, group, **options):
 
 
 def memory_of(
-    tiles: Int4Tiles, dtype: jnp.dtype, x: tuple[int, ...], piece: int, weights: tuple[int, ...], loads: int
+    tiles: Int4Tiles,
+    dtype: jnp.dtype,
+    x: tuple[int, ...],
+    piece: int,
+    weights: tuple[int, ...],
+    loads: int,
+    *,
+    is_tiled: bool = False,
 ) -> list[Any]:
     """Returns the shared memory of a CTA, which `PackedCta` takes.
 
@@ -280,13 +294,14 @@ def memory_of(
         piece: columns of an operand of `wgmma`.
         weights: shape of the bytes of all slots.
         loads: number of copies that load a slot.
+        is_tiled: whether the weights are tiled as `byte_registers.widened` has them.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     swizzled = plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * dtype.itemsize)
     memory = [
         plgpu.SMEM((tiles.stages, *x), dtype, transforms=swizzled),
-        plgpu.SMEM(weights, jnp.uint8),
+        plgpu.SMEM(weights, jnp.uint8, transforms=byte_registers.transforms() if is_tiled else ()),
         plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=tiles.groups, num_barriers=tiles.stages),
     ]
