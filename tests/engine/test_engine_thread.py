@@ -349,6 +349,16 @@ def test_engine_thread_aborts_a_request_of_several_completions(
     assert received.reasons("a") == ["abort"] * 5 and [one.last for one in received.by_key["a"][-2:]] == [False, True]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_engine_thread_asked_for_whole_completions_delivers_each_in_one_chunk(
+    engine: Engine, thread: EngineThread, received: Received, whole: bool
+) -> None:
+    thread.submit({"a": engine.prepare(PROMPTS[0], max_tokens=60, n=2)}, received, whole=whole)
+    received.wait("a")
+    assert received.reasons("a") == ["length"] * 2
+    assert (len(received.by_key["a"]) == 2) == whole
+
+
 def test_engine_thread_given_a_wrong_request_or_key_raises(
     engine: Engine, thread: EngineThread, received: Received
 ) -> None:
@@ -410,6 +420,33 @@ def test_calls_that_fail_while_the_engine_thread_ends_lose_no_request() -> None:
     with pytest.raises(RuntimeError, match="thread has ended by an error; make a new engine") as caught:
         engine.generate("c", SamplingParams(max_tokens=1))
     assert "a call that fails" in str(caught.value.__cause__)
+
+
+def test_function_for_an_engine_thread_that_ends_is_called_by_the_one_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has carried out its last calls, and still frees the device."""
+    engine, found = paper.byte_engine(), list[int]()
+    engine.generate("a", SamplingParams(max_tokens=1))  # starts the thread
+    thread, close = engine.threads, engine.core.close
+
+    def close_last() -> None:
+        if thread.is_current:
+            asks = threading.Thread(target=lambda: found.append(thread.do(lambda: 7)), daemon=True)
+            asks.start()
+            asks.join(PATIENCE)
+        close()
+
+    monkeypatch.setattr(engine.core, "close", close_last)
+    engine.close()
+    assert found == [7]
+
+
+def test_turn_makes_its_step_before_it_has_carried_out_all_of_many_slow_calls() -> None:
+    engine, handled = paper.byte_engine(), list[None]()
+    with ByHand(engine) as hand:
+        for _ in range(100):
+            engine.threads.call(lambda: handled.append(time.sleep(0.002)))
+        hand.step()
+        assert len(handled) < 100
 
 
 def test_compilation_that_cannot_start_a_thread_is_the_error_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:

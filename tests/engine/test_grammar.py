@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.engine.grammar.regex_dfa import check_size
+from jspec.engine.grammar.regex_dfa import TooLarge, check_size
 from jspec.engine.grammar.schema_regex import regex_of
 from jspec.engine.grammar.token_table import Grammar, TablePool
 from jspec.engine.input.grammar_input import GrammarInput
@@ -250,6 +250,13 @@ def test_compile_grammar_without_outlines_core_raises_naming_the_package_to_inst
         ImportError, match=r"install outlines_core \(in the folder of jspec: pip install -e '\.\[grammar\]'\)"
     ):
         compiled("a")
+
+
+def test_table_whose_states_or_classes_are_no_int16_is_too_large_for_any_number_of_cells() -> None:
+    check_size(2**15 - 1, 2, 2**30)
+    for states, classes in ((2**15, 1), (1, 2**15)):
+        with pytest.raises(TooLarge, match=f"{states} states x {classes} classes .* 32767 states"):
+            check_size(states, classes, 2**30)
 
 
 def test_equal_grammars_are_compiled_once_and_share_one_device_table() -> None:

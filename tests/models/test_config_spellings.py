@@ -38,6 +38,32 @@ SIZES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+# Families whose config transformers knows, with keys that ours needs or without which transformers' is another model.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "glm4_moe": {},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gpt_oss": {},
+    "granite": {},
+    "llama4_text": {},
+    "ministral": {},
+    "mistral": {},
+    "mixtral": {},
+    "olmo2": {},
+    "olmo3": {"rope_theta": 500000.0},
+    "phi3": {},
+    "qwen2": {"num_key_value_heads": 8},
+    "qwen3": {"num_key_value_heads": 8},
+    "qwen3_moe": {},
+    "seed_oss": {},
+    "smollm3": {},
+}
+
+
 def spelled(theta: Any, parameters: Any, scaling: Any, length: Any) -> dict[str, Any]:
     """The keys of a rotary embedding in a config.json; None: absent."""
     keys = {"rope_theta": theta, "rope_parameters": parameters, "rope_scaling": scaling}
@@ -130,3 +156,29 @@ def test_config_with_a_rope_as_files_in_use_spell_it_is_accepted(tmp_path: Path,
     configs = readings(fields)
     assert [config.rope.theta for config in configs] == [theta] * 3
     assert ours(configs[0]) == resolved(tmp_path, fields)
+
+
+def of_family(name: str, **keys: Any) -> dict[str, Any]:
+    """The least config.json of a model of five layers."""
+    sizes = {**TARGET, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 8}
+    fields = {**without(sizes, "num_key_value_heads"), "max_position_embeddings": 512, **FAMILIES[name], **keys}
+    return fields | {"model_type": name}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_that_leaves_keys_out_is_the_one_with_all_values_of_transformers(tmp_path: Path, name: str) -> None:
+    fields = of_family(name)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_config(fields) == read_config(transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
+
+
+def test_config_of_llama4_without_a_size_of_chunks_has_none_in_any_layer() -> None:
+    for size, found in ((16, {16, None}), (None, {None})):
+        layers = read_config(of_family("llama4_text", attention_chunk_size=size)).layers
+        assert {layer.attention.chunk for layer in layers} == found
+
+
+def test_base_given_for_olmo3_is_that_of_all_its_layers_and_their_scaling_stays() -> None:
+    fields = of_family("olmo3", rope_scaling={"rope_type": "yarn", "factor": 8.0}, rope_theta=5e5)
+    ropes = {layer.attention.rope for layer in read_config(fields, rope_theta=1e6).layers}
+    assert {(rope.kind, rope.theta) for rope in ropes} == {("default", 1e6), ("yarn", 1e6)}

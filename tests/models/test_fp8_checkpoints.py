@@ -12,7 +12,7 @@ import pytest
 
 from convert.fields import CheckpointError
 from jspec import DraftModel, Engine, Model, SamplingParams, Tree
-from jspec.draft.auto import read_header
+from jspec.draft.auto import load_drafter, read_header
 from jspec.models import families
 from jspec.models.weights.quantize import quantized_as
 from jspec.tools.convert import main as convert_main
@@ -117,6 +117,13 @@ def test_float8_checkpoint_of_each_format_keeps_its_bytes_and_has_the_logits_of_
     assert all(np.array_equal(own, other) for own, other in leaves)
     rounded = Model.from_pretrained(folders.write(tmp_path / "float", CONFIG, made.weights()), dtype="float32")
     assert np.abs(logits(model, IDS) - logits(rounded, IDS)).max() > 100 * TOLERANCE, "the weights must be rounded ones"
+
+
+def test_draft_model_loaded_by_its_path_keeps_its_float8_weights_unless_told_to_widen_them(tmp_path: Path) -> None:
+    folder = made.write(tmp_path, BLOCKS, made.quantised(BLOCKS)[0])
+    for quantize, kind in ((None, "fp8"), ("none", None)):
+        drafter = load_drafter(folder, dtype="float32", quantize=quantize)
+        assert isinstance(drafter, DraftModel) and quantized_as(drafter.model) == kind
 
 
 @pytest.mark.parametrize("change", ["transposed", "of the next block", "inverted"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def test_written_heads_load_with_the_same_bits_and_options(
     assert found.config.norm_output == found.config.fc_norm == config.eagle31
 
 
+def test_written_eagle31_head_tells_its_norms_and_in_both_keys_that_the_normed_output_is_fed_back() -> None:
+    method = Eagle3Method(TrainConfig(eagle31=True))
+    fields, _ = method.files(support.head(eagle31=True), support.target(), {})
+    assert fields["norm_output"] is fields["fc_norm"] is fields["eagle_config"]["return_hidden_post_norm"] is True
+
+
 def test_default_states_are_written_as_the_authors_write_them(tmp_path: Path) -> None:
     target = tiny.model(40, layers=8)
     head = Eagle3Method(TrainConfig()).create(target, IDS)
@@ -70,9 +77,12 @@ def test_default_states_are_written_as_the_authors_write_them(tmp_path: Path) ->
     assert Eagle3.from_pretrained(tmp_path, tree="chain:2").head.config.feature_layers == (2, 4, 5)
 
 
-def test_a_head_of_the_authors_is_read_and_written_with_the_same_tensors(tmp_path: Path) -> None:
-    tensors = folders.head_tensors()
-    given = Eagle3.from_pretrained(folders.write(tmp_path / "given", folders.HEAD, tensors), tree="chain:2").head
+@pytest.mark.parametrize("width", [16, 20])
+def test_a_head_of_the_authors_is_read_and_written_with_the_same_tensors(tmp_path: Path, width: int) -> None:
+    """The target's hidden states are as wide as the head's, or wider."""
+    config = {**folders.HEAD, "target_hidden_size": width}
+    tensors = folders.head_tensors() | folders.random_tensors({"fc.weight": (16, 3 * width)})
+    given = Eagle3.from_pretrained(folders.write(tmp_path / "given", config, tensors), tree="chain:2").head
     written(tmp_path / "own", given.replace(config=given.config.resized(feature_layers=(1, 2, 3))))
     folders.assert_same(folders.stored(tmp_path / "own"), tensors)
 
@@ -97,5 +107,6 @@ def test_bfloat16_weights_are_written_as_bfloat16(tmp_path: Path) -> None:
     head = support.head()
     write.write_head(tmp_path, *Eagle3Method(TrainConfig()).files(head, target, {}))
     assert folders.stored(tmp_path)["fc.weight"].dtype == folders.BFLOAT16
+    assert json.loads((tmp_path / write.CONFIG).read_text())["torch_dtype"] == "bfloat16"
     loaded = Eagle3.from_pretrained(tmp_path, tree="chain:2", dtype="float32").head
     np.testing.assert_array_equal(loaded.fc, np.asarray(head.fc).astype(folders.BFLOAT16).astype(np.float32))
