@@ -1,12 +1,11 @@
 """Matrix products with weights of any kind: which kernel multiplies, and what is done with the scales."""
 
 import math
-from typing import TypeGuard
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul, packed_tiles
+from pallas_kernels.layers.dense.grouped_matmul import grouped_matmul, is_grouped
 from pallas_kernels.layers.dense.plain_product import plain_product
 from pallas_kernels.layers.partial_sums import Factors, PartialSums, Scaled, join, reduce_partials
 from pallas_kernels.layers.quantize_rows import Activation, gated, quantize_activation
@@ -45,13 +44,6 @@ def factors(x: Inputs, weight: Weight, *, gate: Activation | None = None, implem
     return Factors(x, weight, None, None)
 
 
-def is_grouped(weight: Weight, x: Inputs) -> TypeGuard[Quantized]:
-    """Returns whether `grouped_matmul` multiplies x by a weight: it has group scales, or its kernel widens bytes."""
-    if not isinstance(weight, Quantized) or isinstance(x, QuantizedActivation):
-        return has_group_scales(weight)
-    return weight.has_groups or packed_tiles(math.prod(x.shape[:-1]), weight, x.dtype, 1) is not None
-
-
 def matmul_unscaled(
     x: Inputs,
     weight: Weight,
@@ -69,7 +61,7 @@ def matmul_unscaled(
         own_dtype = dtype if weight.by == "rows" else jnp.float32
         own = matmul_unscaled(x, weight.weight, own_dtype, gate=gate, implementation=implementation)
         return join(own, weight, dtype or x.dtype)
-    if is_grouped(weight, x):
+    if isinstance(weight, Quantized) and is_grouped(math.prod(x.shape[:-1]), weight, x.dtype):
         return matmul_grouped(x, weight, dtype, gate=gate, implementation=implementation)
     f = factors(x, weight, gate=gate, implementation=implementation)
     dtype = dtype or x.dtype

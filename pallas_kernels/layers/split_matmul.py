@@ -18,11 +18,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.layers import hopper
 from pallas_kernels.layers.dense import hopper_kernel, split_kernel
-from pallas_kernels.layers.dense.grouped_matmul import packed_tiles
+from pallas_kernels.layers.dense.grouped_matmul import is_grouped, packed_tiles
 from pallas_kernels.layers.dense.hopper_tiling import HopperTiles, choose_tiles
 from pallas_kernels.layers.dense.split_kernel import FEW_ROWS, LEAST_OUT, MOST_ROWS, WIDEST_OUT, parts_of
 from pallas_kernels.layers.partial_sums import PartialSums, Scaled, join
-from pallas_kernels.layers.products import factors, is_grouped, matmul_grouped, matmul_unscaled
+from pallas_kernels.layers.products import factors, matmul_grouped, matmul_unscaled
 from pallas_kernels.layers.quantize_rows import FP8, Activation
 from pallas_kernels.layers.shard import Shard
 from pallas_kernels.layers.weights import Inputs, Quantized, Weight, has_dynamic_activations
@@ -88,7 +88,7 @@ def split_matmul(
     rows, width = math.prod(shape), 1 if isinstance(weight, Quantized) else weight.dtype.itemsize
     parts = parts_of(rows, out, inner, x.dtype, width, quantize_output=has_dynamic_activations(weight))
     many = x.dtype if rows > MOST_ROWS and x.dtype == jnp.bfloat16 else None
-    if is_grouped(weight, x):
+    if isinstance(weight, Quantized) and is_grouped(rows, weight, x.dtype):
         if LEAST_OUT <= out <= WIDEST_OUT:
             packed = packed_tiles(rows, weight, x.dtype)
             parts = packed.parts if packed else parts

@@ -15,8 +15,9 @@ from pallas_kernels.layers.gated_matmul import gated_matmul
 from pallas_kernels.layers.int4 import int4
 from pallas_kernels.layers.int4.int4_kernel import multiply
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, choose_tiles, copied_groups
+from pallas_kernels.layers.products import matmul
 from pallas_kernels.layers.quantize_rows import Activation
-from pallas_kernels.layers.weights import Quantized
+from pallas_kernels.layers.weights import Kind, Quantized
 from tests.reference import int4 as reference
 from tests.reference.activations import ACTIVATIONS
 from tests.support.arrays import on_device
@@ -46,7 +47,7 @@ def test_bytes_of_128_columns_are_the_registers_of_wgmma_in_their_order() -> Non
 def interpreted(x: jax.Array, *weight: jax.Array, tiles: Int4Tiles, **more: Any) -> np.ndarray:
     """Run the kernel in jax's interpreter and return the sum of its parts; fail if races are detected."""
     got = run_interpreted(multiply, x, *weight, tiles=tiles, dtype=F32, **more)
-    assert got.shape == (tiles.parts, len(x), len(weight[0]) // (2 if more else 1))
+    assert got.shape == (tiles.parts, len(x), len(weight[0]) // (2 if "activation" in more else 1))
     return np.asarray(got, np.float64).sum(axis=0)
 
 
@@ -140,6 +141,78 @@ def test_gate_and_up_interpreted_match_float64(rows: int, has_zeros: bool, activ
     assert error(function(gate) * up) < 1e-6
     assert error(function(up) * gate) > 0.1, "control: gate and up exchanged"
     assert error(other(gate) * up) > 1e-3, "control: the other activation function"
+
+
+KINDS_OF_BYTES: dict[Kind, np.dtype] = {"int8": np.dtype("int8"), "fp8": np.dtype(jnp.float8_e4m3fn)}
+
+
+def weight_of_bytes(kind: Kind, out: int, inner: int, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return random bytes of all values but NaN, their scales, and the weight in float64 by the table of ml_dtypes."""
+    rng = np.random.default_rng(inner)
+    every = np.arange(256, dtype=np.uint8).view(KINDS_OF_BYTES[kind])
+    values = rng.choice(every[np.isfinite(every.astype(np.float32))], (out, inner))
+    scale = (10.0 ** rng.uniform(-3, -2, (out, groups))).astype(np.float32)
+    return values, scale, values.astype(np.float64) * np.repeat(scale.astype(np.float64), inner // groups, axis=1)
+
+
+def gate_times_up(both: np.ndarray) -> np.ndarray:
+    gate, up = np.split(both, 2, axis=1)
+    return ACTIVATIONS["silu"](gate) * up
+
+
+@mosaic
+@pytest.mark.parametrize("kind", KINDS_OF_BYTES)
+@pytest.mark.parametrize(
+    ("rows", "groups", "activation", "tiles"),
+    [
+        (5, 1, None, Int4Tiles(height=8, channels=1, splits=2, stages=2, parts=1, programs=1)),
+        (20, 1, None, Int4Tiles(height=16, channels=2, splits=1, stages=3, parts=2, programs=2, unrolled=4)),
+        (5, 4, None, Int4Tiles(height=8, channels=1, splits=4, stages=2, parts=1, programs=2)),
+        (5, 1, "silu", Int4Tiles(height=8, channels=2, splits=1, stages=2, parts=1, programs=1)),
+    ],
+)
+def test_hopper_kernel_of_bytes_interpreted_matches_float64(
+    kind: Kind, rows: int, groups: int, activation: Activation | None, tiles: Int4Tiles
+) -> None:
+    values, scale, weight = weight_of_bytes(kind, 128, 512, groups)
+    x = on_device(np.random.default_rng(rows).normal(size=(rows, 512)) / (100 if activation else 1), BF16)
+    more = {"activation": activation} if activation else {}
+    got = interpreted(x, on_device(values), on_device(scale), tiles=tiles, kind=kind, **more)
+
+    def error(weight: np.ndarray) -> float:
+        wanted = np.asarray(x, np.float64) @ weight.T
+        wanted = gate_times_up(wanted) if activation else wanted
+        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    assert error(weight) < 1e-6
+    assert error(np.roll(weight, 1, axis=0)) > 0.1, "control: the weights of the row before"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS_OF_BYTES)
+def test_bytes_widened_on_a_gpu_have_exactly_the_values_of_their_dtype(kind: Kind, dtype: str) -> None:
+    """Each row of x selects a column; the kernel's registers exist on a GPU alone."""
+    values, _, _ = weight_of_bytes(kind, 256, 512, 1)
+    weight = Quantized(on_device(values), jnp.ones(256), kind)
+    got = grouped_matmul(jnp.eye(512, dtype=dtype), weight, F32, implementation="pallas")
+    np.testing.assert_array_equal(np.asarray(got).sum(axis=0), values.astype(np.float32).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS_OF_BYTES)
+@pytest.mark.parametrize("groups", [1, 16])
+@pytest.mark.parametrize("rows", [1, 5, 33, 170, 400, 800])
+def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, rows: int) -> None:
+    values, scale, weight = weight_of_bytes(kind, 1024, 2048, groups)
+    x = on_device(np.random.default_rng(rows).normal(size=(rows, 2048)), BF16)
+    operand = Quantized(on_device(values), on_device(scale if groups > 1 else scale[:, 0]), kind)
+    wanted = np.asarray(x, np.float64) @ weight.T
+    got = [matmul(x, operand, F32), gated_matmul(x / 100, operand)]
+    for result, right in zip(got, (wanted, gate_times_up(np.asarray(x / 100, np.float64) @ weight.T)), strict=True):
+        error = np.abs(np.asarray(result, np.float64) - right).max() / np.abs(right).max()
+        assert error < (1e-6 if result.dtype == F32 and rows < 800 else 2**-7)
+    assert np.abs(np.asarray(got[0]) - np.roll(wanted, 1, axis=1)).max() > 0.1 * np.abs(wanted).max(), "control"
 
 
 def packed_weight(packed: np.ndarray, scale: np.ndarray, zeros: np.ndarray | None) -> Quantized:
@@ -260,6 +333,31 @@ def test_hopper_tiles_of_unsupported_packed_weights_are_none() -> None:
     assert choose_tiles(8, (96, 24, 64), 24, BF16, 132) is None, "tiles of 48 channels, zero points that are not copied"
     assert choose_tiles(8, (96, 24, 64), 6, BF16, 132) is None, "tiles of 48 channels, scales that are not copied"
     assert choose_tiles(8, (256, 15, 64), 15, BF16, 132, parts=2) is None, "15 slices of k in two parts"
+
+
+@mosaic
+@pytest.mark.parametrize(
+    ("name", "rows", "groups"),
+    [("gate_up", 1, 1), ("gate_up", 160, 1), ("down", 33, 112), ("qkv", 160, 32), ("o", 320, 1)],
+)
+def test_product_with_bytes_compiled_for_h200_spills_no_registers(
+    name: str, rows: int, groups: int, compile_with_ptxas_output: Any
+) -> None:
+    """Products that wait for each other, of which ptxas tells, would leave the tensor cores idle."""
+    (out, inner), shape = SHAPES[name], jax.ShapeDtypeStruct
+
+    @jax.jit
+    def product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        weight = Quantized(values, scale, "fp8")
+        multiply = gated_matmul if name == "gate_up" else matmul
+        return (multiply.__wrapped__ if name == "gate_up" else multiply)(x, weight)  # type: ignore[attr-defined]
+
+    arrays = shape((rows, inner), BF16), shape((out, inner), jnp.float8_e4m3fn)
+    scale = shape((out, groups) if groups > 1 else (out,), F32)
+    program, printed = compile_with_ptxas_output(product, *arrays, scale)
+    assert "kCustomCall" in [launch.kind for launch in program.launches]
+    reports = re.findall(r"\b(\d+) bytes spill stores", printed)
+    assert reports and set(reports) == {"0"} and "serialized" not in printed
 
 
 @mosaic

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 
 from jspec.core.config import DEQUANTIZE, QUANTIZE
 from jspec.models.mlps.shared_expert import check_apart
-from pallas_kernels.layers.dense.grouped_matmul import MOST_ROWS, packed_tiles, unsupported, widened_rows
+from pallas_kernels.layers.dense.grouped_matmul import (
+    MOST_ROWS,
+    MOST_ROWS_OF_BYTES,
+    packed_tiles,
+    unsupported,
+    widened_rows,
+)
 from pallas_kernels.layers.experts.expert_matmul import unsupported_experts
 from pallas_kernels.layers.formats import quantize
 from pallas_kernels.layers.weights import EXPERT_KINDS, FORMATS, KINDS, Kind, Quantized, has_group_scales
@@ -139,14 +145,15 @@ def _check_packed(tree: Any) -> None:
 
 
 def widened_bytes(tree: Any, rows: int) -> int:
-    """Return the bytes of the largest copy of a packed weight, or of a part of it, that products of rows write.
+    """Return the bytes of the largest copy of a quantised weight, or of a part of it, that products of rows write.
 
     The copies have two bytes per value. The Hopper kernel writes none.
     """
     if rows <= MOST_ROWS:
         return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
-    dense = [weight for weight in weights if weight.kind == "int4" and len(weight.shape) == 2]
+    dense = [weight for weight in weights if len(weight.shape) == 2 and not weight.is_dynamic]
+    dense = [weight for weight in dense if weight.is_packed or rows > MOST_ROWS_OF_BYTES]
     copied = [weight for weight in dense if packed_tiles(rows, weight, jnp.dtype("bfloat16")) is None]
     return max((2 * widened_rows(*weight.shape) * weight.shape[1] for weight in copied), default=0)
 

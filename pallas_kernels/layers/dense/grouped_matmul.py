@@ -31,6 +31,7 @@ STEP = 128  # most values of k per loop iteration; a row of them is 128 bytes
 LEAST_STEP = 32  # fewest values of k in a product of 8-bit operands on tensor cores
 FEW_ROWS = 16  # smallest side of a product on tensor cores
 MOST_ROWS = 64  # most rows of x per Pallas program
+MOST_ROWS_OF_BYTES = 768  # with more rows, it takes less time to widen a copy of a weight of eight bits
 MOST_WIDENED = 2**27  # most values of a packed weight that are widened at once for many rows, 256 MiB
 
 
@@ -56,20 +57,22 @@ def _product(x, weight, parts, dtype):
 
 
 def _by_widening(x, weight, *, parts, dtype):
-    """Computes the product of many rows from a copy of a packed weight in x's dtype, of which it writes pieces of rows.
+    """Computes the product of many rows from a copy of a weight in x's dtype, of which it writes pieces of rows.
 
-    The kernel would unpack the values again for each 64 rows, which takes longer than to write and read the copy. The
-    barriers keep XLA from unpacking values again for each of its tiles, and from widening pieces or weights of other
-    products before they are needed.
+    A kernel would widen the values again for each tile of rows, which takes longer than to write and read the copy. The
+    barriers keep XLA from widening values again for each of its tiles, and from widening pieces or weights of other
+    products before they are needed. Scales of rows scale the products; those of groups, the copy.
     """
     out, inner = weight.shape
-    rows = widened_rows(out, inner)
+    rows, is_scaled_by_row = widened_rows(out, inner), weight.scale.shape[1] == 1 and not weight.is_packed
     products: list[Array] = []
     for first in range(0, out, rows):
         x, weight, products = jax.lax.optimization_barrier((x, weight, products))
-        piece = widened(weight.rows(slice(first, first + rows))).astype(x.dtype)
-        products.append(_product(x, jax.lax.optimization_barrier(piece), parts, dtype))
-    return jnp.concatenate(products, axis=2)
+        piece = weight.rows(slice(first, first + rows))
+        copy = (piece.values if is_scaled_by_row else widened(piece)).astype(x.dtype)
+        products.append(_product(x, jax.lax.optimization_barrier(copy), parts, dtype))
+    product = jnp.concatenate(products, axis=2)
+    return (product * weight.scale[:, 0]).astype(dtype) if is_scaled_by_row else product
 
 
 def widened_rows(out: int, inner: int) -> int:
@@ -131,7 +134,7 @@ def _kernel(
 
 
 def _pallas(x, weight, *, parts, dtype, interpret):
-    if weight.is_packed and len(x) > MOST_ROWS:
+    if len(x) > (MOST_ROWS if weight.is_packed else MOST_ROWS_OF_BYTES):
         return _by_widening(x, weight, parts=parts, dtype=dtype)
     rows, (out, inner), group = len(x), weight.shape, weight.group
     block = 2 * weight.values.shape[2] if weight.is_packed else 0
@@ -171,13 +174,23 @@ def packed_tiles(
         gated: whether the weight has gate and up, which are joined; `parts` must be 1 or None then.
     """
     count = hopper.multiprocessors()
-    if count is None or weight.is_dynamic:
+    if count is None or weight.is_dynamic or (not weight.is_packed and rows > MOST_ROWS_OF_BYTES):
         return None
     (out, inner), groups = weight.shape, weight.scale.shape[1] if weight.has_groups else 1
     packed = weight.values.shape if weight.is_packed else (out, inner // STEP, STEP)
     if inner % STEP:
         return None
     return choose_tiles(rows, packed, groups, dtype, count, parts, gated=gated, kind=weight.kind)
+
+
+def is_grouped(rows: int, weight: Quantized, dtype: jnp.dtype) -> bool:
+    """Returns whether `grouped_matmul` multiplies rows by a weight: by group scales, or because it has bytes.
+
+    On a Hopper GPU this is faster than a product by XLA.
+    """
+    if weight.has_groups or weight.is_dynamic or hopper.multiprocessors() is None:
+        return weight.has_groups
+    return packed_tiles(rows, weight, dtype, 1) is not None or (rows > MOST_ROWS_OF_BYTES and dtype.itemsize == 2)
 
 
 def unsupported(inner: int, groups: int, dtype: jnp.dtype, parts: int = 1, block: int = STEP) -> str | None:

@@ -53,39 +53,36 @@ def transforms() -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, SLICE)), plgpu.SwizzleTransform(SLICE)
 
 
-def widened(ref: Any, kind: jnp.dtype, dtype: jnp.dtype, size: int, *, interpret: bool) -> list[Array]:
-    """Returns the values of bytes in pieces [64, size], operands of `wgmma`; they are exact.
+def widened(ref: Any, kind: jnp.dtype, dtype: jnp.dtype, first: int, size: int, *, interpret: bool) -> Array:
+    """Returns the values of some columns of bytes [64, size], an operand of `wgmma`; they are exact.
 
     Args:
         ref: bytes of 128 columns in shared memory, uint8 [64, 128], or [2, 32, 128] of rows that are 8 of the first
             half, 8 of the second, and so on; tiles of 8 rows, with a swizzle of 128 bytes.
         kind: dtype of the values, int8 or float8_e4m3fn.
         dtype: bfloat16 or float16.
-        size: columns of a piece, 32 or 64.
+        first: first of the columns.
+        size: number of columns, 32 or 64.
         interpret: whether the kernel is interpreted.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
         values = ref[...] if ref[...].ndim == 2 else interleaved(ref[...])
-        return jnp.split(jax.lax.bitcast_convert_type(values, kind).astype(dtype), SLICE // size, axis=1)
+        return jax.lax.bitcast_convert_type(values, kind).astype(dtype)[:, first : first + size]
     piece = plgpu.ShapeDtypeStruct((HEIGHT, size), dtype, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()),), return_type=(piece,) * (SLICE // size))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()),), return_type=piece)
     def widen(_, ref):
         m = Mlir()
-        pairs = _pairs(m, ref)
-        wide = [_widen(m, pair, kind, dtype) for pair in pairs]
-        count = 2 * size // 8  # registers of a piece
-        return tuple(
-            m.array(wide[first : first + count], m.wgmma, (HEIGHT, size)) for first in range(0, len(wide), count)
-        )
+        registers = [_widen(m, pair, kind, dtype) for pair in _pairs(m, ref, first, size)]
+        return m.array(registers, m.wgmma, (HEIGHT, size))
 
     return widen(ref)
 
 
-def _pairs(m, ref):
-    """Returns words of two bytes: for each 8 columns those of a thread's two rows."""
+def _pairs(m, ref, start, size):
+    """Returns words of two bytes: for each 8 of some columns those of a thread's two rows."""
     strides, _ = m.ir.MemRefType(ref.type).get_strides_and_offset()  # [halves, tiles of rows, tiles of columns, 8, 128]
     tile = strides[-4]  # bytes from 8 rows to the next 8
     apart = None if len(strides) == 4 else strides[0] // tile * 8
@@ -98,7 +95,7 @@ def _pairs(m, ref):
         offset = m.arith.addi(offset, m.arith.muli(within, m.c(SLICE + 16, m.i64)))  # the swizzle moves 16 bytes
         rows.append(m.arith.trunci(m.i32, m.arith.addi(offset, m.wide(first))))
     pairs = []
-    for block in range(SLICE // 8):
+    for block in range(start // 8, (start + size) // 8):
         for row in rows:
             offset = m.arith.xori(row, m.c(block // 2 * 16, m.i32))
             pointer = m.utils.getelementptr(m.utils.memref_ptr(ref), [offset], byte)

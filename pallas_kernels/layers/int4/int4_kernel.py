@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.layers.hopper import HEIGHT
+from pallas_kernels.layers.int4 import byte_registers
 from pallas_kernels.layers.int4.int4_registers import SLICE, gate_and_up
 from pallas_kernels.layers.int4.int4_stores import store
 from pallas_kernels.layers.int4.int4_tiling import Int4Tiles, copied_groups
@@ -63,6 +64,7 @@ class _Int4Cta(PackedCta):
         super().__init__(memory, tiles, interpret)
         self.refs, self.boxes, self.activation, self.kind = refs, boxes, activation, kind
         self.slice_bytes = int(SLICE * FORMATS[kind].value_bytes)
+        self.is_scaled_by_row = not FORMATS[kind].is_packed and refs["scale"].shape[1] == 1
         (_, inner), (_, rows, self.out) = refs["x"].shape, refs["out"].shape
         self.halves = 2 if activation else 1
         self.group = inner // refs["scale"].shape[1]  # columns of a scale
@@ -119,13 +121,21 @@ class _Int4Cta(PackedCta):
         groups = group_factors([box.at[at]], first_row, column, self.group, apart=apart, interpret=self.interpret)
         return [values for (values,) in groups]
 
-    def product(self, origin, at, column, factors, total):
-        """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
+    def slice_bytes_of(self, at, index):
+        """Returns the bytes of slice ``index`` of this warpgroup's slices in a slot."""
         rows = pl.ds(self.channel * self.own_rows, self.own_rows)
         columns = pl.ds(self.split * self.slice_bytes, self.slice_bytes)
+        return self.w_tiles.at[at, index, slice(None) if self.activation else 0, rows, columns]
+
+    def weights(self, at, first):
+        values, packed = jnp.dtype(FORMATS[self.kind].dtype), self.slice_bytes_of(at, 0)
+        return byte_registers.widened(packed, values, self.x_tiles.dtype, first, PIECE, interpret=self.interpret)
+
+    def product(self, origin, at, column, factors, total):
+        """Returns a total [64, height] with the products of this warpgroup's slices of a slot added to it."""
         slices = []
         for index, (first, groups) in enumerate(zip(self.slice_columns(column), factors, strict=True)):
-            packed = self.w_tiles.at[at, index, slice(None) if self.activation else 0, rows, columns]
+            packed = self.slice_bytes_of(at, index)
             for name in self.boxes:
                 for values, loaded in zip(groups, self.slot_factors(name, at, first), strict=True):
                     values[FACTORS.index(name)] = loaded

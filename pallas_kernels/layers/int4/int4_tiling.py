@@ -22,6 +22,7 @@ MANY_SHAPES = ((2, 1, 64),)
 DEEP_ROWS = 8  # most rows of x with which registers suffice for two slices at once
 PARTS = (1, 2, 4)  # parts of k
 MOST_STAGES = 12
+UNROLLED = 4  # more needs more registers, less leaves the tensor cores idle more often
 WORTH = 0.9  # more parts of k, or fewer rows of the weight, are worth it if they leave the time below this share
 SUM_BYTES = 4  # of a float32 sum
 SCALE_BYTES, ZERO_BYTES = 4, 1  # of a scale, and of a zero point
@@ -40,6 +41,7 @@ class Int4Tiles(NamedTuple):
     has_loader: bool = False  # whether another warpgroup does nothing but load slots, instead of the first
     depth: int = 1  # slices of each split in a slot, which its warpgroups multiply one after the other
     width: int = HEIGHT  # rows of the weight of a warpgroup; less than 64 only with one warpgroup of channels
+    unrolled: int = 1  # slots of a loop iteration if a row has one scale; no product runs at the iteration's end
     copies_scales: bool = False  # whether the scales of a tile of experts' weights are copied into shared memory
 
     @property
@@ -123,7 +125,8 @@ def choose_tiles(
                 programs = min(items, multiprocessors)
                 stages = most_stages(height, channels, splits * depth, splits, sum(factors), value_bytes=value_bytes)
                 stages = stages if stages < 4 else 1 << stages.bit_length() - 1  # a power of two needs no division
-                best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width)
+                unrolled = UNROLLED if height > few else 1
+                best = Int4Tiles(height, channels, splits, stages, count, programs, has_loader, depth, width, unrolled)
                 least = time
     return best
 

@@ -36,6 +36,7 @@ class PackedCta(ABC):
 
     items: Array  # number of work items of the CTA
     kind: Kind  # kind of the weight
+    is_scaled_by_row = False  # whether a row of the weight has one scale
     item_slots: int  # slots of a work item
 
     def __init__(self, memory: tuple[Any, ...], tiles: Int4Tiles, interpret: bool):
@@ -75,6 +76,13 @@ class PackedCta(ABC):
             factors: `factors` of the slices.
             total: the total.
         """
+
+    def weights(self, at: Any, first: int) -> Any:
+        """Returns `PIECE` columns from `first` on of this warpgroup's slice of a slot, widened in registers.
+
+        Only for weights of eight bits, whose slots have one slice for each split.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def x_piece(self, at: Any, index: int, first: int, size: int) -> Any:
@@ -196,6 +204,56 @@ class PackedCta(ABC):
     def compute(self, item):
         """Computes a work item and stores its result."""
         origin = self.place_of(item)
+        total = self.row_total(origin, item) if self.is_scaled_by_row else self.group_total(origin, item)
+        self.join(total, item, functools.partial(self.store, origin))
+
+    def row_total(self, origin, item):
+        """Returns the sums of a work item [64, height] of a weight whose rows have one scale each."""
+        (((scale, _),),) = self.factors(origin, jnp.int32(0))
+        first = item * self.item_slots
+        if self.interpret:
+            sums = self.interpreted_sums(first)
+        else:
+            accumulator = self.plgpu.ACC((HEIGHT, self.tiles.height), jnp.float32)
+            sums = pl.run_scoped(functools.partial(self.pipelined_sums, first), accumulator)
+        return sums * jax.lax.broadcast_in_dim(scale, sums.shape, [0])
+
+    def interpreted_sums(self, first):
+        """Computes `pipelined_sums` slot by slot: the interpreter has no `wgmma` with an operand in registers."""
+
+        def add(index, total):
+            at = self.place_in_ring(first + index)
+            self.plgpu.barrier_wait(self.arrived.at[at])
+            for start in range(0, SLICE, PIECE):
+                x = self.x_piece(at, 0, start, PIECE)[...].astype(jnp.float32)
+                total += jnp.dot(self.weights(at, start).astype(jnp.float32), x.T)
+            self.release(first + index)
+            return total
+
+        return jax.lax.fori_loop(0, self.item_slots, add, self.zeros())
+
+    def pipelined_sums(self, first, accumulator):
+        """Returns the sums of an item's slots from ``first`` on; a piece is widened while products of others run."""
+        count = math.gcd(self.item_slots, self.tiles.unrolled)
+
+        @pl.loop(0, self.item_slots // count)
+        def _(step):
+            for index in range(count):
+                slot = first + step * count + index
+                at = self.place_in_ring(slot)
+                self.plgpu.barrier_wait(self.arrived.at[at])
+                self.plgpu.wgmma(accumulator, self.weights(at, 0), self.x_piece(at, 0, 0, PIECE).T)
+                if index:
+                    self.plgpu.wgmma_wait(1)  # for all products of the slot before
+                    self.release(slot - 1)
+                self.plgpu.wgmma(accumulator, self.weights(at, PIECE), self.x_piece(at, 0, PIECE, PIECE).T)
+            self.plgpu.wgmma_wait(0)
+            self.release(first + step * count + count - 1)
+
+        return accumulator[...]
+
+    def group_total(self, origin, item):
+        """Returns the sums of a work item [64, height] of weights with scales for groups of columns."""
 
         def own_column(index):
             return self.first_column(origin.part, index) + self.split * SLICE
@@ -212,7 +270,7 @@ class PackedCta(ABC):
 
         first = self.begin(origin), self.factors(origin, own_column(0))
         total, _ = jax.lax.fori_loop(0, self.item_slots, step, first)
-        self.join(total, item, functools.partial(self.store, origin))
+        return total
 
     def group_product(self, at, slices, total):
         """Returns a total with the products of slices added, whose sums over groups are scaled.
@@ -249,7 +307,10 @@ class PackedCta(ABC):
             pieces = registers.differences(packed, zeros, dtype, size, interpret=self.interpret)
         else:
             values = jnp.dtype(FORMATS[self.kind].dtype)
-            pieces = byte_registers.widened(packed, values, dtype, size, interpret=self.interpret)
+            pieces = [
+                byte_registers.widened(packed, values, dtype, first, size, interpret=self.interpret)
+                for first in range(0, SLICE, size)
+            ]
         return [(piece, self.x_piece(at, index, number * size, size)) for number, piece in enumerate(pieces)]
 
     def zeros(self):
