@@ -211,7 +211,7 @@ def test_product_with_bytes_on_a_gpu_matches_float64(kind: Kind, groups: int, ro
     got = [matmul(x, operand, F32), gated_matmul(x / 100, operand)]
     for result, right in zip(got, (wanted, gate_times_up(np.asarray(x / 100, np.float64) @ weight.T)), strict=True):
         error = np.abs(np.asarray(result, np.float64) - right).max() / np.abs(right).max()
-        assert error < (1e-6 if result.dtype == F32 and rows < 800 else 2**-7)
+        assert error < (1e-5 if result.dtype == F32 and rows < 800 else 2**-7)
     assert np.abs(np.asarray(got[0]) - np.roll(wanted, 1, axis=1)).max() > 0.1 * np.abs(wanted).max(), "control"
 
 

@@ -72,9 +72,14 @@ def build(drafter: Drafter, mesh: Mesh | None, *, divides_logits: bool) -> tuple
 
 
 @cache
-def compile_round(tree: str | None, devices: int, *, divides_logits: bool = True) -> tuple[H200Program, Any]:
-    """Return a compiled round with an EAGLE-3 head and a tree, or without a draft, and the shapes of its state."""
-    mesh = None if devices == 1 else Mesh(h200_mesh(devices).devices, (AXIS,))
+def compile_round(
+    tree: str | None, devices: int, *, divides_logits: bool = True, on_mesh: bool = False
+) -> tuple[H200Program, Any]:
+    """Return a compiled round with an EAGLE-3 head and a tree, or without a draft, and the shapes of its state.
+
+    It is on a mesh if it has several devices, or if `on_mesh`.
+    """
+    mesh = Mesh(h200_mesh(devices).devices, (AXIS,)) if devices > 1 or on_mesh else None
     drafter = NoDraft() if tree is None else Eagle3(head(), tree)
     program, params, state = build(drafter, mesh, divides_logits=mesh is not None and divides_logits)
     slots = jax.ShapeDtypeStruct((1,), "int32")
@@ -153,11 +158,11 @@ def test_exchanges_keep_two_buffers_for_two_parts_of_each_sum_in_bfloat16_and_fo
 
 @pytest.mark.long
 def test_round_on_a_mesh_of_one_gpu_has_the_launches_of_the_default_device() -> None:
-    default, _ = compile_round(NoDraft(), None)
-    given, _ = compile_round(NoDraft(), Mesh(h200_mesh(1).devices, (AXIS,)))
-    assert len(given.graphs) == 1 and not given.outside_graphs
-    assert [launch.kind for launch in given.launches] == [launch.kind for launch in default.launches]
-    assert given.alias_bytes == default.alias_bytes and not given.copies(1 << 20)
+    default, _ = compile_round(None, 1)
+    meshed, _ = compile_round(None, 1, on_mesh=True)
+    assert len(meshed.graphs) == 1 and not meshed.outside_graphs
+    assert [launch.kind for launch in meshed.launches] == [launch.kind for launch in default.launches]
+    assert meshed.alias_bytes == default.alias_bytes and not meshed.copies(1 << 20)
 
 
 def _size(shape: tuple[int, ...]) -> int:

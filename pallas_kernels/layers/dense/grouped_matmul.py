@@ -6,9 +6,11 @@ Of packed weights (`int4`), which may have zero points too, values[n, k] - zeros
 
 The sum over s is x @ w.T. The kernel reads the weight's bytes, widens a tile of them in registers, and multiplies the
 sum over a step of k by the step's scales, so no widened copy of the weight is written to memory, and no value is
-rounded. On a Hopper GPU `int4_kernel` multiplies packed weights in blocks of 128 columns. Elsewhere more than 64 rows
-are multiplied by a copy of a packed weight, whose values are rounded to the rows' dtype. The scales of blocks of rows
-and columns, as DeepSeek-V3 stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block.
+rounded. On a Hopper GPU `int4_kernel` multiplies packed weights in blocks of 128 columns, and up to 768 rows by weights
+of eight bits, which may have one scale for each row there. More rows, and elsewhere more than 64 rows of a packed
+weight, are multiplied by a copy of the weight, whose values are rounded to the rows' dtype. Products with a copy that
+is scaled by rows are rounded before they are scaled, too. The scales of blocks of rows and columns, as DeepSeek-V3
+stores them (arXiv:2412.19437 section 3.3), are repeated for each row of a block.
 """
 
 import functools

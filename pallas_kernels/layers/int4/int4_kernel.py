@@ -1,4 +1,4 @@
-"""The Hopper kernel of weights of four bits, which multiplies any number of rows by a packed weight (`int4`).
+"""The Hopper kernel of weights of four or eight bits, which multiplies any number of rows by such a weight.
 
     parts[s, t, n] = sum_k x[t, k] (values[n, k] - zeros[n, k // group]) scale[n, k // group]   over part s of S parts
 
@@ -7,10 +7,11 @@ operand is a tile of rows of x, and comes from shared memory. The TMA unit loads
 and so the scales and zero points, if a row has enough of them for a copy: loads of their own, a slot ahead, arrived
 later than the bytes. A thread loads 16 bytes of a row of the weight at once. They hold the values of 128 columns that
 this thread passes to `wgmma`, in the order of the registers, because `int4.pack` orders them so. No value moves between
-threads.
+threads. Bytes of values of eight bits are in the order of the columns (`byte_registers`).
 
 Differences of values and zero points are exact in x's dtype. The tensor cores sum a group of columns in float32, and
-this sum is multiplied by the group's scale and added to the total, so no value is rounded twice.
+this sum is multiplied by the group's scale and added to the total, so no value is rounded twice. If a row of a weight
+of eight bits has one scale, the tensor cores add up all columns, and the total is scaled.
 
 With an activation function the weight has gate above up, and a thread joins its sums of both, as in `expert_kernel`:
 
