@@ -1,4 +1,4 @@
-"""Compare products with group scales with float64, and check launches and memory for an H100."""
+"""Compare products with group scales with float64, and check launches and memory for GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pallas_kernels.layers.weights import Quantized
 from tests.reference import int4 as reference
 from tests.support import cover
 from tests.support.arrays import on_device
-from tests.support.gpus import A100, H100, compile_for
+from tests.support.gpus import A100, H100, L40, compile_for
 from tests.support.h200 import H200Program
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -206,16 +206,16 @@ def abstract(out: int, inner: int) -> Quantized:
     return Quantized(values, scale, "fp8")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows", [1, 61, 160, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows", [1, 61, 160])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_product_in_groups_compiled_for_h100_writes_no_widened_weight(name: str, rows: int) -> None:
+def test_product_in_groups_compiled_for_l40_writes_no_widened_weight(name: str, rows: int) -> None:
     out, inner, function = PRODUCTS[name]
     x = jax.ShapeDtypeStruct((1, rows, inner), BF16)
     weight = abstract(out, inner)
-    program = compile_for(H100, function, x, weight, fail_on_spills=True)
+    program = compile_for(L40, function, x, weight, fail_on_spills=True)
     activations = 2 * rows * out if name == "gate and up" else 0  # in bytes, before silu
     assert program.temp_bytes <= activations
-    assert [launch.name for launch in program.launches if "multiply" not in launch.name] == ["grouped_matmul"]
+    assert [launch.name for launch in program.launches if "fusion" not in launch.name] == ["grouped_matmul"]
 
 
 def compile_packed(name: str, rows: int, dtype: jnp.dtype = BF16) -> H200Program:

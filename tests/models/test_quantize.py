@@ -180,7 +180,8 @@ def test_split_product_with_a_quantised_weight_is_one_kernel_without_spills(kind
     program = compile_for_h200(
         lambda *arrays: split_matmul(*arrays, implementation="pallas"), x, weight, fail_on_spills=True
     )
-    assert program.count("kCustomCall" if kind == "int4" else "split_matmul") == 1  # int4 has a kernel of its own
+    # A Hopper GPU widens weights in registers unless activations are quantised too.
+    assert program.count("split_matmul" if kind == "fp8_dynamic" else "kCustomCall") == 1
     assert program.temp_bytes < 1 << 20, "the weight must not be written out in another type"
 
 
