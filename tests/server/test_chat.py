@@ -164,7 +164,7 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].type",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -174,18 +174,6 @@ def test_wrong_values_are_refused_with_the_place_inside_the_field(field: str, va
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_tool_calls_of_earlier_messages_get_their_arguments_as_objects() -> None:
-    calls = [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        for arguments in ('{"a": 1}', "", "{broken", "[1]")
-    ]
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
-    (read,) = read_fields({"messages": [message]}, CHAT).own["messages"]
-    assert [call["function"]["arguments"] for call in read["tool_calls"]] == [{"a": 1}, {}, "{broken", "[1]"]
-    assert "content" not in read
-    assert calls[0]["function"]["arguments"] == '{"a": 1}'  # the request itself is unchanged
-
-
 def test_unknown_fields_are_ignored_on_request_and_known_ones_are_not() -> None:
     assert read_fields({"unheard_of": 1}, CHAT, ignore_unknown=True).own == {}
     with pytest.raises(ApiError):

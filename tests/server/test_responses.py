@@ -241,7 +241,7 @@ def test_input_items_become_the_messages_of_a_chat() -> None:
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "g"}]},
     ]
     function = {"name": "f", "arguments": "{}"}
-    assert read_input("input", items, "z") == [
+    assert read_input("input", items, "z").messages == [
         {"role": "system", "content": "z\n\na"},
         {"role": "user", "content": "b\nc"},
         {

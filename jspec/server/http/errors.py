@@ -86,19 +86,27 @@ def refused(
 
     Args:
         error: an error whose message begins with the argument's name and a colon, or with ``name=value``.
-        names: the field of the request for each argument whose name differs.
+        names: the field of the request for each argument, or part of one such as ``messages[0]``, whose name differs.
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
     """
     message = str(error)
     match = FIELD.match(message)
-    field = None if match is None else names.get(match[1], match[1])
-    if match is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
+    field = "" if match is None else _renamed(match[1] + match[2], names)
+    if match is not None and (not known or re.split(r"[.\[]", field)[0] in known):
         is_named = message[match.end() - 2 : match.end()] == ": "
-        return invalid(field + match[2], message[match.end() :] if is_named else message)
+        return invalid(field, message[match.end() :] if is_named else message)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """Return a path such as ``messages[0].role`` with the longest beginning that has another name under that name."""
+    parts = re.split(r"(?=[.\[])", path)
+    starts = ("".join(parts[:size]) for size in range(len(parts), 0, -1))
+    start = next((start for start in starts if start in names), "")
+    return names.get(start, "") + path[len(start) :]
 
 
 def failed(error: BaseException) -> ApiError:
