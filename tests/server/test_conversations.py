@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,7 +19,8 @@ from jspec.train.data import read_documents
 from tests.support import serving, tokenizer_folders
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
-{%- for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|im_start|>{{ m.role }}
+{%- for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] and not
+(m.role == 'system' and not loop.first) and not m.content.startswith('lost') %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}{% endfor %}
 <|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -47,7 +50,7 @@ ITEMS: list[Any] = [
     {"type": "function_call_output", "call_id": "call_1", "output": "3"},
     {"role": "user", "content": "So?"},
 ]
-RESPONSE = {"input": ITEMS, "tools": [{"type": "function", **TOOL}]}
+RESPONSE: Any = {"input": ITEMS, "tools": [{"type": "function", **TOOL}], "max_output_tokens": 1}
 BLOCKS: list[Any] = [
     {"role": "user", "content": PARTS},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "f", "input": {"x": 1}}]},
@@ -59,7 +62,8 @@ BLOCKS: list[Any] = [
         ],
     },
 ]
-MESSAGE = {"system": "Be brief.", "messages": BLOCKS, "tools": [{"name": "f", "input_schema": TOOL["parameters"]}]}
+ANTHROPIC_TOOL = {"name": "f", "input_schema": TOOL["parameters"]}
+MESSAGE: Any = {"system": "Be brief.", "messages": BLOCKS, "tools": [ANTHROPIC_TOOL], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +94,8 @@ def test_all_routes_render_the_conversation_alike(http: httpx.Client, engine: En
 
     assert post("/tokenize", **CHAT)["tokens"] == expected
     assert post("/v1/chat/completions", **CHAT, max_tokens=1, return_token_ids=True)["prompt_token_ids"] == expected
-    assert post("/v1/responses", **RESPONSE, max_output_tokens=1)["usage"]["input_tokens"] == len(expected)
-    usage = post("/v1/messages", **MESSAGE, max_tokens=1)["usage"]
+    assert post("/v1/responses", **RESPONSE)["usage"]["input_tokens"] == len(expected)
+    usage = post("/v1/messages", **MESSAGE)["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(expected)
     assert usage["cache_read_input_tokens"] > len(expected) - 32, "all but the last pages are those of the other routes"
     assert post("/v1/messages/count_tokens", **MESSAGE)["input_tokens"] == len(expected)
@@ -107,13 +111,46 @@ def test_training_data_is_rendered_as_the_routes_render_it(engine: Engine, expec
     assert document.tokens[: len(expected)].tolist() == expected
 
 
+def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
+    """Return a copy of a JSON value with another value at a path."""
+    if not path:
+        return new
+    copied = copy.copy(value)
+    copied[path[0]] = changed(value[path[0]], path[1:], new)
+    return copied
+
+
+LOST = [{"type": "text", "text": "lost"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://a"}}
+CHOICE = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "boss", "content": "hi"}]}, "messages[5].role"),
-        ("/tokenize", {"messages": [{"role": "boss", "content": "hi"}]}, "messages[0].role"),
+        ("/v1/chat/completions", changed(CHAT, ("messages", 3, "role"), "boss"), "messages[3].role"),
+        ("/v1/chat/completions", changed(CHAT, ("messages", 3, "content"), LOST), "messages[3]"),
+        ("/v1/chat/completions", changed(CHAT, ("messages", 4, "role"), "system"), "messages[4]"),
+        ("/v1/chat/completions", changed(CHAT, ("messages", 1, "content", 1), IMAGE), "messages[1].content[1].type"),
+        ("/tokenize", changed(CHAT, ("messages", 3, "role"), "boss"), "messages[3].role"),
+        ("/tokenize", changed(CHAT, ("messages", 3, "content"), "lost"), "messages[3]"),
+        ("/v1/responses", changed(RESPONSE, ("input", 3, "output"), "lost"), "input[3]"),
+        ("/v1/responses", changed(RESPONSE, ("input", 4, "role"), "developer"), "input[4]"),
+        ("/v1/responses", changed(RESPONSE, ("input", 1, "content", 0, "type"), "input_image"),
+         "input[1].content[0].type"),
+        ("/v1/responses", changed(RESPONSE, ("tools", 0, "name"), "a b"), "tools[0].name"),
+        ("/v1/responses", {**RESPONSE, "tool_choice": CHOICE}, "tool_choice.tools"),
+        ("/v1/responses", {**RESPONSE, "tool_choice": changed(CHOICE, ("tools",), 5)}, "tool_choice.tools"),
+        ("/v1/responses", {**RESPONSE, "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ("/v1/messages", changed(MESSAGE, ("messages", 2, "content", 0, "content"), LOST), "messages[2].content[0]"),
+        ("/v1/messages", changed(MESSAGE, ("messages", 2, "content", 1, "text"), "lost"), "messages[2].content[1]"),
+        ("/v1/messages", {**MESSAGE, "system": "lost"}, "system"),
+        ("/v1/messages", changed(MESSAGE, ("messages", 0, "content", 0, "type"), "document"),
+         "messages[0].content[0].type"),
+        ("/v1/messages", changed(MESSAGE, ("tools", 0, "input_schema"), {"type": "array"}), "tools[0].input_schema"),
+        ("/v1/messages/count_tokens", {**MESSAGE, "system": "lost"}, "system"),
     ],
-)
+)  # fmt: skip
 def test_error_about_a_part_of_the_conversation_names_the_clients_field(
     http: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
@@ -121,3 +158,47 @@ def test_error_about_a_part_of_the_conversation_names_the_clients_field(
     error = answer.json()["error"]
     assert (answer.status_code, error.get("param", param)) == (400, param)
     assert error["message"].startswith(f"{param}: expected ")
+
+
+def paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of each value in a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from paths(value[key], (*path, key))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("/v1/responses", {**RESPONSE, "tool_choice": changed(CHOICE, ("tools", 0, "name"), "f")}),
+        ("/v1/messages", {**MESSAGE, "tool_choice": {"type": "tool", "name": "f"}}),
+        ("/v1/messages/count_tokens", MESSAGE),
+    ],
+)
+@pytest.mark.parametrize("wrong", [5, "a b", {"type": "a"}])
+def test_wrong_value_anywhere_gives_an_error_that_names_a_field_on_its_path(
+    http: httpx.Client, path: str, body: dict[str, Any], wrong: Any
+) -> None:
+    num_refused = 0
+    for at in paths(body):
+        sent = changed(body, at, wrong)
+        answer = http.post(path, json=sent)
+        assert answer.status_code in (200, 400), (at, answer.text)
+        if answer.status_code == 400:
+            num_refused += 1
+            field = re.findall(r"[^.\[\]]+", answer.json()["error"]["message"].split(": ")[0])
+            assert is_inside(sent, field) or is_inside(body, field), (at, answer.text)
+    assert num_refused > 10
+
+
+def is_inside(value: Any, field: list[str]) -> bool:
+    """Return whether a JSON value has a field, or could have it beside others."""
+    for name in field[:-1]:
+        if isinstance(value, list) and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            return False
+    return isinstance(value, dict | list)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jspec.core.shorten import short
 from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts
+from jspec.server.ask.structured import SCHEMA_KEYS
 from jspec.server.ask.values import check_keys, listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
 
@@ -14,6 +15,13 @@ ROLES = ("user", "assistant", *SYSTEM)
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 INCLUDED = ("reasoning.encrypted_content",)  # what may be asked for without effect
+NAMES = {  # the field of a request for each field of chat completions, or part of one, whose name differs
+    "tools[].function": "tools[]",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+    "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
+    "reasoning_effort": "reasoning.effort",
+}
 TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
 
 
@@ -91,7 +99,7 @@ def read_tool_choice(name: str, value: Any) -> Any:
     if value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
     if value.get("type") == "allowed_tools":
-        tools = [read_tool_choice(name, tool) for tool in value.get("tools") or ()]
+        tools = [read_tool_choice(name, tool) for tool in listing(MAX_MESSAGES)(f"{name}.tools", value.get("tools"))]
         return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
     return value
 
@@ -105,6 +113,8 @@ def read_text(name: str, value: Any) -> dict[str, Any] | None:
     if text_format.get("type") != "json_schema":
         return text_format
     schema = {key: item for key, item in text_format.items() if key != "type"}
+    check_keys(f"{name}.format", schema, SCHEMA_KEYS)
+    mapping(f"{name}.format.schema", schema.get("schema"))
     return {"type": "json_schema", "json_schema": schema}
 
 

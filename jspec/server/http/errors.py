@@ -17,6 +17,7 @@ ANTHROPIC_TYPES = {  # by status
 }
 ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
+INDEX = re.compile(r"\[(\d+)\]")
 FIELD = re.compile(
     r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
 )  # at the start of an error
@@ -86,7 +87,8 @@ def refused(
 
     Args:
         error: an error whose message begins with the argument's name and a colon, or with ``name=value``.
-        names: the field of the request for each argument, or part of one such as ``messages[0]``, whose name differs.
+        names: the field of the request for each argument, or part of one such as ``messages[0]``, whose name differs;
+            ``[]`` stands for any index.
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
     """
@@ -104,9 +106,12 @@ def refused(
 def _renamed(path: str, names: Mapping[str, str]) -> str:
     """Return a path such as ``messages[0].role`` with the longest beginning that has another name under that name."""
     parts = re.split(r"(?=[.\[])", path)
-    starts = ("".join(parts[:size]) for size in range(len(parts), 0, -1))
-    start = next((start for start in starts if start in names), "")
-    return names.get(start, "") + path[len(start) :]
+    for size in range(len(parts), 0, -1):
+        start = "".join(parts[:size])
+        name = names.get(start) or names.get(INDEX.sub("[]", start))
+        if name is not None:
+            return name.replace("[]", "[{}]").format(*INDEX.findall(start)) + path[len(start) :]
+    return path
 
 
 def failed(error: BaseException) -> ApiError:

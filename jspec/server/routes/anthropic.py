@@ -132,7 +132,7 @@ def translate(service: Service, ask: Ask) -> None:
     if "messages" not in fields:
         raise invalid("messages", "expected a list of messages, got nothing")
     made = read.read_messages("messages", fields["messages"], fields.pop("system", None))
-    fields["messages"], ask.names = made.messages, ask.names | made.names
+    fields["messages"], ask.names = made.messages, {**ask.names, **read.NAMES, **made.names}
     if made.last["role"] == "assistant" and "tool_calls" not in made.last:
         fields["continue_final_message"] = True
     if "tools" in fields:

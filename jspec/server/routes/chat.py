@@ -119,7 +119,7 @@ class ChatAnswer(Answer):
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
             grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
-            raise refused(error, {}) from error
+            raise refused(error, ask.names) from error
         if grammar is not None:
             ask.set("tool_choice", grammar)
         elif choice.mode == "auto" and field is not None:
