@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from jspec import Engine, SamplingParams
+from jspec.engine.input.grammar_input import GrammarInput
 from jspec.train.data import read_documents
 from tests.support import serving, tokenizer_folders
 
@@ -34,6 +35,7 @@ FORM: list[Any] = [
     {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     {"role": "user", "content": "So?"},
 ]
+JSON = {"Content-Type": "application/json"}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 MESSAGES: list[Any] = [
     {"role": "developer", "content": "Be brief."},
@@ -111,6 +113,31 @@ def test_training_data_is_rendered_as_the_routes_render_it(engine: Engine, expec
     assert document.tokens[: len(expected)].tolist() == expected
 
 
+@pytest.mark.parametrize(("text", "unit", "most"), [("a" * 700, "tokens", 511), ("a" * 70_000, "characters", 65_536)])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": 0}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", 0]}, "prompt[1]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 0}]}, "messages"),
+        ("/v1/responses", {"input": 0}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": 0}], "max_tokens": 1}, "messages"),
+    ],
+)
+def test_prompt_that_is_too_long_is_told_in_the_words_of_each_api(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, text: str, unit: str, most: int
+) -> None:
+    answer = http.post(path, content=json.dumps(body).replace("0", json.dumps(text)), headers=JSON)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    if path == "/v1/messages":
+        words = re.fullmatch(rf"prompt is too long: (\d+) {unit} > {most} maximum", error["message"])
+    else:
+        words = re.search(rf"maximum context length is 512 tokens.*at most {most} {unit}, got (\d+);", error["message"])
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert words and int(words[1]) > most
+
+
 def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
     """Return a copy of a JSON value with another value at a path."""
     if not path:
@@ -118,6 +145,18 @@ def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
     copied = copy.copy(value)
     copied[path[0]] = changed(value[path[0]], path[1:], new)
     return copied
+
+
+def test_grammar_whose_library_is_absent_names_the_field_that_asks_for_it(
+    http: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(self: Any, *arguments: Any) -> None:
+        raise ImportError("regex and json_schema need a library")
+
+    monkeypatch.setattr(GrammarInput, "of", absent)
+    asked = {"structured_outputs": {"regex": "a"}}
+    error = http.post("/v1/completions", json={"prompt": "a", **asked}).json()["error"]
+    assert error["param"] == "structured_outputs" and "need a library" in error["message"]
 
 
 LOST = [{"type": "text", "text": "lost"}]

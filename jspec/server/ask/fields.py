@@ -120,7 +120,7 @@ def _unknown(name: str, table: Mapping[str, Field], *, ignore_unknown: bool) -> 
         logger.warning("ignored the unknown field %s", short(name, 60))
         return
     near = difflib.get_close_matches(name[:60], table, 1)
-    hint = f"perhaps {near[0]}" if near else "leave it out, or start the server with --unknown-fields ignore"
+    hint = f"perhaps {near[0]}" if near else "leave it out"
     raise invalid(name[:60], f"expected a field that this route knows, got an unknown one; {hint}")
 
 
@@ -193,7 +193,7 @@ NOT_OFFERED = {
     "include_stop_str_in_output": Field(only(False, "stop strings are always cut off")),
     "truncate_prompt_tokens": Field(never("prompts are never cut; shorten the prompt")),
     "prompt_embeds": Field(never("prompts are texts or token ids")),
-    "cache_salt": Field(never("the prefix cache is shared by all requests; start the server without it instead")),
+    "cache_salt": Field(never("the prefix cache is shared by all requests")),
 }
 BOTH = {
     **SAMPLING,

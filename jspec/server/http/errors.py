@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jspec.engine.input.input_processor import PromptTooLong
+
 ANTHROPIC_TYPES = {  # by status
     401: "authentication_error",
     403: "permission_error",
@@ -32,6 +34,7 @@ class ApiError(Exception):
         param: field of the request; None: the error concerns no field.
         code: short name of the error for programs.
         headers: further headers of the response.
+        anthropic: the message in the words of Anthropic's API; None: the same message.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.anthropic = message if anthropic is None else anthropic
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -62,7 +67,7 @@ def body_for(path: str, error: ApiError) -> dict[str, Any]:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error in the form of Anthropic's API."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.anthropic}}
 
 
 def kind_of(status: int) -> str:
@@ -96,11 +101,25 @@ def refused(
     match = FIELD.match(message)
     field = "" if match is None else _renamed(match[1] + match[2], names)
     if match is not None and (not known or re.split(r"[.\[]", field)[0] in known):
+        if isinstance(error, PromptTooLong):
+            return _too_long(error, field)
         is_named = message[match.end() - 2 : match.end()] == ": "
         return invalid(field, message[match.end() :] if is_named else message)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)
+
+
+def _too_long(error: PromptTooLong, field: str) -> ApiError:
+    """Make the error for a prompt that is too long, in the words by which clients of both APIs know it."""
+    return ApiError(
+        400,
+        f"{field}: This model's maximum context length is {error.max_len} tokens, of prompt and answer together: "
+        f"expected at most {error.most} {error.unit}, got {error.size}; shorten it",
+        param=field,
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {error.size} {error.unit} > {error.most} maximum",
+    )
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
 from jspec.engine.input.chat_input import format_conversations
-from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.input.input_processor import check_characters
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.text.tokenizer import Tokenizer
@@ -65,9 +65,10 @@ def check_length(engine: TextGenerator, field: str, size: int) -> None:
     Raises:
         ApiError: there are too many characters.
     """
-    most = engine.config.max_len * CHARACTERS_PER_TOKEN
-    if size > most:
-        raise invalid(field, f"expected at most {most} characters, got {size}; send less at once")
+    try:
+        check_characters(field, size, engine.config.max_len)
+    except ValueError as error:
+        raise refused(error, {}) from error
 
 
 def count_characters(value: Any) -> int:
