@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = "file of JSON lines: text, prompt and completion, messages, or conversations"
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help=lines)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder for the head")
-    parser.add_argument("--resume", action="store_true", help="go on with the run that was begun in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run that was begun in --out, or beyond its end"
+    )
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument("--dtype", help="dtype of the target; default: float32 on CPU, bfloat16 elsewhere")
     kinds = ", ".join(QUANTIZE)
