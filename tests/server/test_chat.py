@@ -172,9 +172,8 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs.enable_thinking"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinkin": True}}}, "chat_template_kwargs.enable_thinkin"),
         ({"extra_body": {"prompt": "a"}}, "prompt"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from jspec import Engine, SamplingParams
 from jspec.engine.input.grammar_input import GrammarInput
+from jspec.server.ask import messages as ask_messages
 from jspec.train.data import read_documents
 from tests.support import serving, tokenizer_folders
 
@@ -103,6 +104,27 @@ def test_all_routes_render_the_conversation_alike(http: httpx.Client, engine: En
     assert post("/v1/messages/count_tokens", **MESSAGE)["input_tokens"] == len(expected)
     (done,) = engine.chat(MESSAGES, SamplingParams(max_tokens=1), tools=CHAT["tools"])
     assert done.prompt_token_ids == expected
+
+
+def test_variables_that_clients_send_to_any_model_are_warned_of_once(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask_messages._warn_unread.cache_clear()
+    user = [{"role": "user", "content": "a"}]
+    plain = http.post("/tokenize", json={"messages": user}).json()["tokens"]
+    variables = {"chat_template_kwargs": {"enable_thinking": False, "thinking": True}}
+    for _ in range(2):
+        assert http.post("/tokenize", json={"messages": user, **variables}).json()["tokens"] == plain
+        for path, body in (
+            ("/v1/chat/completions", {"messages": user, "reasoning_effort": "low", "max_tokens": 1, **variables}),
+            ("/v1/responses", {"input": "a", "reasoning": {"effort": "low"}, "max_output_tokens": 1}),
+            ("/v1/messages", {"messages": user, "max_tokens": 1, **variables}),
+        ):
+            assert http.post(path, json=body).status_code == 200
+    told = [record.getMessage().split(",")[0] for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(told) == [f"requests have {name}" for name in ("enable_thinking", "reasoning_effort", "thinking")]
+    other = {"messages": user, "chat_template_kwargs": {"enable_thinkin": True, "thinking": True}}
+    assert http.post("/tokenize", json=other).json()["error"]["param"] == "chat_template_kwargs.enable_thinkin"
 
 
 def test_training_data_is_rendered_as_the_routes_render_it(engine: Engine, expected: list[int], tmp_path: Path) -> None:

@@ -26,6 +26,22 @@ SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and
 PATIENCE = 12  # a process without an answer after PATIENCE times its CPU limit is ended
 
 
+class UnreadVariable(ValueError):
+    """A variable or an input that a chat template never reads.
+
+    Args:
+        name: its name.
+        read: names of those that the template reads.
+    """
+
+    def __init__(self, name: str, read: str) -> None:
+        self.name = name
+        super().__init__(
+            f"{name}: expected one of the variables that the chat template reads ({read or 'none'}), got one that it "
+            "never reads; leave it out or correct its name"
+        )
+
+
 @final
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template; its process starts with the first conversation.
@@ -108,10 +124,7 @@ class ChatTemplate:
         if code == -signal.SIGKILL or (code is not None and code >= 0):
             raise RuntimeError(f"{self._name}: the process that renders chat templates ended with {code}; try again")
         if "unread" in answer:
-            raise ValueError(
-                f"{answer['unread']}: expected one of the variables that the chat template reads "
-                f"({answer['read'] or 'none'}), got one that it never reads; leave it out or correct its name"
-            )
+            raise UnreadVariable(answer["unread"], answer["read"])
         return answer or {"error": f"it takes more than {self._seconds:g} seconds of CPU time or {self._gib:g} GiB"}
 
     def _ask_once(self, task: str) -> tuple[dict[str, Any], int | None]:

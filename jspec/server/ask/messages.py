@@ -1,15 +1,22 @@
-"""Reads the messages of a chat request, and collects those that requests in other forms are translated into."""
+"""Reads and renders the messages of a chat request, and collects those of requests in other forms."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
-from jspec.engine.input.chat_input import join_parts, read_kind, read_messages
+from jspec.engine.input.chat_input import format_conversations, join_parts, read_kind, read_messages
+from jspec.engine.text.chat_template import UnreadVariable
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.values import listing
 from jspec.server.http.errors import refused
 
 MAX_MESSAGES, READER = 2048, "server"
+SENT_BY_HABIT = ("reasoning_effort", "enable_thinking", "thinking")  # variables that clients send to any model
+
+logger = logging.getLogger("jspec.server")
 
 
 def messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -19,6 +26,29 @@ def messages(name: str, value: Any) -> list[dict[str, Any]]:
         return read_messages(values, name, READER)
     except (TypeError, ValueError) as error:
         raise refused(error, {}) from error
+
+
+def render_messages(tokenizer: Tokenizer | None, messages: Any, options: dict[str, Any]) -> list[int]:
+    """Return the token ids of a conversation as `jspec.engine.input.chat_input.format_conversations` does.
+
+    A variable of `SENT_BY_HABIT` that the chat template never reads is left out; a warning tells of the first one.
+    """
+    while True:
+        try:
+            (ids,) = format_conversations(tokenizer, [messages], options)
+        except UnreadVariable as error:
+            if error.name not in SENT_BY_HABIT:
+                raise
+            _warn_unread(error.name)
+            variables = {name: value for name, value in options["chat_template_kwargs"].items() if name != error.name}
+            options = {**options, "chat_template_kwargs": variables}
+        else:
+            return ids
+
+
+@cache
+def _warn_unread(name: str) -> None:
+    logger.warning("requests have %s, which the model's chat template never reads: it has no effect", name)
 
 
 def join_texts(name: str, value: Any, kinds: Mapping[str, str]) -> str:

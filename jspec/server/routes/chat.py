@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
-from jspec.engine.input.chat_input import format_conversations
 from jspec.engine.input.input_processor import check_characters
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
+from jspec.server.ask.messages import render_messages
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
@@ -38,8 +38,7 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    (ids,) = format_conversations(tokenizer, [fields["messages"]], options)
-    return ids
+    return render_messages(tokenizer, fields["messages"], options)
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
