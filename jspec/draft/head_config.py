@@ -28,10 +28,13 @@ OVERRIDABLE = {
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # kinds of Markov heads (`jspec.draft.dspark_head`)
 
 
+LEAST_LAYERS = 7  # least number of layers of a target whose default states differ
+
+
 def default_states(num_layers: int) -> tuple[int, int, int]:
     """Return the indices of the three target states that an EAGLE-3 head reads by default.
 
-    They are distinct if the target has 7 layers or more.
+    They are distinct if the target has `LEAST_LAYERS` layers or more.
 
     Args:
         num_layers: number of layers of the target.

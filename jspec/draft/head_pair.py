@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jspec.draft.head_config import HeadConfig
+from jspec.draft.head_config import LEAST_LAYERS, HeadConfig
 from jspec.models.config.decoder_config import ModelConfig
 
 
@@ -66,7 +66,7 @@ def feature_fault(states: tuple[int, ...], num_layers: int) -> str | None:
         return None
     return (
         f"feature layers {states} do not exist or repeat in a target of {num_layers} layers; "
-        "pass feature_layers= (the default 2, N//2, N-3 needs at least 7 layers)"
+        f"pass feature_layers= (the default 2, N//2, N-3 needs at least {LEAST_LAYERS} layers)"
     )
 
 

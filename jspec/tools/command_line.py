@@ -68,7 +68,7 @@ def run(words: Sequence[str]) -> int:
         distributed.fail(error)
         return 1
     except (ValueError, OSError, NotImplementedError, ImportError, distributed.ProcessLost) as error:
-        print(f"jspec: {error}", file=sys.stderr)
+        print(f"jspec: {make_parser().in_flags(words, str(error))}", file=sys.stderr)
         distributed.fail(error)
         return 2
 
@@ -108,7 +108,7 @@ def foreign_hint(name: str, known: Collection[str]) -> str | None:
     return f"instead: --{ours.replace('_', '-')}" if ours in known else f"from Python: {hint}"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of all commands except `convert`, which has a separate parser."""
     parser = Parser(prog="jspec", description="Lossless speculative decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")

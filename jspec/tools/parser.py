@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 HEAD, TARGET = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"
@@ -65,3 +67,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def in_flags(self, words: Sequence[str], message: str) -> str:
+        """Return an error's message with the flags of a command instead of Python's names of the same options.
+
+        Args:
+            words: arguments of the command line; the first ones name the command.
+            message: the message; options stand in it as ``name=``, ``name=value``, or with a colon at its start, and
+                those with an underscore anywhere.
+        """
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and words and words[0] in action.choices:
+                chosen: Parser = action.choices[words[0]]
+                return chosen.in_flags(words[1:], message)
+        for name in (action.dest for action in self._actions if action.option_strings):
+            flag, alone = f"--{name.replace('_', '-')}", rf"(?<![\w./=-]){name}"
+            message = re.sub(rf"^([a-z]\w*: )?{name}: ", rf"\g<1>{flag}: ", message)
+            message = re.sub(rf"{alone}=(?=\S)(?![,;)])", f"{flag} ", message)
+            message = re.sub(rf"{alone}=", flag, message)
+            if "_" in name:
+                message = re.sub(rf"{alone}(?![\w/=-]|\.\w)", flag, message)
+        return message

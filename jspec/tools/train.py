@@ -58,10 +58,12 @@ OPTIONS = {  # help of the option for each field of `TrainConfig`
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `jspec train` on a parser."""
     parser.add_argument("--target", required=True, metavar="PATH", help='folder, hub id, or "demo": the embedded one')
-    lines = "file of JSON lines: text, prompt and completion, or messages"
+    lines = "file of JSON lines: text, prompt and completion, messages, or conversations"
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help=lines)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="new folder for the head")
-    parser.add_argument("--resume", action="store_true", help="go on with the run that was begun in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run that was begun in --out, or beyond its end"
+    )
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument("--dtype", help="dtype of the target; default: float32 on CPU, bfloat16 elsewhere")
     kinds = ", ".join(QUANTIZE)

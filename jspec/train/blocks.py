@@ -196,7 +196,12 @@ def depth_weights(depth: int, gamma: float) -> Float[Array, "depth"]:
 
 
 def spread_states(layers: int, count: int) -> tuple[int, ...]:
-    """Return the target's states that a head reads by default: evenly spaced from 2 to N - 2, at most ``count``."""
+    """Return the target's states that a head reads by default: evenly spaced from 2 to N - 2, at most ``count``.
+
+    Of two layers it reads the output of the first, of one layer the state after the final norm.
+    """
+    if layers < 3:
+        return (3 - layers,)
     last = layers - 2
     states = [2 + round(index * (last - 2) / max(count - 1, 1)) for index in range(count)]
     return tuple(sorted(set(states)))

@@ -93,7 +93,8 @@ class TrainConfig:
         seed: seed of the weights and of the order of the data.
         rope_theta: rotary base of the head.
         feature_layers: indices of the target's states that the head reads; None: 2, N / 2 and N - 3 of N layers for
-            EAGLE-3, and five from 2 to N - 2 for DFlash and DSpark. Medusa reads the state after the final norm.
+            EAGLE-3, or others of fewer than 7 layers, and five from 2 to N - 2 for DFlash and DSpark. Medusa reads the
+            state after the final norm.
         layers: number of the head's layers, or of a Medusa head's blocks; None: 1, for DFlash and DSpark 5.
         intermediate_size: channels of each layer's feed-forward; None: as many as in the target's first layer. Medusa
             has none.

@@ -1,8 +1,9 @@
 """Reads lines of JSON as documents: token ids, and which of them count in the loss.
 
-A line has one of three shapes. All tokens of a ``text`` count. Of ``prompt`` and ``completion``, those of the
-completion count. Of ``messages``, which the target's chat template formats, those of the assistant count. Other keys
-are ignored. Lines that are too short, or in which no token counts, are left out.
+All tokens of a ``text`` count. Of ``prompt`` and ``completion``, those of the completion count. Of ``messages`` with
+``tools``, which the target's chat template formats as for `Engine.chat` and the server, those of the assistant count,
+except of messages with the weight 0. ``conversations`` are messages in ShareGPT's form. Other keys are ignored. Lines
+that are too short, or in which no token counts, are left out.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from jaxtyping import Bool, Integer
 
 from jspec.core.progress import progress_bar
 from jspec.core.shorten import short
+from jspec.engine.input.chat_input import format_conversations
 from jspec.engine.text.tokenizer import Tokenizer
+from jspec.train.shapes import SHAPES, DataError, parse
 
 logger = logging.getLogger(__name__)
 
-SHAPES = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+ANSWER_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message that may have texts
 SHOWN = 5  # most lines that an error or a warning shows
 LEAST = 3  # least tokens of a document: a feature, the token after it, and a token to predict
 
@@ -33,9 +36,23 @@ class Document(NamedTuple):
     tokens: Integer[np.ndarray, "size"]
     counted: Bool[np.ndarray, "size"]  # whether each token is one that the target would generate
 
+    @classmethod
+    def of(cls, tokens: Sequence[int], start: int) -> Document:
+        """Make a document in which the tokens from ``start`` on count."""
+        ids = np.asarray(tokens, np.int64)
+        return cls(ids.astype(np.uint32), np.arange(len(ids)) >= start)
 
-class DataError(ValueError):
-    """Lines of a data file that cannot be read; the message names the file and the lines."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as JSON values, for `from_json`."""
+        edges = np.flatnonzero(np.diff(np.pad(self.counted.astype(int), 1)))
+        return {"token_ids": self.tokens.tolist(), "answers": edges.reshape(-1, 2).tolist()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Document:
+        document = cls.of(value["token_ids"], len(value["token_ids"]))
+        for start, end in value["answers"]:
+            document.counted[start:end] = True
+        return document
 
 
 def check_file(path: Path) -> None:
@@ -65,7 +82,10 @@ def read_lines(path: Path, update: Callable[[int], Any] | None = None) -> Iterat
 
 
 def read_documents(path: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[tuple[int, Document]]:
-    """Yield the number of each line, from 1, and its document.
+    """Yield the number of each line, from 1, and each of its documents.
+
+    A conversation is one document if each answer is rendered as a continuation of what is before it. Otherwise, as
+    where the template removes the reasoning of earlier answers, an answer begins another document.
 
     Lines of fewer than `LEAST` tokens, and lines in which no token counts, are left out; a warning names them.
 
@@ -75,7 +95,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[tup
         vocab: size of the target's vocabulary.
 
     Raises:
-        DataError: lines are not of the three shapes, or have tokens outside of the vocabulary, or all are left out; it
+        DataError: lines are not of the shapes, or have tokens outside of the vocabulary, or all are left out; it
             is raised at the end of the file, and names the first bad lines.
         FileNotFoundError: there is no such file.
     """
@@ -87,14 +107,14 @@ def read_documents(path: Path, tokenizer: Tokenizer, vocab: int) -> Iterator[tup
         for number, value in read_lines(path, bar.update):
             count += 1
             try:
-                document = _document(value, tokenizer, vocab)
+                documents = _documents(value, tokenizer, vocab)
             except ValueError as error:
                 bad.append(f"line {number}: {error}")
                 continue
-            if len(document.tokens) < LEAST or not document.counted.any():
+            useful = [one for one in documents if len(one.tokens) >= LEAST and one.counted.any()]
+            if not useful:
                 left_out.append(number)
-            else:
-                yield number, document
+            yield from ((number, document) for document in useful)
     refuse(path, bad, count)
     _tell_left_out(path, left_out, count)
 
@@ -134,72 +154,96 @@ def refuse(path: Path, bad: Sequence[str], count: int) -> None:
         raise DataError(f"{path}: expected lines {SHAPES}, got an empty file")
 
 
-def parse(value: Any, *, is_answered: bool = True) -> dict[str, Any]:
-    """Return the keys of a line's JSON value that make up its shape.
+def chat(tokenizer: Tokenizer, line: Mapping[str, Any], size: int, **options: Any) -> list[int]:
+    """Return the token ids of the first messages of a line, as `Engine.chat` and the server render them.
 
     Args:
-        value: the value, or the error that reading it raised.
-        is_answered: whether the line must have an answer; if not, ``prompt`` may stand alone, and ``messages`` need
-            none of the assistant.
-
-    Raises:
-        DataError: it has none of the shapes.
+        line: what `jspec.train.shapes.parse` returns of a line with messages.
+        size: number of messages.
+        options: further options of the chat template.
     """
-    match value:
-        case DataError():
-            raise value
-        case {"messages": list(messages)}:
-            _check_messages(messages, "assistant" if is_answered else "user")
-            return {"messages": messages}
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return {"prompt": prompt, "completion": completion}
-        case {"text": str(text)}:
-            return {"text": text}
-        case {"prompt": str(prompt)} if not is_answered:
-            return {"prompt": prompt}
-        case _:
-            keys = ", ".join(map(short, value)) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f"expected one of the shapes, got {short(keys, 80) or 'no keys'}")
+    messages = [{key: value for key, value in one.items() if key != "weight"} for one in line["messages"][:size]]
+    try:
+        (ids,) = format_conversations(tokenizer, [messages], {"tools": line["tools"], **options})
+    except TypeError as error:
+        raise DataError(str(error)) from None
+    return ids
 
 
-def _check_messages(messages: list[Any], role: str) -> None:
-    """Raise DataError if messages are no objects with a role, or none is of a role."""
-    if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
-        raise DataError('messages: expected objects with "role" and "content"')
-    if not any(message["role"] == role for message in messages):
-        raise DataError(f"messages: expected one of the role {role}, got none")
-
-
-def _document(value: Any, tokenizer: Tokenizer, vocab: int) -> Document:
-    """Make a document of a line's JSON value; raise ValueError if it has none of the three shapes."""
-    match parse(value):
-        case {"messages": messages}:
-            tokens, counted = _conversation(messages, tokenizer)
+def _documents(value: Any, tokenizer: Tokenizer, vocab: int) -> list[Document]:
+    """Make the documents of a line's JSON value; raise ValueError if it has none of the shapes."""
+    match line := parse(value):
+        case {"documents": documents}:
+            made = [Document.from_json(document) for document in documents]
+        case {"messages": _}:
+            made = _conversation(line, tokenizer)
         case {"prompt": prompt, "completion": completion}:
             before = tokenizer.encode(prompt)
-            after = tokenizer.encode(completion, add_special_tokens=False)
-            tokens, counted = [*before, *after], [False] * len(before) + [True] * len(after)
+            made = [Document.of([*before, *tokenizer.encode(completion, add_special_tokens=False)], len(before))]
         case {"text": text}:
-            tokens = tokenizer.encode(text)
-            counted = [True] * len(tokens)
-    ids = np.asarray(tokens, np.int64)
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
-        raise DataError(f"token id {ids.max()}: expected ids below {vocab}, the target's vocabulary; check --tokenizer")
-    return Document(ids.astype(np.uint32), np.asarray(counted, bool))
-
-
-def _conversation(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Format a conversation up to its last answer, and mark the assistant's tokens."""
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    tokens = tokenizer.chat(messages[: answers[-1] + 1], add_generation_prompt=False)
-    counted = [False] * len(tokens)
-    for index in answers:
-        before = tokenizer.chat(messages[:index])
-        whole = tokenizer.chat(messages[: index + 1], add_generation_prompt=False)
-        if tokens[: len(whole)] != whole or whole[: len(before)] != before:
+            made = [Document.of(tokenizer.encode(text), 0)]
+    for document in made:
+        if len(document.tokens) and document.tokens.max() >= vocab:
             raise DataError(
-                f"messages: expected a chat template that only appends, but message {index + 1} changes what is "
-                "before it; give the conversation as prompt and completion"
+                f"token id {document.tokens.max()}: expected ids below {vocab}, the target's vocabulary; check "
+                "--tokenizer"
             )
-        counted[len(before) : len(whole)] = [True] * (len(whole) - len(before))
-    return tokens, counted
+    return made
+
+
+def _conversation(line: dict[str, Any], tokenizer: Tokenizer) -> list[Document]:
+    """Return the documents of a conversation, in which the tokens of the assistant's answers count."""
+    made: list[Document] = []
+    for index, message in enumerate(line["messages"]):
+        if message["role"] == "assistant" and message.get("weight", 1):
+            whole = chat(tokenizer, line, index + 1, add_generation_prompt=False)
+            start = _start(line, index, whole, tokenizer)
+            if lost := _lost(message, whole, tokenizer):
+                raise DataError(
+                    f"messages: expected an answer that the chat template writes whole, but it leaves out {lost} of "
+                    f"message {index + 1}; give the conversation as prompt and completion"
+                )
+            add_answer(made, whole, start)
+    return made
+
+
+def _start(line: dict[str, Any], index: int, whole: list[int], tokenizer: Tokenizer) -> int:
+    """Return the number of tokens before an answer, which may begin otherwise than the prompt of a new answer ends."""
+    before = chat(tokenizer, line, index)
+    bare = chat(tokenizer, line, index, add_generation_prompt=False)
+    if whole[: len(bare)] != bare and whole[: len(before)] != before:
+        raise DataError(
+            f"messages: expected a chat template that only appends, but message {index + 1} changes what is "
+            "before it; give the conversation as prompt and completion"
+        )
+    differing = (at for at, (one, other) in enumerate(zip(before, whole, strict=False)) if one != other)
+    return next(differing, min(len(before), len(whole)))
+
+
+def _lost(message: Mapping[str, Any], whole: list[int], tokenizer: Tokenizer) -> str:
+    """Return the key of a text of an answer that is not in the tokens of the conversation up to it; "": all are."""
+    plain = tokenizer.with_special_tokens()
+    shown = "".join(plain.decode(whole).split())
+    for key in ANSWER_TEXTS:
+        if isinstance(text := message.get(key), str):
+            text = plain.decode(plain.encode(text, add_special_tokens=False))
+            if "".join(text.split()) not in shown:
+                return key
+    return ""
+
+
+def add_answer(documents: list[Document], whole: Sequence[int], start: int) -> None:
+    """Add an answer to the last of some documents, if what is before the answer goes on from it, or as a new one.
+
+    Some templates remove the reasoning of earlier answers, so that a document cannot go on.
+
+    Args:
+        whole: tokens of the conversation, up to the end of the answer.
+        start: number of the tokens before the answer.
+    """
+    last = documents[-1] if documents else Document.of([], 0)
+    goes_on = start >= len(last.tokens) and list(whole[: len(last.tokens)]) == last.tokens.tolist()
+    document = Document.of(whole, start)
+    if goes_on and documents:
+        document.counted[: len(last.counted)] = documents.pop().counted
+    documents.append(document)

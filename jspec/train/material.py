@@ -18,10 +18,11 @@ from jspec.draft.draft_vocab import frequent_tokens
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
-from jspec.train.data import LEAST, DataError, Document, check_file, read_documents
+from jspec.train.data import LEAST, Document, check_file, read_documents
 from jspec.train.files import write_text
 from jspec.train.pack import Corpus, Packed
 from jspec.train.rows import Rows
+from jspec.train.shapes import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, head_params
 from jspec.draft.formats.dflash_format import head_params as block_params
-from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, default_states
+from jspec.draft.head_config import LEAST_LAYERS, DFlashConfig, DSparkConfig, Eagle3Config, default_states
 from jspec.draft.medusa import Medusa, MedusaConfig, MedusaHeads, medusa_params
 from jspec.models.decoder import Model
 from jspec.models.parts.rope import Rope
@@ -43,6 +43,16 @@ def check_depth(drafted: int, ttt: int) -> None:
         raise ValueError(f"train: ttt: expected {drafted}, which the head of init drafts, got {ttt}")
 
 
+def fused_states(layers: int) -> tuple[int, ...]:
+    """Return the target's states that a new EAGLE-3 head reads by default.
+
+    They are those of the method's authors in targets in which these differ.
+    """
+    if layers >= LEAST_LAYERS:
+        return default_states(layers)
+    return layers // 4, max(1, layers // 2), max(2, layers)
+
+
 class Eagle3Method(Method):
     """EAGLE-3 heads, and those of EAGLE-3.1 (arXiv:2503.01840)."""
 
@@ -50,7 +60,7 @@ class Eagle3Method(Method):
     has_vocabulary = True
 
     def new_states(self, target: Model) -> tuple[int, ...]:
-        return self.config.feature_layers or default_states(target.config.num_layers)
+        return self.config.feature_layers or fused_states(target.config.num_layers)
 
     def create(self, target: Model, ids: Int[np.ndarray, "draft_vocab"]) -> EagleHead:
         config = self.config
@@ -59,7 +69,7 @@ class Eagle3Method(Method):
             num_layers=config.layers or EAGLE_LAYERS,
             rope=Rope(theta=config.rope_theta),
             draft_vocab_size=len(ids),
-            feature_layers=config.feature_layers,
+            feature_layers=self.new_states(target),
             fc_norm=config.eagle31,
             norm_output=config.eagle31,
         )

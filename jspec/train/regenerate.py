@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from typing import Any
 from jspec.core.progress import progress_bar
 from jspec.draft.suffix import Suffix
 from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Completion
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.models.decoder import Model
 from jspec.train.config import TrainConfig
-from jspec.train.data import LEAST, DataError, parse, read_lines, refuse
+from jspec.train.data import LEAST, Document, add_answer, chat, read_lines, refuse
+from jspec.train.shapes import DataError, parse
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +36,9 @@ def regenerate(
 ) -> Path:
     """Write a data file whose answers are the target's, or go on with one that was interrupted; return its path.
 
-    A line of ``text``, or of ``prompt`` with or without ``completion``, becomes ``prompt`` and ``completion``; the text
-    is the prompt. In ``messages``, each of the assistant's answers is replaced, one after the other; messages that end
-    with the user's get one more.
+    A line has the token ids of its documents: those of the prompts, and those that the target generated. A text, or a
+    prompt with or without completion, gets an answer. In messages, each of the assistant's answers is replaced, one
+    after the other; messages that end with the user's get one more.
 
     Args:
         data: file of JSON lines (`jspec.train.data`).
@@ -48,9 +50,9 @@ def regenerate(
             may have together; lines whose prompts are longer, or shorter than `LEAST` tokens, are left out.
 
     Raises:
-        DataError: lines are bad; nothing is generated then.
+        DataError: lines are bad, or the chat template refuses them; nothing is generated then.
     """
-    lines = _check(data)
+    lines = _check(data, tokenizer)
     numbers = [json.loads(line)["line"] for line in _whole_lines(out)]
     after, answers = numbers[-1] if numbers else 0, len(numbers)
     options: dict[str, Any] = dict(slots=SLOTS, max_len=config.length, eos_ids=tuple(eos), prefix_cache=False)
@@ -77,14 +79,15 @@ def regenerate(
     return out
 
 
-def _check(data: Path) -> int:
-    """Return the number of lines of a data file; raise DataError if lines have none of the shapes."""
+def _check(data: Path, tokenizer: Tokenizer) -> int:
+    """Return the number of lines of a data file; raise DataError if lines have none of the shapes or no prompt."""
     bad, count = [], 0
     for number, value in read_lines(data):
         count += 1
         try:
-            parse(value, is_answered=False)
-        except DataError as error:
+            line = parse(value, is_answered=False)
+            prompt_of(line, asked_at(line)[-1], tokenizer)
+        except ValueError as error:
             bad.append(f"line {number}: {error}")
     refuse(data, bad, count)
     return count
@@ -102,57 +105,73 @@ def _whole_lines(path: Path) -> list[str]:
 def _answer(
     chunk: Sequence[tuple[int, Any]], engine: Engine, tokenizer: Tokenizer, config: TrainConfig
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Return the number of each line and the line with the target's answers; lines whose prompts do not fit are out."""
+    """Return the number of each line and its documents with the target's answers; lines without an answer are out."""
     talks = {number: _Talk(value, tokenizer) for number, value in chunk}
     while True:
-        asked = {number: talk.prompt for number, talk in talks.items() if talk.waits}
+        asked = {number: talk.prompt for number, talk in talks.items() if talk.prompt is not None}
         fits = {number: ids for number, ids in asked.items() if LEAST <= len(ids) <= config.length - LEAST}
-        talks = {number: talk for number, talk in talks.items() if number in fits or not talk.waits}
+        talks = {number: talk for number, talk in talks.items() if number in fits or number not in asked}
         if not fits:
-            return [(number, talk.line) for number, talk in talks.items()]
+            return [(number, {"documents": [one.to_json() for one in talk.made]}) for number, talk in talks.items()]
         fixed: dict[str, Any] = dict(temperature=config.temperature)
         params = [SamplingParams(max_tokens=config.max_tokens, seed=number, **fixed) for number in fits]
         for number, done in zip(fits, engine.generate(list(fits.values()), params), strict=True):
             if done.text is None or done.error is not None:
                 raise DataError(f"line {number}: expected an answer of the target, got an error ({done.error})")
-            talks[number].add(done.text)
+            talks[number].add(done)
 
 
 class _Talk:
     """One line, whose answers are replaced one after the other.
 
     Attributes:
-        waits: whether an answer is to be made.
-        prompt: token ids before this answer.
-        line: the line with the answers so far.
+        prompt: token ids before the answer that is to be made; None: all are made.
+        made: documents with the answers so far.
     """
 
     def __init__(self, value: Any, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.waits = tokenizer, True
-        self._turns: Iterator[Any] = iter(())
-        match parse(value, is_answered=False):
-            case {"messages": messages}:
-                self.line: dict[str, Any] = {"messages": []}
-                self._turns = iter(messages)
-                self._next_turn()
-            case {"prompt": text} | {"text": text}:
-                self.line, self.prompt = {"prompt": text}, tokenizer.encode(text)
+        self._tokenizer, self._line = tokenizer, parse(value, is_answered=False)
+        self._asked = iter(asked_at(self._line))
+        self.made: list[Document] = []
+        self.prompt: list[int] | None = prompt_of(self._line, next(self._asked), tokenizer)
 
-    def _next_turn(self) -> None:
-        """Take over messages up to the next answer of the assistant, or the end; there may be no more to answer."""
-        for message in self._turns:
-            if message["role"] == "assistant":
-                break
-            self.line["messages"].append(message)
-        else:
-            self.waits = bool(self.line["messages"]) and self.line["messages"][-1]["role"] == "user"
-        if self.waits:
-            self.prompt = self._tokenizer.chat(self.line["messages"])
+    def add(self, done: Completion) -> None:
+        """Enter the target's answer.
 
-    def add(self, answer: str) -> None:
-        """Enter the target's answer."""
-        if "messages" in self.line:
-            self.line["messages"].append({"role": "assistant", "content": answer})
-            self._next_turn()
-        else:
-            self.line["completion"], self.waits = answer, False
+        A conversation goes on with the answer's text. It ends where the text lacks special tokens inside the answer,
+        because the chat template would put others in their place.
+        """
+        assert self.prompt is not None and done.text is not None
+        add_answer(self.made, [*self.prompt, *done.token_ids], len(self.prompt))
+        index, self.prompt = next(self._asked, None), None
+        inside = done.token_ids[:-1] if done.finish_reason == "eos" else done.token_ids
+        if index is None or not self._tokenizer.hidden_ids.isdisjoint(inside):
+            return
+        messages = self._line["messages"]
+        answered = max(at for at in asked_at(self._line) if at < index)
+        if not messages[answered].get("tool_calls"):  # whose results follow
+            messages[answered] = {"role": "assistant", "content": done.text}
+        self.prompt = prompt_of(self._line, index, self._tokenizer)
+
+
+def asked_at(line: dict[str, Any]) -> list[int]:
+    """Return the number of messages before each answer of a line that is to be made; other lines have one answer.
+
+    Raises:
+        DataError: there is none.
+    """
+    if "messages" not in line:
+        return [0]
+    messages = line["messages"]
+    asked = [at for at, one in enumerate(messages) if one["role"] == "assistant" and one.get("weight", 1)]
+    asked += [len(messages)] * (messages[-1]["role"] in ("user", "tool"))
+    if not asked:
+        raise DataError("messages: expected an answer to make, got none; give one a weight, or end with the user's")
+    return asked
+
+
+def prompt_of(line: dict[str, Any], index: int, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids before an answer of a line."""
+    if "messages" in line:
+        return chat(tokenizer, line, index)
+    return tokenizer.encode(line["prompt"] if "prompt" in line else line["text"])

@@ -37,6 +37,7 @@ STATE, ABOUT = "training", "run.json"  # folder, within that of the head, of wha
 DATA, CHECKPOINTS, JOURNAL = "data", "checkpoints", "journal.jsonl"  # parts of that folder
 ANSWERS = "regenerated"  # name of the files of the target's answers and of their description
 ANSWERED = ("target", "tokenizer", "quantize", "data", "length", "max_tokens", "temperature")  # what answers depend on
+ENDS = ("steps", "epochs")  # options that say when a run ends, which may come later when it goes on
 BLOCK = 2**24  # bytes of the data that are read at a time for its checksum
 CORNER = 4  # values along each axis of an array of the target by which it is recognised
 
@@ -91,7 +92,8 @@ def fit(
         data: file of JSON lines (`jspec.train.data`).
         out: folder for the head.
         resume: whether to go on with the run that was begun there, with the same options; its numbers are those of a
-            run without interruption, bit for bit.
+            run without interruption, bit for bit. With more steps or epochs it goes on to these, and from there on
+            follows the learning rate of the longer run.
         tokenizer: as in `Engine.from_pretrained`; None: the target's.
         dtype: dtype of the target and of the head's products; None: float32 on CPU, bfloat16 elsewhere.
         quantize: how the target's weights are quantised, as in `Model.from_pretrained`; the head's are not.
@@ -119,14 +121,16 @@ def fit(
         method.check(pair.target)
     mesh = mesh_of(config.devices)
     tokens = write.special_ids(pair.folder) if pair.folder is not None else {}
+    ends = {name: value for name, value in config.to_json().items() if name in ENDS}
     about = {**config.to_json(), "quantize": quantize, **_identity(pair.target, tokenizer, data)}
+    about = {name: value for name, value in about.items() if name not in ENDS}
     with _described(out / STATE, about):
         data = _answers(method, pair, data, out / STATE, about) if config.regenerate else data
         material = prepare(data, pair.tokenizer, pair.target.config.vocab_size, config, out / STATE / DATA)
         head, coverage = _head(method, pair, material)
         method.files(head, pair.target, tokens)  # a head that the format cannot hold is refused before it is trained
         steps = config.steps or math.ceil(config.epochs * len(material.train) / config.batch)
-        _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe()})
+        _check_same(out / STATE / ABOUT, {"updates": steps, "rows": material.describe(), **ends})
     program = TrainingProgram(method, pair.target, head, steps, mesh)
     checkpoints = Checkpoints(out / STATE / CHECKPOINTS)
     state, measured = program.start(head), None
@@ -239,10 +243,15 @@ def _check_same(file: Path, about: dict[str, Any]) -> None:
     """Add to the description of a run, or raise ValueError if that of the run to resume is another."""
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for name, value in about.items():
-        if name in before and before[name] != value:
+        if name == "updates" and before.get(name, value) > value:
+            raise ValueError(
+                f"train: steps: expected at least {before[name]}, with which {file.parent.parent} was begun, got "
+                f"{value}; resume with as many or more, or begin a new run"
+            )
+        if name not in (*ENDS, "updates") and name in before and before[name] != value:
             raise ValueError(
                 f"train: {name}: expected {short(before[name])}, with which {file.parent.parent} was begun, got "
                 f"{short(value)}; resume with the same options, or begin a new run with init= of this head"
             )
-    if before.keys() < before.keys() | about.keys():
-        write_text(file, json.dumps({**before, **about}, indent=1) + "\n")
+    if before != before | about:
+        write_text(file, json.dumps(before | about, indent=1) + "\n")

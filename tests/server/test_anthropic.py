@@ -279,7 +279,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "f"},
     ]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
-    assert read_messages("messages", turns, None) == [
+    assert read_messages("messages", turns, None).messages == [
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "reasoning_content": "c", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "d"},

@@ -164,7 +164,7 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].type",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -172,9 +172,8 @@ def test_token_ids_and_prompt_scores_are_returned_if_asked_for(client: openai.Op
         ({"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs.enable_thinking"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinkin": True}}}, "chat_template_kwargs.enable_thinkin"),
         ({"extra_body": {"prompt": "a"}}, "prompt"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},

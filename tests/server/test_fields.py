@@ -9,6 +9,8 @@ import pytest
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
 from jspec.server.http.errors import ApiError
+from jspec.server.routes.anthropic import MESSAGES
+from jspec.server.routes.responses import RESPONSES
 
 SCHEMA = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -130,6 +132,34 @@ def test_refused_fields_are_named(route: str) -> None:
         assert caught.value.message.startswith(f"{name}: expected ")
 
 
+@pytest.mark.parametrize(
+    ("table", "name", "hint"),
+    [
+        (CHAT, "guided_json", 'give structured_outputs {"json": ...} instead'),
+        (MESSAGES, "response_format", 'give structured_outputs {"json": ...} instead'),
+        (COMPLETIONS, "regex", 'give structured_outputs {"regex": ...} instead'),
+        (COMPLETIONS, "guided_choice", 'give structured_outputs {"choice": [...]} instead'),
+        (CHAT, "ebnf", 'give structured_outputs {"grammar": ...} instead'),
+        (CHAT, "max_new_tokens", "give max_tokens instead"),
+        (RESPONSES, "max_new_tokens", "give max_output_tokens instead"),
+        (RESPONSES, "max_tokens", "give max_output_tokens instead"),
+        (MESSAGES, "stop", "give stop_sequences instead"),
+        (COMPLETIONS, "do_sample", "give temperature (0 for greedy decoding) instead"),
+        (COMPLETIONS, "num_return_sequences", "give n instead"),
+        (CHAT, "enable_thinking", 'give chat_template_kwargs {"enable_thinking": ...} instead'),
+        (COMPLETIONS, "enable_thinking", "leave it out"),  # it has no chat template
+        (COMPLETIONS, "num_beams", "leave it out, because jspec has no beam search"),
+        (CHAT, "tempature", "perhaps temperature"),
+        (CHAT, "unheard_of", "leave it out"),
+    ],
+)
+def test_unknown_fields_are_refused_with_what_to_send_instead(table: Any, name: str, hint: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_fields({name: 1}, table)
+    expected = f"{name}: expected a field that this route knows, got an unknown one; {hint}"
+    assert (caught.value.param, caught.value.message) == (name, expected)
+
+
 @ROUTES
 def test_null_counts_as_absent_for_every_field(route: str) -> None:
     nothing = read_fields(dict.fromkeys([*TABLES[route]]), TABLES[route])
@@ -172,18 +202,6 @@ def test_wrong_values_are_refused_with_the_place_inside_the_field(field: str, va
     with pytest.raises(ApiError) as caught:
         read_fields({field: value}, CHAT)
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-def test_tool_calls_of_earlier_messages_get_their_arguments_as_objects() -> None:
-    calls = [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        for arguments in ('{"a": 1}', "", "{broken", "[1]")
-    ]
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
-    (read,) = read_fields({"messages": [message]}, CHAT).own["messages"]
-    assert [call["function"]["arguments"] for call in read["tool_calls"]] == [{"a": 1}, {}, "{broken", "[1]"]
-    assert "content" not in read
-    assert calls[0]["function"]["arguments"] == '{"a": 1}'  # the request itself is unchanged
 
 
 def test_unknown_fields_are_ignored_on_request_and_known_ones_are_not() -> None:

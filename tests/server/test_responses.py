@@ -196,7 +196,7 @@ def test_stream_that_fails_ends_with_a_failed_response(server: serving.Running, 
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].function.name"),
+        ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
         (
             {"tools": [{**TOOL, "parameters": {"properties": {"x": {"type": "int"}}}}], "tool_choice": "required"},
             "tools",
@@ -241,7 +241,7 @@ def test_input_items_become_the_messages_of_a_chat() -> None:
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "g"}]},
     ]
     function = {"name": "f", "arguments": "{}"}
-    assert read_input("input", items, "z") == [
+    assert read_input("input", items, "z").messages == [
         {"role": "system", "content": "z\n\na"},
         {"role": "user", "content": "b\nc"},
         {

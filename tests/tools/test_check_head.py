@@ -281,7 +281,7 @@ def test_info_check_of_random_heads_prints_low_agreement(
     [
         ([], 'expected a tokenizer in the folder, got none; pass --tokenizer "bytes"'),
         (["--tokenizer", "bytes"], "expected ids below the target's 40"),
-        (["--tokenizer", "bytes", "--max-tokens", "3"], "max_tokens: expected at least 8"),
+        (["--tokenizer", "bytes", "--max-tokens", "3"], "--max-tokens: expected at least 8"),
         (["--tokenizer", "bytes", "--max-tokens", "300", "--text", "TEXT"], "text: expected at least 364 tokens"),
         (["--text", "nowhere"], "nowhere"),
     ],

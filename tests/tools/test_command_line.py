@@ -24,6 +24,7 @@ from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.models.weights.quantize import quantized_as
 from jspec.step.executables import Executables
 from jspec.tools import demo
+from jspec.tools.command_line import make_parser
 from jspec.tools.generate import make_drafter
 from jspec.tools.replay import continue_greedily
 from tests.support import folders
@@ -168,8 +169,8 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
             ("--quantize", "int3"),
             "quantize: expected one of (None, 'int8', 'fp8', 'fp8_dynamic', 'int4', 'mxfp4', 'none'), got 'int3'",
         ),
-        (("--kv-dtype", "int8"), "kv_dtype: expected one of"),
-        (("--draft-kv-dtype", "int8"), "draft_kv_dtype: expected one of"),
+        (("--kv-dtype", "int8"), "--kv-dtype: expected one of"),
+        (("--draft-kv-dtype", "int8"), "--draft-kv-dtype: expected one of"),
         (("--eagle", "eagle", "--draft-quantize", "int3"), "quantize: expected None or one of int8"),
         (
             ("--ngram", "--draft-quantize", "int8"),
@@ -178,8 +179,8 @@ def test_generate_command_dtype_options_set_dtypes_of_weights_and_caches(
         (("--medusa", "medusa", "--tree", "chain:3", "--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--draft-quantize", "int8"), "--draft-quantize: expected one of"),
         (("--ngram", "--draft-vocab", "9"), "--draft-vocab: expected one of --eagle3, --peagle, --eagle,"),
-        (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: draft_vocab: expected 1 to"),
-        (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: draft_vocab: expected a head that uses the target's"),
+        (("--eagle", "eagle", "--draft-vocab", "0"), "Eagle: --draft-vocab: expected 1 to"),
+        (("--eagle3", "eagle3", "--draft-vocab", "9"), "Eagle3: --draft-vocab: expected a head that uses the target's"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -190,6 +191,34 @@ def test_generate_command_invalid_value_prints_one_line_and_exits_2(
     *progress, error = capsys.readouterr().err.splitlines()
     assert message in error and error.startswith("jspec: ")
     assert all(line.startswith("jspec: loading ") for line in progress)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "shown"),
+    [
+        (
+            "train",
+            "train: ttt: expected 3, which the head of init drafts",
+            "train: --ttt: expected 3, which the head of",
+        ),
+        ("train", "pass feature_layers= (the default 2)", "pass --feature-layers (the default 2)"),
+        ("train", "begin a new run with init= of this head", "begin a new run with --init of this head"),
+        ("train", "or another held_out (0: none).", "or another --held-out (0: none)."),
+        ("train", 'pass tokenizer= ("bytes" if', 'pass --tokenizer ("bytes" if'),
+        ("train", "/data/held_out/x.held_out: no such file", "/data/held_out/x.held_out: no such file"),
+        (
+            "generate",
+            "prompt: expected fewer tokens than max_len=64, which",
+            "prompt: expected fewer tokens than --max-len 64,",
+        ),
+        ("serve", "slots: expected 1 or more", "--slots: expected 1 or more"),
+        ("generate", "Eagle: quantize: expected None", "Eagle: quantize: expected None"),  # that of the drafter
+        ("generate", "pass feature_layers= (the default", "pass feature_layers= (the default"),  # no option of it
+        ("bench serve", "num_prompts: expected", "--num-prompts: expected"),
+    ],
+)
+def test_messages_name_the_options_of_the_command(words: str, message: str, shown: str) -> None:
+    assert make_parser().in_flags(words.split(), message).startswith(shown)
 
 
 @pytest.mark.parametrize(

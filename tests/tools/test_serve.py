@@ -100,11 +100,11 @@ def test_loopback_address_needs_no_key(host: str) -> None:
     ("words", "message"),
     [
         (["--warm", "logprobs,other"], "--warm: expected some of logprobs,grammar,rounds, got 'other'"),
-        (["--tool-parser", "other"], "tool_parser: expected one of"),
+        (["--tool-parser", "other"], "--tool-parser: expected one of"),
         (["--tree", "chain:2", "--target", "demo"], "--tree: expected a drafter"),
-        (["--max-queue", "0"], "max_queue: expected 1 to 1048576, got 0"),
-        (["--max-body", "0"], "max_body: expected 1 to 1073741824, got 0"),
-        (["--request-timeout", "-1"], "request_timeout: expected 0.001 to 31536000, got -1.0"),
+        (["--max-queue", "0"], "--max-queue: expected 1 to 1048576, got 0"),
+        (["--max-body", "0"], "--max-body: expected 1 to 1073741824, got 0"),
+        (["--request-timeout", "-1"], "--request-timeout: expected 0.001 to 31536000, got -1.0"),
         (["--drain-timeout", "nan"], "drain_seconds: expected 0 to 31536000, got nan"),
     ],
 )

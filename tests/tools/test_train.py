@@ -30,7 +30,7 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     sizes = ("--steps", "4", "--length", "32", "--batch", "2", "--ttt", "2", "--eval-every", "2", "--held-out", "0.2")
     paths = [word for name in ("target", "out") for word in (f"--{name}", str(tmp_path / name))]
     words = ["train", *paths, "--data", str(tmp_path / "data.jsonl"), "--tokenizer", "bytes", *sizes]
-    words += ["--feature-layers", "0", "1", "3", "--draft-vocab", "24"]
+    words += ["--draft-vocab", "24"]  # the target has 3 layers
     assert main([*words, "--plot", str(tmp_path / "run.png")]) == 0
     said = capsys.readouterr()
     assert "acceptance" in said.out and f"--eagle3 {tmp_path / 'out'}" in said.out
@@ -40,8 +40,10 @@ def test_train_command_trains_resumes_and_draws(tmp_path: Path, capsys: pytest.C
     assert main(words) == 2
     assert "pass --resume" in capsys.readouterr().err
     assert main([*words, "--decay", "0.8", "--method", "dflash"]) == 2  # the option's default, but no option of DFlash
-    assert "decay: expected none with method 'dflash'" in capsys.readouterr().err
+    assert "train: --decay: expected none with method 'dflash'" in capsys.readouterr().err
+    words[words.index("--steps") + 1] = "6"
     assert main([*words, "--resume"]) == 0
+    assert "6 updates" in capsys.readouterr().out
     drafter = make_drafter(make_parser().parse_args(["generate", "--target", paths[1], "--eagle3", paths[3], "abc"]))
     assert isinstance(drafter, Eagle3), "as the last line recommends"
 

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from jspec.draft.draft_vocab import frequent_tokens
-from jspec.engine.text.tokenizer import ByteTokenizer
+from jspec.engine.text.tokenizer import ByteTokenizer, HFTokenizer
 from jspec.train import pack
 from jspec.train.config import TrainConfig
-from jspec.train.data import DataError, read_documents, read_lines
+from jspec.train.data import read_documents, read_lines
 from jspec.train.material import draft_vocabulary, prepare
 from jspec.train.rows import ALIGN
+from jspec.train.shapes import DataError
+from tests.support import tokenizer_folders
 
 pytestmark = pytest.mark.once
 
@@ -63,9 +66,106 @@ def test_lines_of_all_shapes_count_what_the_target_would_generate(tmp_path: Path
     ]
 
 
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}
+{%- endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LAST_THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PROMPT_THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def templated(folder: Path, template: str) -> tuple[HFTokenizer, Any]:
+    """Return a tokenizer with a chat template, and that of transformers."""
+    file = tokenizer_folders.write(folder / "tokenizer", "chat") / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    return HFTokenizer(file.parent), AutoTokenizer.from_pretrained(file.parent)
+
+
+def documents_of(folder: Path, tokenizer: HFTokenizer, *lines: Any) -> list[tuple[list[int], str]]:
+    """Return the tokens and the counted text of each document."""
+    plain = tokenizer.with_special_tokens()
+    documents = read_documents(write(folder / "d", *lines), tokenizer, tokenizer.vocab_size)
+    return [(one.tokens.tolist(), plain.decode(one.tokens[one.counted].tolist())) for _, one in documents]
+
+
+def test_fine_tuning_lines_of_openai_are_rendered_as_the_template_renders_its_form(tmp_path: Path) -> None:
+    ours, theirs = templated(tmp_path, CALLS)
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    call = {"id": "1", "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "no"},
+        {"role": "assistant", "content": "Perhaps.", "weight": 0},
+        {"role": "user", "content": "So?"},
+        {"role": "assistant", "content": "No.", "weight": 1},
+    ]
+    calls = [{**call, "function": {**function, "arguments": {"city": "Oslo"}}}]
+    form = [
+        {"role": "system", "content": "Be\nbrief."},
+        messages[1],
+        {**messages[2], "content": "", "tool_calls": calls},
+    ]
+    expected = theirs.apply_chat_template([*form, *messages[3:]], tools=[WEATHER], return_dict=False)
+    line = {"messages": messages, "tools": [WEATHER], "parallel_tool_calls": False}
+    answers = 'weather{"city": "Oslo"}<|im_end|>No.<|im_end|>'
+    assert documents_of(tmp_path, ours, line) == [(expected, answers)]
+    assert expected != theirs.apply_chat_template([*form, *messages[3:]], return_dict=False)  # the negative control
+
+
+def test_answers_that_the_template_later_changes_are_documents_as_it_first_renders_them(tmp_path: Path) -> None:
+    ours, theirs = templated(tmp_path, LAST_THINKS)
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "c"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "e", "reasoning_content": "f"},
+    ]
+    first, second = (theirs.apply_chat_template(messages[:size], return_dict=False) for size in (2, 4))
+    counted = ["<think>c</think>b<|im_end|>\n", "<think>f</think>e<|im_end|>\n"]
+    assert documents_of(tmp_path, ours, {"messages": messages}) == [(first, counted[0]), (second, counted[1])]
+
+
+def test_answer_is_counted_where_the_template_renders_it_without_the_end_of_the_prompt(tmp_path: Path) -> None:
+    ours, theirs = templated(tmp_path, PROMPT_THINKS)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    expected = theirs.apply_chat_template(messages, return_dict=False)
+    assert documents_of(tmp_path, ours, {"messages": messages}) == [(expected, "b<|im_end|>")]
+    messages[1]["content"] = "<think>\nhm\n</think>b"
+    with pytest.raises(DataError, match=r"line 1: messages: .* leaves out content of message 2; give .* as prompt and"):
+        documents_of(tmp_path, ours, {"messages": messages})
+
+
+def test_conversations_are_messages_with_other_names(tmp_path: Path) -> None:
+    turns = [("human", "hi"), ("gpt", "yes"), ("user", "and"), ("assistant", "no")]
+    shared = [{"from": name, "value": text} for name, text in turns]
+    roles = [{"role": role, "content": text} for role, (_, text) in zip(["user", "assistant"] * 2, turns, strict=True)]
+    file = write(tmp_path / "d", {"conversations": shared, "id": "x"}, {"conversations": roles}, {"messages": roles})
+    assert [line[1:] for line in read(file)] == [("<u>hi\n<a>yes\n<u>and\n<a>no\n", "yes\nno\n")] * 3
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        (
+            {"conversations": [{"from": "bot", "value": "x"}]},
+            "conversations.0..from: expected one of human, gpt, .*'bot'",
+        ),
+        ({"conversations": [{"from": "human", "value": 3}]}, "conversations.0..value: expected a text, got 3"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, "a message before the first answer"),
+        ({"messages": [USER, {**ANSWER, "weight": 2}]}, "messages.1..weight: expected 0 or 1, got 2"),
+        ({"messages": [USER, ANSWER], "functions": [{"name": "f"}]}, "functions: expected tools"),
+        ({"messages": [USER, ANSWER], "tools": "f"}, "tools: expected a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "has no image input"),
         ("{", "no JSON"),
         ("[1]", "list"),
         ({"txt": "abc"}, "txt"),

@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec.engine.callers.api import Engine
+from jspec.engine.request.request import Completion
 from jspec.engine.request.sampling_params import SamplingParams
+from jspec.engine.text.tokenizer import ByteTokenizer
 from jspec.train import regenerate as module
 from jspec.train.config import TrainConfig
-from jspec.train.data import DataError
+from jspec.train.data import read_documents
 from jspec.train.regenerate import regenerate
+from jspec.train.shapes import DataError
 from tests.support import tiny
 from tests.train.test_data import ChatBytes
 
@@ -43,6 +47,8 @@ LINES: list[dict[str, Any]] = [
 
 class Chat(ChatBytes):
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if any("#" in one["content"] for one in messages):
+            raise ValueError("no template for #")
         clean = [{**one, "content": one["content"].replace("!", "?")} for one in messages]
         return super().chat(clean, **options)
 
@@ -68,19 +74,31 @@ def test_answers_are_those_of_plain_decoding_with_the_seeds_of_the_lines(
     assert "1 of 7 lines were left out" in caplog.text
     with Engine(TARGET, tokenizer=Chat(), slots=1, max_len=64, prefill_buckets=(64,), controls=False) as engine:
 
-        def answer(prompt: Any, seed: int) -> str:
+        def answer(prompt: Any, seed: int) -> Completion:
             (done,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0.7, seed=seed))
-            return done.text
+            return done
 
-        assert found[0] == {"line": 1, "prompt": "one two", "completion": answer("one two", 1)}
-        assert found[1]["completion"] == answer("three", 2) != answer("three", 3)
-        talk = found[2]["messages"]
-        assert [one["role"] for one in talk] == ["user", "assistant"] * 3
-        for index in (1, 3, 5):
-            assert talk[index]["content"] == answer(Chat().chat(talk[:index]), 3)
-        assert found[4] == {"line": 6, "prompt": "no answer", "completion": answer("no answer", 6)}
-        asked = LINES[6]["messages"]
-        assert found[5]["messages"] == [*asked, {"role": "assistant", "content": answer(Chat().chat(asked), 7)}]
+        def document(prompt: Any, seed: int) -> dict[str, Any]:
+            ids = Chat().encode(prompt) if isinstance(prompt, str) else prompt
+            made = answer(prompt, seed).token_ids
+            return {"token_ids": [*ids, *made], "answers": [[len(ids), len(ids) + len(made)]]}
+
+        assert found[0] == {"line": 1, "documents": [document("one two", 1)]}
+        assert found[1]["documents"] == [document("three", 2)] != [document("three", 3)]
+        talk: list[Any] = []
+        expected = []
+        for message in LINES[2]["messages"][::2]:
+            prompt = Chat().chat([*talk, message])
+            made = answer(prompt, 3)
+            expected.append((prompt, made.token_ids))
+            talk += [message, {"role": "assistant", "content": made.text}]
+        assert [
+            (one["token_ids"][:start], one["token_ids"][start:end])
+            for one in found[2]["documents"]
+            for start, end in one["answers"]
+        ] == expected
+        assert found[4] == {"line": 6, "documents": [document("no answer", 6)]}
+        assert found[5]["documents"] == [document(Chat().chat(LINES[6]["messages"]), 7)]
 
 
 def test_an_interrupted_file_is_completed_with_the_same_lines(
@@ -95,8 +113,42 @@ def test_an_interrupted_file_is_completed_with_the_same_lines(
     assert "1 of 7 lines were left out" in caplog.text, "also those before the interruption"
 
 
-def test_bad_lines_are_refused_before_anything_is_generated(data: Path) -> None:
-    data.write_text(data.read_text() + "[]\n")
-    with pytest.raises(DataError, match="line 8: "):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ([], "expected one of the shapes"),
+        ({"messages": [{"role": "user", "content": "#"}, {"role": "assistant", "content": "a"}]}, "no template for #"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "an answer to make"),
+    ],
+)
+def test_bad_lines_are_refused_before_anything_is_generated(data: Path, line: Any, reason: str) -> None:
+    data.write_text(data.read_text() + f"{json.dumps(line)}\n")
+    with pytest.raises(DataError, match=f"got 1 bad of 8: line 8: .*{reason}"):
         run(data)
     assert not data.with_name("out").exists()
+
+
+class Channels(ByteTokenizer):
+    """Bytes of which the lower half are special, and a chat template that writes roles and contents."""
+
+    hidden_ids = frozenset(range(128))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode([token for token in ids if token not in self.hidden_ids])
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.encode("".join(f"<{one['role']}>{one['content']}" for one in messages))
+
+
+def test_generated_ids_are_kept_and_a_talk_ends_where_their_text_lacks_special_tokens(data: Path) -> None:
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data.write_text(json.dumps({"messages": turn * 3}) + "\n")
+    out = regenerate(data, data.with_name("out"), TARGET, Channels(), (), CONFIG)
+    (line,) = [json.loads(line) for line in out.read_text().splitlines()]
+    (document,) = line["documents"]
+    ((start, end),) = document["answers"]
+    assert start == len("<user>a") and end == start + CONFIG.max_tokens == len(document["token_ids"])
+    assert not Channels.hidden_ids.isdisjoint(document["token_ids"][start:]), "the seed of the line makes one"
+    ((number, read),) = read_documents(out, Channels(), 256)
+    assert (number, read.tokens.tolist()) == (1, document["token_ids"])
+    assert np.flatnonzero(read.counted).tolist() == list(range(start, end))

@@ -195,8 +195,8 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
     assert runs.train(folder, "unbroken", resume=True).figures == unbroken.figures  # nothing is left to do
     with pytest.raises(ValueError, match=r"learning_rate: expected 0.005, with which .*unbroken was begun, got 0.01"):
         runs.train(folder, "unbroken", resume=True, learning_rate=1e-2)
-    with pytest.raises(ValueError, match=r"steps: expected 12"):
-        runs.train(folder, "unbroken", resume=True, steps=13)
+    with pytest.raises(ValueError, match=r"steps: expected at least 12, with which .*unbroken was begun, got 11"):
+        runs.train(folder, "unbroken", resume=True, steps=11)
     (folder / "moved").mkdir()
     runs.data_file(folder / "moved" / "data.jsonl", lines=30)
     (folder / "moved" / "target").symlink_to(folder / "target")
@@ -214,6 +214,19 @@ def test_a_run_does_not_go_on_with_other_options_data_or_target(folder: Path, un
         runs.train(folder, "unbroken")
     with pytest.raises(FileNotFoundError, match="got none; leave out --resume"):
         runs.train(folder, "nowhere", resume=True)
+
+
+def test_a_run_goes_on_to_more_updates_at_the_learning_rate_of_the_longer_run(folder: Path) -> None:
+    level: dict[str, Any] = dict(warmup=0.0, final=1.0)  # the learning rate of a run of any length
+    whole = runs.train(folder, "whole_at_once", steps=8, **level)
+    runs.train(folder, "in_two_parts", steps=4, **level)
+    assert runs.train(folder, "in_two_parts", steps=8, resume=True, **level).steps == 8
+    assert_same_run(folder / "in_two_parts", whole.out)
+    assert json.loads((whole.out / "training" / "run.json").read_text()) == json.loads(
+        (folder / "in_two_parts" / "training" / "run.json").read_text()
+    )
+    with pytest.raises(ValueError, match=r"steps: expected at least 8"):
+        runs.train(folder, "in_two_parts", steps=4, resume=True, **level)
 
 
 def test_a_run_does_not_go_on_with_other_words_for_the_target_or_one_other_weight(

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.draft.dflash import DFlash
+from jspec.draft.dspark import DSpark
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead
 from jspec.models.parts.rope import Rope
 from jspec.train import write
 from jspec.train.config import TrainConfig
-from jspec.train.methods import Eagle3Method
+from jspec.train.methods import METHODS, Eagle3Method
 from tests.support import folders, tiny
 from tests.train import support
 
@@ -75,6 +77,32 @@ def test_default_states_are_written_as_the_authors_write_them(tmp_path: Path) ->
     assert np.array_equal(tensors["d2t"] + np.arange(5), IDS)
     write.write_head(tmp_path, fields, tensors)
     assert Eagle3.from_pretrained(tmp_path, tree="chain:2").head.config.feature_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fused", "spread"),
+    [
+        (1, (0, 1, 2), (2,)),
+        (2, (0, 1, 2), (1,)),
+        (3, (0, 1, 3), (1, 2)),
+        (4, (1, 2, 4), (2,)),
+        (5, (1, 2, 5), (2, 3)),
+        (6, (1, 3, 6), (2, 3, 4)),
+        (7, (2, 3, 4), (2, 3, 4, 5)),
+    ],
+)
+@pytest.mark.parametrize(("method", "drafter"), [("eagle3", Eagle3), ("dflash", DFlash), ("dspark", DSpark)])
+def test_heads_for_targets_of_few_layers_read_states_that_exist_by_default(
+    tmp_path: Path, method: str, drafter: Any, layers: int, fused: tuple[int, ...], spread: tuple[int, ...]
+) -> None:
+    target, options = tiny.model(40, layers=layers), TrainConfig(method=method)
+    trained = METHODS[method](options)
+    trained.check(target)
+    files = trained.files(trained.create(target, IDS), target, {})
+    write.write_head(tmp_path, *files)
+    loaded = drafter.from_pretrained(tmp_path, tree="chain:2")
+    assert loaded.feature_layers(target) == (fused if method == "eagle3" else spread)
+    loaded.bind(target)
 
 
 @pytest.mark.parametrize("width", [16, 20])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import isfunction, ismethod
 from typing import Any, TypedDict
 
@@ -17,6 +17,9 @@ Conversation = Sequence[Message]
 Tool = Mapping[str, Any] | Callable[..., Any]
 
 MESSAGE = '{"role": ..., "content": ...}'
+CALL = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+PARTS = {"text": "text", "refusal": "refusal"}  # for each type of a part of a content, the key of its text
+MEDIA = ("image", "audio", "video", "file", "document")  # what a part of a type that has this name is
 
 
 class TemplateFields(TypedDict, total=False):
@@ -48,18 +51,15 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """Check one conversation or several, and return them as a list of conversations.
 
     Args:
-        messages: a conversation or a list of conversations. A conversation is a list of messages, and each message is a
-            dict with a text "role" and a "content". The content is a text, or a list of parts {"type": "text", "text":
-            ...}; a message with "tool_calls" may have none. Other keys are passed to the template.
+        messages: a conversation or a list of conversations, each as `read_messages` takes it.
 
     Raises:
-        TypeError, ValueError: a value has a wrong type, or a conversation is empty; the error names the index of the
-            wrong message.
+        TypeError, ValueError: a value has a wrong type, or a conversation is empty; the error names the wrong part.
     """
     several = _message_list(messages, "messages")
     if isinstance(several[0], Mapping):
-        return [_conversation(several, "messages")]
-    return [_conversation(_message_list(chat, f"messages[{i}]"), f"messages[{i}]") for i, chat in enumerate(several)]
+        return [read_messages(several, "messages")]
+    return [read_messages(_message_list(chat, f"messages[{i}]"), f"messages[{i}]") for i, chat in enumerate(several)]
 
 
 def _message_list(messages: Any, name: str) -> list[Any]:
@@ -72,31 +72,87 @@ def _message_list(messages: Any, name: str) -> list[Any]:
     return values
 
 
-def _conversation(messages: Sequence[Any], name: str) -> list[dict[str, Any]]:
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{name}[{index}]: expected a dict {MESSAGE}, got {short(message)}")
-        if not isinstance(message.get("role"), str):
-            raise TypeError(f"{name}[{index}]: expected a text under 'role', got {short(message)}")
-        _check_content(message, f"{name}[{index}]")
-    return [dict(message) for message in messages]
+def read_messages(messages: Sequence[Any], name: str, reader: str = "engine") -> list[dict[str, Any]]:
+    """Check the messages of a conversation; return them with texts as contents, without keys that are None.
+
+    Args:
+        messages: messages. Each is a dict with a text "role" and a "content", which is a text or a list of parts
+            {"type": "text", "text": ...}. A message with "tool_calls" may have no content; each call is a dict with
+            {"function": {"name": text, "arguments": a dict or JSON text}}. Other keys are passed to the template.
+        name: the argument or field that has them, for the errors.
+        reader: what reads them, for the errors.
+
+    Raises:
+        TypeError, ValueError: a value is wrong; the error names the wrong part.
+    """
+    return [_message(message, f"{name}[{index}]", reader) for index, message in enumerate(messages)]
 
 
-def _check_content(message: Message, name: str) -> None:
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return
-    if not isinstance(content, (list, tuple)):
-        raise TypeError(
-            f"{name}: expected a text under 'content' or a list of parts "
-            f'{{"type": "text", "text": ...}}, got {short(message)}'
-        )
-    for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+def _message(value: Any, name: str, reader: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}: expected a dict {MESSAGE}, got {short(value)}")
+    message = {key: item for key, item in value.items() if item is not None}
+    if not isinstance(message.get("role"), str):
+        raise TypeError(f"{name}.role: expected a text, got {short(message.get('role'))}")
+    calls = _message_calls(message.pop("tool_calls", ()), f"{name}.tool_calls")
+    if "content" in message or not calls:
+        message["content"] = join_parts(message.get("content"), f"{name}.content", PARTS, reader)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _message_calls(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of tool calls {CALL}, got {short(value)}")
+    for index, call in enumerate(value):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise TypeError(f"{name}[{index}].function: expected a tool call {CALL}, got {short(call)}")
+        if not isinstance(function.get("name"), str):
+            raise TypeError(f"{name}[{index}].function.name: expected a text, got {short(function.get('name'))}")
+        if not isinstance(function.get("arguments", ""), (str, Mapping)):
             raise TypeError(
-                f'{name}: content[{index}]: expected {{"type": "text", "text": ...}}, got {short(part)}; models of '
-                "texts alone are supported"
+                f"{name}[{index}].function.arguments: expected a dict or JSON text, got {short(function['arguments'])}"
             )
+    return list(value)
+
+
+def join_parts(value: Any, name: str, kinds: Mapping[str, str], reader: str) -> str:
+    """Return a content that is a text, or the texts of its parts with line ends between them.
+
+    Args:
+        value: a text, or a list of parts such as {"type": "text", "text": ...}.
+        name: the argument or field that has it, for the errors.
+        kinds: for each type of a part, the key under which it has its text.
+        reader: what reads it, for the errors.
+
+    Raises:
+        TypeError: it is neither, or has a part without text, such as an image.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(
+            f'{name}: expected a text or a list of parts {{"type": "text", "text": ...}}, got {short(value)}'
+        )
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, Mapping):
+            raise TypeError(f'{name}[{index}]: expected {{"type": "text", "text": ...}}, got {short(part)}')
+        key = kinds[read_kind(part, f"{name}[{index}]", kinds, reader)]
+        if not isinstance(text := part.get(key), str):
+            raise TypeError(f"{name}[{index}].{key}: expected a text, got {short(text)}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def read_kind(part: Mapping[str, Any], name: str, kinds: Iterable[str], reader: str) -> str:
+    """Return the type of a part of a content; raise TypeError if it is not one of some, as that of an image."""
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        medium = next((medium for medium in MEDIA if medium in str(kind)), None)
+        reason = "" if medium is None else f"; this {reader} has no {medium} input"
+        raise TypeError(f"{name}.type: expected one of {', '.join(kinds)}, got {short(kind)}{reason}")
+    return kind
 
 
 def read_template_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,11 +240,18 @@ def format_conversations(tokenizer: Tokenizer | None, messages: Any, fields: Map
         raise ValueError(
             "chat: expected an engine with a tokenizer, got none; pass tokenizer= or call generate with token ids"
         )
+    names = ["messages"] if len(conversations) == 1 else [f"messages[{index}]" for index in range(len(conversations))]
+    return [_format(tokenizer, chat, options, name) for chat, name in zip(conversations, names, strict=True)]
+
+
+def _format(tokenizer: Tokenizer, conversation: Any, options: Mapping[str, Any], name: str) -> list[int]:
     try:
-        return [tokenizer.chat(conversation, **options) for conversation in conversations]
-    except (TypeError, ValueError, NotImplementedError):
-        raise
-    except Exception as error:  # a template raises errors of the library that runs it
+        return tokenizer.chat(conversation, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if name == "messages" or not str(error).startswith("messages"):
+            raise
+        raise ValueError(f"{name}{str(error).removeprefix('messages')}") from error
+    except Exception as error:  # of a tokenizer that is not one of jspec's
         raise ValueError(
-            f"messages: expected a conversation that the chat template accepts, got an error: {error!s:.200}"
+            f"{name}: expected a conversation that the chat template accepts, got an error: {error!s:.200}"
         ) from error

@@ -28,6 +28,34 @@ from jspec.engine.text.tokenizer import Tokenizer
 CHARACTERS_PER_TOKEN = 128  # a text prompt with more is refused before it is tokenised; ordinary tokens are shorter
 
 
+class PromptTooLong(ValueError):
+    """A prompt of more tokens than an engine has room for, or of more characters than so many tokens can have.
+
+    Args:
+        name: the prompt's name.
+        size: number of its tokens, or of its characters.
+        max_len: the engine's `max_len`.
+        unit: "tokens" or "characters".
+
+    Attributes:
+        most: largest size of a prompt.
+    """
+
+    def __init__(self, name: str, size: int, max_len: int, unit: str = "tokens") -> None:
+        self.size, self.max_len, self.unit = size, max_len, unit
+        self.most = max_len - 1 if unit == "tokens" else max_len * CHARACTERS_PER_TOKEN
+        expected = f"at most {self.most} characters ({CHARACTERS_PER_TOKEN} for each of max_len={max_len} tokens)"
+        if unit == "tokens":
+            expected = f"fewer tokens than max_len={max_len}, which counts prompt and answer"
+        super().__init__(f"{name}: expected {expected}, got {size}; shorten it or raise max_len")
+
+
+def check_characters(name: str, size: int, max_len: int) -> None:
+    """Raise PromptTooLong if a text has so many characters that its tokens cannot fit, before it is tokenised."""
+    if size > max_len * CHARACTERS_PER_TOKEN:
+        raise PromptTooLong(name, size, max_len, "characters")
+
+
 @dataclass
 class InputProcessor:
     """Makes requests from prompts and parameters; wrong input raises an error before any request is queued.
@@ -130,10 +158,7 @@ class InputProcessor:
         if not ids:
             raise ValueError(f"{name}: expected at least one token, got none; give a BOS token, for instance")
         if len(ids) >= max_len:
-            raise ValueError(
-                f"{name}: expected fewer tokens than max_len={max_len}, which counts prompt and answer, got "
-                f"{len(ids)}; shorten it or raise max_len"
-            )
+            raise PromptTooLong(name, len(ids), max_len)
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {short(wrong)}; check the tokenizer")
@@ -145,12 +170,7 @@ class InputProcessor:
                 f"{name}: expected token ids, because this engine has no tokenizer, got {short(text)}; pass tokenizer= "
                 "to the engine or give ids"
             )
-        most = self.config.max_len * CHARACTERS_PER_TOKEN
-        if len(text) > most:
-            raise ValueError(
-                f"{name}: expected at most {most} characters ({CHARACTERS_PER_TOKEN} for each of "
-                f"max_len={self.config.max_len} tokens), got {len(text)}; shorten it or raise max_len"
-            )
+        check_characters(name, len(text), self.config.max_len)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

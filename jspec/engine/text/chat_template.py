@@ -3,8 +3,6 @@
 A chat template is a program that comes with a checkpoint. It could take any amount of time and memory, and would hold
 the interpreter's lock meanwhile. The process imports transformers only, renders one conversation after another, and
 ends with its parent. A conversation takes about a millisecond.
-
-The process runs this file as a script, so this file imports nothing of jspec.
 """
 
 from __future__ import annotations
@@ -16,14 +14,32 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, final
+from typing import Any, final
+
+from jspec.engine.text import template_process
+from jspec.engine.text.conversation import FAILED, MarkedCopy, forms
 
 SECONDS, GIB = 5.0, 1.0  # limits: seconds of CPU time for one conversation, and GiB of memory for the process
 PATIENCE = 12  # a process without an answer after PATIENCE times its CPU limit is ended
-ADDED = 2**20  # most characters that a template may add to the messages
-SHOWN = 200  # most characters of a jinja2 error that are shown
+
+
+class UnreadVariable(ValueError):
+    """A variable or an input that a chat template never reads.
+
+    Args:
+        name: its name.
+        read: names of those that the template reads.
+    """
+
+    def __init__(self, name: str, read: str) -> None:
+        self.name = name
+        super().__init__(
+            f"{name}: expected one of the variables that the chat template reads ({read or 'none'}), got one that it "
+            "never reads; leave it out or correct its name"
+        )
 
 
 @final
@@ -56,7 +72,8 @@ class ChatTemplate:
 
         Args:
             tokenizer: a tokenizer of transformers, which has the template and the special tokens.
-            messages: mappings with "role" and "content"; values that are None are left out.
+            messages: mappings as `jspec.engine.text.conversation.forms` takes them; the template gets the first of
+                these forms that it reads whole. Values that are None are left out.
             chat_template: name of one of the tokenizer's templates, or a template; None: the tokenizer's choice.
             chat_template_kwargs: further variables of the template.
             continue_final_message: whether the last message goes on; a text is the key under which it goes on.
@@ -65,28 +82,26 @@ class ChatTemplate:
 
         Raises:
             TypeError: a message is not a mapping, or has values that JSON cannot represent.
-            ValueError: there is no such template, or it raises an error, never reads one of the variables or inputs
-                that are given and not empty, or takes too much time, memory or text.
+            ValueError: there is no such template, or it raises an error, leaves a message out of the text, never reads
+                one of the variables or inputs that are given and not empty, or takes too much time, memory or text.
         """
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         options = {"add_generation_prompt": begins, "continue_final_message": continue_final_message, **inputs}
-        options["conversations"] = [[{k: v for k, v in dict(message).items() if v is not None} for message in messages]]
         variables = dict(chat_template_kwargs or {})
         wanted = [*(name for name, value in inputs.items() if value), *variables]
         template = self._choose(tokenizer, chat_template, inputs.get("tools"))
-        answer = self._ask(
-            _to_json([template, options, {**tokenizer.special_tokens_map, **variables}, wanted, self._seconds])
-        )
-        if "error" in answer:
-            raise ValueError(
-                f"{self._name}: the chat template failed: {answer['error']}; mend the template or messages"
-            )
-        if "unread" in answer:
-            raise ValueError(
-                f"{answer['unread']}: expected one of the variables that the chat template reads "
-                f"({answer['read'] or 'none'}), got one that it never reads; leave it out or correct its name"
-            )
-        return answer["text"]
+        special, end, faults = {**tokenizer.special_tokens_map, **variables}, time.monotonic() + self._seconds, []
+        for form in forms(messages, template):
+            copy = MarkedCopy(form)
+            both = {**options, "conversations": [form, copy.messages]}
+            answer = self._ask(_to_json([template, both, special, wanted, self._seconds]))
+            fault = f"{FAILED}{answer['error']}" if "error" in answer else copy.fault(answer["texts"][1])
+            if not fault:
+                return answer["texts"][0]
+            faults.append(fault)
+            if time.monotonic() > end:
+                break
+        raise ValueError(min(faults, key=lambda fault: fault.startswith(FAILED)))  # what is left out says more
 
     def _choose(self, tokenizer: Any, name: str | None, tools: Any) -> str:
         """Return the template of this name, or ``name`` itself if it is a template, or the tokenizer's choice."""
@@ -95,11 +110,11 @@ class ChatTemplate:
             names = ", ".join(sorted(templates)) if isinstance(templates, dict) else "none, it has a single template"
             raise ValueError(
                 f"chat_template: expected a template or the name of one of the tokenizer's templates ({names}), "
-                f"got {name[:SHOWN]!r}; leave it out for the tokenizer's choice"
+                f"got {name[:200]!r}; leave it out for the tokenizer's choice"
             )
         return tokenizer.get_chat_template(name, tools)
 
-    def _ask(self, task: str) -> dict[str, str]:
+    def _ask(self, task: str) -> dict[str, Any]:
         if self._owner != os.getpid():  # in a forked child, the process and the lock are the parent's
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         with self._lock:
@@ -108,9 +123,11 @@ class ChatTemplate:
                 answer, code = self._ask_once(task)
         if code == -signal.SIGKILL or (code is not None and code >= 0):
             raise RuntimeError(f"{self._name}: the process that renders chat templates ended with {code}; try again")
+        if "unread" in answer:
+            raise UnreadVariable(answer["unread"], answer["read"])
         return answer or {"error": f"it takes more than {self._seconds:g} seconds of CPU time or {self._gib:g} GiB"}
 
-    def _ask_once(self, task: str) -> tuple[dict[str, str], int | None]:
+    def _ask_once(self, task: str) -> tuple[dict[str, Any], int | None]:
         """Return (answer, None) from the process, or ({}, return code) if the process has ended by itself."""
         process, self._process = self._process or self._start(), None
         timer = threading.Timer(self._seconds * PATIENCE, process.send_signal, [signal.SIGTERM])
@@ -132,7 +149,7 @@ class ChatTemplate:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(int(self._gib * 2**30))],
+            [sys.executable, "-P", template_process.__file__, str(int(self._gib * 2**30))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -167,60 +184,3 @@ def _end(process: subprocess.Popen[str]) -> None:
         if pipe is not None:
             with contextlib.suppress(OSError, ValueError):  # closing flushes, and the process has ended
                 pipe.close()
-
-
-def serve(tasks: IO[str], answers: IO[str], memory: int) -> None:
-    """Read tasks as lines of JSON and write an answer to each, until the tasks end.
-
-    Args:
-        tasks: lines with [template, arguments of transformers' function, further variables, variables that the template
-            must read, seconds of CPU time].
-        answers: receives lines with {"text": ...}, {"error": ...} or {"unread": ..., "read": ...}.
-        memory: limit of the process's memory in bytes.
-    """
-    from transformers.utils import chat_template_utils
-
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without this limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for line in tasks:
-        template, options, variables, wanted, seconds = json.loads(line)
-        if hasattr(signal, "ITIMER_PROF"):
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # this signal ends the process
-        try:
-            answer = _unread(chat_template_utils, template, wanted)
-            if not answer:
-                options["chat_template"] = template
-                (text,), _ = chat_template_utils.render_jinja_template(**options, **variables)
-                most = len(line) + ADDED
-                fits = len(text) <= most
-                answer = {"text": text} if fits else {"error": f"expected {most} characters, got {len(text)}"}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:SHOWN]}
-        if hasattr(signal, "ITIMER_PROF"):
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(f"{json.dumps(answer)}\n")
-        answers.flush()
-
-
-def _unread(utils: Any, template: str, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the first wanted variable that a template never reads, and all that it reads; {} if it reads all wanted.
-
-    Args:
-        utils: the module of transformers that knows the syntax of chat templates.
-    """
-    if not wanted:
-        return {}
-    from jinja2 import meta
-
-    syntax = utils._compile_jinja_template(template).environment
-    read = meta.find_undeclared_variables(syntax.parse(template)) - syntax.globals.keys() - {"messages"}
-    missing = [name for name in wanted if name not in read]
-    return {"unread": missing[0][:SHOWN], "read": ", ".join(sorted(read))[:SHOWN]} if missing else {}
-
-
-if __name__ == "__main__":
-    channel, sys.stdout = sys.stdout, sys.stderr  # stdout is for answers, so libraries print to stderr
-    serve(sys.stdin, channel, int(sys.argv[1]))

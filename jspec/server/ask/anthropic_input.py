@@ -6,19 +6,23 @@ import json
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.server.ask.messages import MAX_MESSAGES
-from jspec.server.ask.response_input import join_texts
+from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts, kind_of_part
 from jspec.server.ask.values import listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
 from jspec.server.reading import reasoning
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
 TEXT = {"text": "text"}
+NAMES = {  # the field of a request for each field of chat completions, or part of one, whose name differs
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tool_choice.function": "tool_choice",
+}
 TOOL_KEYS = ("name", "description", "input_schema")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def read_messages(name: str, value: Any, system: Any) -> list[dict[str, Any]]:
+def read_messages(name: str, value: Any, system: Any) -> Translation:
     """Return the messages of chat completions that a request's messages and system prompt make.
 
     Args:
@@ -26,52 +30,55 @@ def read_messages(name: str, value: Any, system: Any) -> list[dict[str, Any]]:
         value: messages of user and assistant, whose contents are texts or lists of blocks.
         system: a text, or a list of text blocks; None: there is no system message.
     """
-    made = [] if system is None else [{"role": "system", "content": join_texts("system", system, TEXT)}]
+    made = Translation()
+    if system is not None:
+        made.add("system", role="system", content=join_texts("system", system, TEXT))
     for index, message in enumerate(listing(MAX_MESSAGES)(name, value)):
         field = f"{name}[{index}]"
         role = one_of("user", "assistant")(f"{field}.role", mapping(field, message).get("role"))
         content = message.get("content")
         if isinstance(content, str):
-            made.append({"role": role, "content": content})
+            made.add(field, role=role, content=content)
             continue
         blocks = listing(MAX_MESSAGES)(f"{field}.content", content)
         named = [(f"{field}.content[{i}]", mapping(f"{field}.content[{i}]", block)) for i, block in enumerate(blocks)]
-        made += [_assistant(named)] if role == "assistant" else _user(named)
+        if role == "user":
+            _add_user(made, field, named)
+        else:
+            _add_assistant(made, field, named)
     return made
 
 
-def _user(blocks: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the messages of the blocks of a user's message: results of tools, and texts between them."""
-    made: list[dict[str, Any]] = []
+def _add_user(made: Translation, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
+    """Add the messages of the blocks of a user's message: results of tools, and texts between them."""
+    is_begun = False
     for name, block in blocks:
-        if one_of("text", "tool_result")(f"{name}.type", block.get("type")) == "tool_result":
+        if kind_of_part(name, block, ("text", "tool_result")) == "tool_result":
             call = text(f"{name}.tool_use_id", block.get("tool_use_id"))
             content = join_texts(f"{name}.content", block.get("content") or "", TEXT)
-            made.append({"role": "tool", "tool_call_id": call, "content": content})
-            continue
-        block_text = text(f"{name}.text", block.get("text"))
-        if made and made[-1]["role"] == "user":
-            made[-1]["content"] += f"\n{block_text}"
+            made.add(name, role="tool", tool_call_id=call, content=content)
+        elif is_begun:
+            made.last["content"] += f"\n{text(f'{name}.text', block.get('text'))}"
         else:
-            made.append({"role": "user", "content": block_text})
-    return made
+            made.add(name, role="user", content=text(f"{name}.text", block.get("text")))
+        is_begun = made.last["role"] == "user"
 
 
-def _assistant(blocks: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the message of the blocks of an assistant's message."""
+def _add_assistant(made: Translation, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
+    """Add the message of the blocks of an assistant's message."""
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
-    calls = []
+    made.add(field, role="assistant")
     for name, block in blocks:
-        kind = one_of("text", "thinking", "tool_use")(f"{name}.type", block.get("type"))
+        kind = kind_of_part(name, block, (*texts, "tool_use"))
         if kind == "tool_use":
+            call, function = (text(f"{name}.{key}", block.get(key)) for key in ("id", "name"))
             arguments = json.dumps(mapping(f"{name}.input", block.get("input")), ensure_ascii=False)
-            function = {"name": text(f"{name}.name", block.get("name")), "arguments": arguments}
-            calls.append({"id": text(f"{name}.id", block.get("id")), "type": "function", "function": function})
+            made.add_call(name, call, function, arguments, key="input")
         else:
             texts[kind].append(text(f"{name}.{kind}", block.get(kind)))
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts["text"])}
-    message |= {"reasoning_content": "\n".join(texts["thinking"])} if texts["thinking"] else {}
-    return message | ({"tool_calls": calls} if calls else {})
+    made.last["content"] = "\n".join(texts["text"])
+    if texts["thinking"]:
+        made.last["reasoning_content"] = "\n".join(texts["thinking"])
 
 
 def read_tools(name: str, value: Any) -> list[dict[str, Any]]:

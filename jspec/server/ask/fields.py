@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jspec.core.config import MAX_LOGPROBS
+from jspec.core.foreign_names import FOREIGN_NAMES
 from jspec.core.shorten import short
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.ask.messages import messages
@@ -29,6 +31,22 @@ from jspec.server.http.errors import invalid, refused
 from jspec.server.tool_calls.tools import read_choice
 
 MAX_N, MAX_STOPS, MAX_STOP, MAX_BIAS = 16, 16, 256, 1024
+
+FOREIGN = {  # what to send instead of fields of other servers, where `FOREIGN_NAMES` has names of Python's calls
+    **dict.fromkeys(("guided_json", "json_schema", "response_format"), 'structured_outputs {"json": ...}'),
+    **dict.fromkeys(("guided_regex", "regex"), 'structured_outputs {"regex": ...}'),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), 'structured_outputs {"grammar": ...}'),
+    "guided_choice": 'structured_outputs {"choice": [...]}',
+    **dict.fromkeys(("guided_decoding", "guided_decoding_backend"), "structured_outputs"),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "template_kwargs"), 'chat_template_kwargs {"enable_thinking": ...}'
+    ),
+    **dict.fromkeys(("inputs", "input_ids", "prompt_token_ids"), "prompt"),
+    **dict.fromkeys(("n_predict", "max_output_tokens"), "max_tokens"),
+    "do_sample": "temperature (0 for greedy decoding)",
+    "eos_token_id": "stop_token_ids",
+    "reasoning": "reasoning_effort",
+}
 
 logger = logging.getLogger("jspec.server")
 
@@ -119,9 +137,20 @@ def _unknown(name: str, table: Mapping[str, Field], *, ignore_unknown: bool) -> 
     if ignore_unknown:
         logger.warning("ignored the unknown field %s", short(name, 60))
         return
+    raise invalid(name[:60], f"expected a field that this route knows, got an unknown one; {_hint(name, table)}")
+
+
+def _hint(name: str, table: Mapping[str, Field]) -> str:
+    """Return what to send instead of an unknown field."""
+    ours = FOREIGN.get(name) or FOREIGN_NAMES.get(name, name)
+    if ours.startswith("no such option"):
+        return f"leave it out{ours.removeprefix('no such option')}"
+    wanted = re.split("[= ]", ours)[0]
+    known = wanted if wanted in table else next((key for key, entry in table.items() if entry.param == wanted), None)
+    if known is not None:
+        return f"give {known}{ours.removeprefix(wanted).removesuffix('=')} instead"
     near = difflib.get_close_matches(name[:60], table, 1)
-    hint = f"perhaps {near[0]}" if near else "leave it out, or start the server with --unknown-fields ignore"
-    raise invalid(name[:60], f"expected a field that this route knows, got an unknown one; {hint}")
+    return f"perhaps {near[0]}" if near else "leave it out"
 
 
 # -- readers of fields with limits of their own
@@ -193,7 +222,7 @@ NOT_OFFERED = {
     "include_stop_str_in_output": Field(only(False, "stop strings are always cut off")),
     "truncate_prompt_tokens": Field(never("prompts are never cut; shorten the prompt")),
     "prompt_embeds": Field(never("prompts are texts or token ids")),
-    "cache_salt": Field(never("the prefix cache is shared by all requests; start the server without it instead")),
+    "cache_salt": Field(never("the prefix cache is shared by all requests")),
 }
 BOTH = {
     **SAMPLING,

@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.core.shorten import short
-from jspec.server.ask.messages import MAX_MESSAGES
+from jspec.server.ask.messages import MAX_MESSAGES, Translation, join_texts
+from jspec.server.ask.structured import SCHEMA_KEYS
 from jspec.server.ask.values import check_keys, listing, mapping, one_of, text
 from jspec.server.http.errors import invalid
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+SYSTEM = ("system", "developer")
+ROLES = ("user", "assistant", *SYSTEM)
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 INCLUDED = ("reasoning.encrypted_content",)  # what may be asked for without effect
+NAMES = {  # the field of a request for each field of chat completions, or part of one, whose name differs
+    "tools[].function": "tools[]",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+    "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
+    "reasoning_effort": "reasoning.effort",
+}
 TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
 
 
-def read_input(name: str, value: Any, instructions: str | None) -> list[dict[str, Any]]:
+def read_input(name: str, value: Any, instructions: str | None) -> Translation:
     """Return the messages that the input and the instructions of a request make.
 
     Instructions and the system messages at the beginning become one system message, because most chat templates take
@@ -27,70 +36,45 @@ def read_input(name: str, value: Any, instructions: str | None) -> list[dict[str
         value: a text, or a list of messages, calls, results of calls, and reasoning.
         instructions: a system message before the others.
     """
+    made = Translation()
+    if instructions:
+        made.add("instructions", role="system", content=instructions)
     if isinstance(value, str):
-        items: list[Any] = [{"role": "user", "content": value}]
-    else:
-        items = listing(MAX_MESSAGES)(name, value)
-    made: list[dict[str, Any]] = [] if not instructions else [{"role": "system", "content": instructions}]
-    for index, item in enumerate(items):
+        made.add(name, role="user", content=value)
+        return made
+    for index, item in enumerate(listing(MAX_MESSAGES)(name, value)):
         _add(made, f"{name}[{index}]", mapping(f"{name}[{index}]", item))
-    return [message if "tool_calls" in message else {"content": "", **message} for message in made]
+    for message in made.messages:
+        if "tool_calls" not in message:
+            message.setdefault("content", "")
+    return made
 
 
-def _add(made: list[dict[str, Any]], name: str, item: dict[str, Any]) -> None:
+def _add(made: Translation, name: str, item: dict[str, Any]) -> None:
     """Add an item to the messages before it."""
     kind = item.get("type", "message")
     if kind not in ITEMS:
         raise invalid(f"{name}.type", f"expected one of {', '.join(ITEMS)}, got {short(kind)}; leave the item out")
     if kind == "message":
-        role = ROLES[one_of(*ROLES)(f"{name}.role", item.get("role"))]
+        role = one_of(*ROLES)(f"{name}.role", item.get("role"))
         content = join_texts(f"{name}.content", item.get("content"), TEXTS)
-        if role == "system" and [message["role"] for message in made] == ["system"]:
-            made[0]["content"] += f"\n\n{content}"
-        elif role == "assistant" and made and made[-1].keys() == {"role", "reasoning_content"}:
-            made[-1]["content"] = content
+        if role in SYSTEM and len(made.messages) == 1 and made.last["role"] in SYSTEM:
+            made.last["content"] += f"\n\n{content}"
+        elif role == "assistant" and made.last.keys() == {"role", "reasoning_content"}:
+            made.last["content"] = content
         else:
-            made.append({"role": role, "content": content})
+            made.add(name, role=role, content=content)
     elif kind == "function_call_output":
         answered = text(f"{name}.call_id", item.get("call_id"))
         content = join_texts(f"{name}.output", item.get("output"), TEXTS)
-        made.append({"role": "tool", "tool_call_id": answered, "content": content})
+        made.add(name, role="tool", tool_call_id=answered, content=content)
     elif kind == "function_call":
-        function = {key: text(f"{name}.{key}", item.get(key)) for key in ("name", "arguments")}
-        call = {"id": text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
-        _assistant(made).setdefault("tool_calls", []).append(call)
+        if made.last.get("role") != "assistant":
+            made.add(name, role="assistant")
+        call, function, arguments = (text(f"{name}.{key}", item.get(key)) for key in ("call_id", "name", "arguments"))
+        made.add_call(name, call, function, arguments, key="arguments")
     elif item.get("content"):
-        reasoning = join_texts(f"{name}.content", item["content"], TEXTS)
-        made.append({"role": "assistant", "reasoning_content": reasoning})
-
-
-def _assistant(made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message at the end of the messages; add one if there is none."""
-    if not made or made[-1]["role"] != "assistant":
-        made.append({"role": "assistant"})
-    return made[-1]
-
-
-def join_texts(name: str, value: Any, kinds: dict[str, str]) -> str:
-    """Return a text, or the texts of a list of parts with line ends between them.
-
-    Args:
-        name: the field's name.
-        value: a text, or a list of parts such as {"type": "input_text", "text": ...}.
-        kinds: for each type of a part, the key under which it has its text.
-    """
-    if isinstance(value, str):
-        return value
-    texts = []
-    for index, part in enumerate(listing(MAX_MESSAGES)(name, value)):
-        kind = mapping(f"{name}[{index}]", part).get("type")
-        if kind not in kinds:
-            raise invalid(
-                f"{name}[{index}].type",
-                f"expected one of {', '.join(kinds)}, because models of texts alone are supported, got {short(kind)}",
-            )
-        texts.append(text(f"{name}[{index}].{kinds[kind]}", part.get(kinds[kind])))
-    return "\n".join(texts)
+        made.add(name, role="assistant", reasoning_content=join_texts(f"{name}.content", item["content"], TEXTS))
 
 
 def read_tools(name: str, value: Any) -> list[dict[str, Any]]:
@@ -115,7 +99,7 @@ def read_tool_choice(name: str, value: Any) -> Any:
     if value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
     if value.get("type") == "allowed_tools":
-        tools = [read_tool_choice(name, tool) for tool in value.get("tools") or ()]
+        tools = [read_tool_choice(name, tool) for tool in listing(MAX_MESSAGES)(f"{name}.tools", value.get("tools"))]
         return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
     return value
 
@@ -129,6 +113,8 @@ def read_text(name: str, value: Any) -> dict[str, Any] | None:
     if text_format.get("type") != "json_schema":
         return text_format
     schema = {key: item for key, item in text_format.items() if key != "type"}
+    check_keys(f"{name}.format", schema, SCHEMA_KEYS)
+    mapping(f"{name}.format.schema", schema.get("schema"))
     return {"type": "json_schema", "json_schema": schema}
 
 

@@ -65,7 +65,7 @@ async def _read(receive: Receive, most: int) -> bytes:
 def _too_large(most: int) -> ApiError:
     return ApiError(
         413,
-        f"body: expected at most {most} bytes; send less, or start the server with a larger --max-body",
+        f"body: expected at most {most} bytes; send less at once",
         code="body_too_large",
         headers=CLOSE,
     )

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jspec.engine.input.input_processor import PromptTooLong
+
 ANTHROPIC_TYPES = {  # by status
     401: "authentication_error",
     403: "permission_error",
@@ -17,6 +19,7 @@ ANTHROPIC_TYPES = {  # by status
 }
 ANTHROPIC_PATH = "/v1/messages"  # beginning of the routes of Anthropic's API
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # by status; see `kind_of`
+INDEX = re.compile(r"\[(\d+)\]")
 FIELD = re.compile(
     r"(?:SamplingParams\.)?([A-Za-z_][\w.-]*)((?:\[\d+\](?:\.[\w.-]+)?)*)(?:: |(?==))"
 )  # at the start of an error
@@ -31,6 +34,7 @@ class ApiError(Exception):
         param: field of the request; None: the error concerns no field.
         code: short name of the error for programs.
         headers: further headers of the response.
+        anthropic: the message in the words of Anthropic's API; None: the same message.
     """
 
     def __init__(
@@ -41,8 +45,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.anthropic = message if anthropic is None else anthropic
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -61,7 +67,7 @@ def body_for(path: str, error: ApiError) -> dict[str, Any]:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error in the form of Anthropic's API."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.anthropic}}
 
 
 def kind_of(status: int) -> str:
@@ -86,19 +92,45 @@ def refused(
 
     Args:
         error: an error whose message begins with the argument's name and a colon, or with ``name=value``.
-        names: the field of the request for each argument whose name differs.
+        names: the field of the request for each argument, or part of one such as ``messages[0]``, whose name differs;
+            ``[]`` stands for any index.
         known: the fields of the route; empty: any.
         default: the field of an error that begins with no field's name; None: it has no field.
     """
     message = str(error)
     match = FIELD.match(message)
-    field = None if match is None else names.get(match[1], match[1])
-    if match is not None and field is not None and (not known or field.split(".")[0].split("[")[0] in known):
+    field = "" if match is None else _renamed(match[1] + match[2], names)
+    if match is not None and (not known or re.split(r"[.\[]", field)[0] in known):
+        if isinstance(error, PromptTooLong):
+            return _too_long(error, field)
         is_named = message[match.end() - 2 : match.end()] == ": "
-        return invalid(field + match[2], message[match.end() :] if is_named else message)
+        return invalid(field, message[match.end() :] if is_named else message)
     if default is None:
         return ApiError(400, message, code="invalid_value")
     return invalid(default, message)
+
+
+def _too_long(error: PromptTooLong, field: str) -> ApiError:
+    """Make the error for a prompt that is too long, in the words by which clients of both APIs know it."""
+    return ApiError(
+        400,
+        f"{field}: This model's maximum context length is {error.max_len} tokens, of prompt and answer together: "
+        f"expected at most {error.most} {error.unit}, got {error.size}; shorten it",
+        param=field,
+        code="context_length_exceeded",
+        anthropic=f"prompt is too long: {error.size} {error.unit} > {error.most} maximum",
+    )
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """Return a path such as ``messages[0].role`` with the longest beginning that has another name under that name."""
+    parts = re.split(r"(?=[.\[])", path)
+    for size in range(len(parts), 0, -1):
+        start = "".join(parts[:size])
+        name = names.get(start) or names.get(INDEX.sub("[]", start))
+        if name is not None:
+            return name.replace("[]", "[{}]").format(*INDEX.findall(start)) + path[len(start) :]
+    return path
 
 
 def failed(error: BaseException) -> ApiError:

@@ -107,8 +107,10 @@ class Answer(ABC):
             self.service.texts.prepare()
         try:
             return self.make_requests()
-        except (TypeError, ValueError, ImportError) as error:
+        except (TypeError, ValueError) as error:
             raise refused(error, self.names, self.table, self.prompt_field) from error
+        except ImportError as error:  # of a grammar's library
+            raise invalid(self.names[self.params.grammar_field or ""], f"expected nothing, because {error}") from error
         except RuntimeError as error:  # of the engine, or of a process that compiles grammars or renders templates
             raise failed(error) from error
 

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from jspec.engine.request.request import Chunk
 from jspec.server.ask import anthropic_input as read
 from jspec.server.ask.fields import BOTH, SAMPLING, Ask, Field
-from jspec.server.ask.messages import messages
 from jspec.server.ask.values import given, mapping, never
 from jspec.server.http.errors import ApiError, anthropic_body, invalid, refused
 from jspec.server.http.events import event, send_json
@@ -123,7 +122,7 @@ class CountTokens:
         try:
             tokens = await self._service.in_thread(lambda: render(engine.tokenizer, fields))
         except (TypeError, ValueError) as error:
-            raise refused(error, template_names(fields), MESSAGES, "messages") from error
+            raise refused(error, ask.names | template_names(fields), MESSAGES, "messages") from error
         await send_json(send, {"input_tokens": len(tokens)})
 
 
@@ -133,8 +132,8 @@ def translate(service: Service, ask: Ask) -> None:
     if "messages" not in fields:
         raise invalid("messages", "expected a list of messages, got nothing")
     made = read.read_messages("messages", fields["messages"], fields.pop("system", None))
-    fields["messages"] = messages("messages", made)
-    if made[-1]["role"] == "assistant" and "tool_calls" not in made[-1]:
+    fields["messages"], ask.names = made.messages, {**ask.names, **read.NAMES, **made.names}
+    if made.last["role"] == "assistant" and "tool_calls" not in made.last:
         fields["continue_final_message"] = True
     if "tools" in fields:
         fields["tools"] = read.read_tools("tools", fields["tools"])

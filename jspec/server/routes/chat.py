@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
-from jspec.engine.input.chat_input import format_conversations
-from jspec.engine.input.input_processor import CHARACTERS_PER_TOKEN
+from jspec.engine.input.input_processor import check_characters
 from jspec.engine.request.request import Chunk, Request
 from jspec.engine.request.sampling_params import GRAMMARS
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.ask.fields import CHAT, Ask
+from jspec.server.ask.messages import render_messages
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
@@ -38,8 +38,7 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    (ids,) = format_conversations(tokenizer, [fields["messages"]], options)
-    return ids
+    return render_messages(tokenizer, fields["messages"], options)
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -65,9 +64,10 @@ def check_length(engine: TextGenerator, field: str, size: int) -> None:
     Raises:
         ApiError: there are too many characters.
     """
-    most = engine.config.max_len * CHARACTERS_PER_TOKEN
-    if size > most:
-        raise invalid(field, f"expected at most {most} characters, got {size}; send less at once")
+    try:
+        check_characters(field, size, engine.config.max_len)
+    except ValueError as error:
+        raise refused(error, {}) from error
 
 
 def count_characters(value: Any) -> int:
@@ -119,7 +119,7 @@ class ChatAnswer(Answer):
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
             grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
-            raise refused(error, {}) from error
+            raise refused(error, ask.names) from error
         if grammar is not None:
             ask.set("tool_choice", grammar)
         elif choice.mode == "auto" and field is not None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from jspec.engine.request.request import Chunk
 from jspec.server.ask.fields import BOTH, SAMPLING, WITHOUT_EFFECT, Ask, Field
-from jspec.server.ask.messages import messages
 from jspec.server.ask.response_input import (
+    NAMES,
     included,
     read_input,
     read_reasoning,
@@ -200,7 +200,8 @@ def _translate(ask: Ask) -> None:
     fields = ask.own
     if "input" not in fields:
         raise invalid("input", "expected a text or a list of items, got nothing")
-    fields["messages"] = messages("input", read_input("input", fields.pop("input"), fields.pop("instructions", None)))
+    made = read_input("input", fields.pop("input"), fields.pop("instructions", None))
+    fields["messages"], ask.names = made.messages, {**ask.names, **NAMES, **made.names}
     if "tools" in fields:
         fields["tools"] = read_tools("tools", fields["tools"])
     if "tool_choice" in fields:

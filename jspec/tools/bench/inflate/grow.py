@@ -22,7 +22,7 @@ from jaxtyping import Array
 from jspec.core.tree import Tree
 from jspec.draft.eagle import Eagle3
 from jspec.draft.eagle_head import EagleHead, EagleLayer
-from jspec.draft.head_config import Eagle3Config, HeadConfig, default_states
+from jspec.draft.head_config import LEAST_LAYERS, Eagle3Config, HeadConfig, default_states
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.decoder import Layer, Model
@@ -154,7 +154,6 @@ class Padder:
 
 DTYPES = ("float32", "bfloat16")  # float16 has too few exponents for the padded vocabulary's mask
 WIDTHS = ("hidden_size", "intermediate_size", "num_kv_heads", "vocab_size")
-LEAST_LAYERS = 7  # least number of layers whose default states differ
 UNPADDED = ("norm_before_residual", "norm_before_fc", "fc_bias", "qkv_bias", "qk_norm")
 
 
