@@ -150,11 +150,78 @@ def test_tools_of_a_template_in_no_known_format_are_refused_by_name() -> None:
     with serving.running(tool_serving.engine()) as server:
         server.service.engine.tokenizer._tokenizer.chat_template = "{{ tools }}{{ messages }}"  # type: ignore[union-attr]
         try:
-            with pytest.raises(openai.BadRequestError, match="hermes, llama3_json, mistral, pythonic") as raised:
+            with pytest.raises(
+                openai.BadRequestError, match="hermes, llama3_json, mistral, pythonic, harmony"
+            ) as raised:
                 ask(server.client(), tools=TOOLS)
         finally:
             server.service.engine.tokenizer._tokenizer.chat_template = tool_serving.TEMPLATE  # type: ignore[union-attr]
     assert raised.value.param == "tools"
+
+
+SPOKEN = (  # in harmony; <|other|> is a special token of no format, which no answer shows
+    "<|channel|>analysis<|message|>Need<|other|> f.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:"
+    '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+)
+FOUND = ("Look:", "Need f.", [("f", '{"x": 1}')])
+
+
+def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, str, list[Any]]:
+    """Return content, reasoning and calls of the answer of a route."""
+    function = TOOLS[0]["function"]
+    asked: dict[str, Any] = {"model": serving.NAME, "messages": MESSAGES, "max_tokens": 200, "tools": TOOLS}
+    if route == "messages":
+        asked["tools"] = [{"name": "f", "input_schema": SCHEMA}]
+    elif route == "responses":
+        asked = {"model": serving.NAME, "input": MESSAGES, "tools": [{"type": "function", **function}]}
+    with server.http() as http:
+        answer = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked | fields).json()
+    if route == "chat":
+        message = answer["choices"][0]["message"]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        return message["content"] or "", message.get("reasoning_content", ""), calls
+    if route == "messages":
+        blocks = answer["content"]
+        calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
+        return *("".join(block.get(key, "") for block in blocks) for key in ("text", "thinking")), calls  # type: ignore[return-value]
+    items = answer["output"]
+    texts = {
+        kind: [p["text"] for i in items if i["type"] == kind for p in i["content"]] for kind in ("message", "reasoning")
+    }
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    return "".join(texts["message"]), "".join(texts["reasoning"]), calls
+
+
+@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
+def test_markers_that_are_special_tokens_split_the_answer_of_every_route(route: str) -> None:
+    engine = tool_serving.special_engine()
+    with serving.running(engine) as server, tool_serving.telling(engine, SPOKEN):
+        assert found_in(server, route) == FOUND
+        assert found_in(server, route, skip_special_tokens=True) == FOUND
+        shown = found_in(server, route, skip_special_tokens=False)
+        assert shown == ("Look:", "Need<|other|> f.", FOUND[2])
+        if route == "chat":
+            content, reasoning, calls, reason = streamed(server.client(), tools=TOOLS)
+            assert (content, reasoning, [tuple(call[1:]) for call in calls], reason) == (*FOUND, "tool_calls")
+
+
+def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
+    engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
+    with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):
+        assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
+    with serving.running(engine, reasoning=False) as server, tool_serving.telling(engine, SPOKEN):
+        content, reasoning, calls = found_in(server, "chat")
+        assert content.startswith("<|channel|>analysis<|message|>Need f.<|end|>Look:") and not reasoning
+        assert calls == FOUND[2]
+
+
+@pytest.mark.parametrize("prefill", ["<think>\nI", "<think>\nI "])
+def test_reasoning_that_a_prefill_has_begun_is_reasoning_on_every_route(server: serving.Running, prefill: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": prefill}]
+    say = saying(" call.</think>Look:")
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert found_in(server, "chat", tools=None, messages=messages, **more, **say) == ("Look:", " call.", [])
+    assert found_in(server, "messages", tools=None, messages=messages, **say) == ("Look:", " call.", [])
 
 
 @pytest.mark.parametrize(

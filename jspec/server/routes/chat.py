@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
@@ -14,10 +15,10 @@ from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, CallDelta, OutputParser
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
-from jspec.server.tool_calls.choose import parser_for
+from jspec.server.tool_calls.choose import MARKERS, parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
@@ -106,7 +107,8 @@ class ChatAnswer(Answer):
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
         template = getattr(service.engine.tokenizer, "chat_template", None)
         self._template = "\n".join(template.values()) if isinstance(template, dict) else template
-        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template) and _may_reason(ask)
+        self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
+        self._reasons = service.settings.reasoning and _may_reason(ask, self._reasoning)
         self._choice = self._read_tools(ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
@@ -126,8 +128,8 @@ class ChatAnswer(Answer):
             raise invalid(
                 field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
             )
-        if self._reasons or choice.mode != "none":
-            ask.params.setdefault("skip_special_tokens", False)  # markers may be special tokens
+        if self._reasoning is not None or choice.mode != "none":
+            ask.params["visible_special_tokens"] = MARKERS
         return choice
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
@@ -138,14 +140,20 @@ class ChatAnswer(Answer):
         """
         if self._choice.mode == "none" and not self._reasons:
             return None
-        assert self.service.engine.tokenizer is not None
-        end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
-        return parser_for(self._template, name, self._choice, self._reasons, prompt=end)
+        tokenizer, prefill = self.service.engine.tokenizer, ""
+        assert tokenizer is not None
+        if self.own.get("continue_final_message"):
+            prefill = self.own["messages"][-1].get("content") or ""
+        shown = tokenizer.with_special_tokens(MARKERS) if tokenizer.hidden_ids else tokenizer
+        end = shown.decode(prompt if prefill else prompt[-PROMPT_END:])
+        name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
+        return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
+        request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
-        return [self.service.engine.prepare(ids, self.params, trace=self.is_traced)]
+        return [request]
 
     def body(self, outputs: Any) -> dict[str, Any]:
         scores = outputs[0][1].prompt_logprobs
@@ -209,9 +217,12 @@ class ChatAnswer(Answer):
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
 
 
-def _may_reason(ask: Ask) -> bool:
-    """Return whether an answer may begin with reasoning; a grammar leaves no room for it, unless it has the marker."""
-    return all(reasoning.CLOSE in str(ask.params[name]) for name in GRAMMARS if name in ask.params)
+def _may_reason(ask: Ask, name: str | None) -> bool:
+    """Return whether an answer may have reasoning of a format; a grammar leaves room for it if it has a marker."""
+    if name is None:
+        return False
+    grammars = [str(ask.params[field]).replace("\\", "") for field in GRAMMARS if field in ask.params]
+    return all(any(marker in text for marker in reasoning.FORMATS[name].closings) for text in grammars)
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +239,7 @@ class ChatMessage:
         has_begun: whether a stream has sent its role.
         has_calls: whether it calls a tool.
         unsent: chunks whose log-probabilities no event has.
-        num_reasoning_tokens: number of tokens up to the end of its reasoning.
+        num_reasoning_tokens: number of tokens of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
@@ -246,13 +257,15 @@ class ChatMessage:
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
-        self._count_reasoning(chunk, self._parser.reasoning_end)
+        self._count_reasoning(chunk, self._parser.reasoning)
         return parts
 
-    def _count_reasoning(self, chunk: Chunk, end: int | None) -> None:
+    def _count_reasoning(self, chunk: Chunk, spans: Sequence[AnswerSpan]) -> None:
         for piece in chunk.pieces or ():
             self._size += len(piece)
-            self.num_reasoning_tokens += end is None or 0 < self._size <= end
+            self.num_reasoning_tokens += any(
+                span.start < self._size and (span.end is None or self._size <= span.end) for span in spans
+            )
 
 
 def call_delta(call: CallDelta) -> dict[str, Any]:
