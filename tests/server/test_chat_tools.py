@@ -159,6 +159,36 @@ def test_tools_of_a_template_in_no_known_format_are_refused_by_name() -> None:
     assert raised.value.param == "tools"
 
 
+BROKEN = {  # a call of each format that streams arguments, up to a place in its arguments
+    "hermes": '<tool_call>{"name": "f", "arguments": {"x": "aSTOP',
+    "llama3_json": '{"name": "f", "parameters": {"x": "aSTOP',
+    "mistral": '[TOOL_CALLS]f[ARGS]{"x": "aSTOP',
+    "harmony": '<|channel|>commentary to=functions.f<|message|>{"x": "aSTOP',
+}
+
+
+@pytest.mark.parametrize("format_", BROKEN)
+@pytest.mark.parametrize("stop", ["STOP", None])
+def test_call_that_breaks_off_is_no_call_in_the_reason_of_the_end(format_: str, stop: str | None) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "stop": stop, "extra_body": saying(BROKEN[format_])}
+    with serving.running(tool_serving.engine(), tool_parser=format_) as server:
+        content, _, ((_, name, arguments),), reason = streamed(server.client(), **fields)
+        assert (content, name, reason) == ("", "f", "stop") and arguments.startswith('{"x": "a')
+        (choice,) = ask(server.client(), **fields).choices
+        assert choice.finish_reason == "stop" and choice.message.tool_calls[0].function.arguments == arguments
+
+
+def test_forced_call_that_a_stop_string_cuts_is_no_call_in_the_reason_of_the_end(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        (answer,) = ask(client, tools=TOOLS, tool_choice=choice, stop='"x"').choices
+        assert answer.finish_reason == "stop" and answer.message.tool_calls[0].function.arguments.strip() == "{"
+
+
+def test_whole_call_before_a_stop_string_is_one_in_the_reason_of_the_end(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, tools=TOOLS, stop="STOP", extra_body=saying(f"{CALL}STOP")).choices
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+
+
 SPOKEN = (  # in harmony; <|other|> is a special token of no format, which no answer shows
     "<|channel|>analysis<|message|>Need<|other|> f.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:"
     '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'

@@ -253,3 +253,15 @@ def test_input_items_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "f"},
         {"role": "assistant", "reasoning_content": "g", "content": ""},
     ]
+
+
+def test_call_that_breaks_off_is_incomplete_streamed_or_not(client: openai.OpenAI) -> None:
+    broken = f'<tool_call>{{"name": "f", "arguments": {{"x": 1}}}}</tool_call>{CALLS[:44]}'
+    fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 200, "extra_body": saying(broken)}
+    for answer in (ask(client, **fields), events_of(client, **fields)[-1].response):
+        assert (answer.status, answer.incomplete_details) == ("incomplete", None)
+        assert [(item.arguments, item.status) for item in answer.output] == [
+            ('{"x": 1}', "completed"),
+            ('{"x": ', "incomplete"),
+        ]
+    assert events_of(client, **fields)[-1].type == "response.incomplete"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jspec.server.reading.json_scanner import BLANKS, JsonScanner
+from jspec.server.reading.json_scanner import BLANKS, JsonScanner, escaped
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T
@@ -54,11 +54,14 @@ class OutputParser(Protocol):
     """Splits the text of one answer into content, reasoning and tool calls.
 
     Attributes:
-        reasoning: that of `Reader`.
+        reasoning, has_broken_call: those of `Reader`.
     """
 
     @property
     def reasoning(self) -> Sequence[AnswerSpan]: ...
+
+    @property
+    def has_broken_call(self) -> bool: ...
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text of any length; return what it has decided."""
@@ -77,6 +80,7 @@ class Reader:
         at: position in ``text`` up to which the format has read; what is before it may still become content.
         ended: whether no more text comes.
         reasoning: where the answer has reasoning, the markers included.
+        has_broken_call: whether a call broke off in its arguments.
         parts: what was found and not yet handed to the caller.
     """
 
@@ -84,6 +88,7 @@ class Reader:
         self.text, self.at, self.ended = "", 0, False
         self.parts: list[AnswerPart] = []
         self.reasoning: list[AnswerSpan] = []
+        self.has_broken_call = False
         self.num_dropped = 0  # characters
         self._tried = 0  # no marker that begins before this position counts
 
@@ -182,12 +187,16 @@ class Reader:
             yield
 
     def json_value(self) -> Reading[str | None]:
-        """Read a JSON value that other text must follow; return its text, or None if this is no JSON value."""
-        scanner, start = JsonScanner(), self.at
+        """Read a JSON value that other text must follow; return its text, or None if this is no JSON value.
+
+        Control characters in its strings are escaped.
+        """
+        scanner, start, raw = JsonScanner(), self.at, list[int]()
         while True:
             self.at = scanner.push(self.text, self.at)
+            raw += [at - start for at in scanner.raw]
             if scanner.has_ended:
-                return self.text[start : self.at]
+                return escaped(self.text[start : self.at], raw)
             if scanner.has_failed or self.ended:
                 return None
             yield
@@ -214,6 +223,10 @@ class TextParser:
     @property
     def reasoning(self) -> Sequence[AnswerSpan]:
         return self._reader.reasoning
+
+    @property
+    def has_broken_call(self) -> bool:
+        return self._reader.has_broken_call
 
     def push(self, text: str) -> list[AnswerPart]:
         self._reader.text += text

@@ -213,7 +213,7 @@ class ChatAnswer(Answer):
 
     def _end(self, message: ChatMessage, chunk: Chunk) -> dict[str, Any]:
         reason = finish_reason(chunk)
-        is_call = message.has_calls and reason == "stop"
+        is_call = message.has_calls and not message.has_broken_call and reason == "stop"
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
 
 
@@ -237,14 +237,14 @@ class ChatMessage:
 
     Attributes:
         has_begun: whether a stream has sent its role.
-        has_calls: whether it calls a tool.
+        has_calls, has_broken_call: whether it calls a tool, and whether a call broke off.
         unsent: chunks whose log-probabilities no event has.
         num_reasoning_tokens: number of tokens of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
-        self.has_begun = self.has_calls = False
+        self.has_begun = self.has_calls = self.has_broken_call = False
         self.unsent: list[Chunk] = []
         self.num_reasoning_tokens = self._size = 0
 
@@ -257,6 +257,7 @@ class ChatMessage:
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
+        self.has_broken_call = self._parser.has_broken_call
         self._count_reasoning(chunk, self._parser.reasoning)
         return parts
 

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection
 
-from jspec.server.reading.json_scanner import JsonScanner
+from jspec.server.reading.json_scanner import JsonScanner, escaped
 from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
@@ -24,7 +24,7 @@ class AnswerCalls:
     A call has the name of a given tool, and a JSON object as arguments. Text that only begins like a call is left to
     the caller, who passes it on as content. The arguments of a call are handed on as they arrive, once its name is
     known; if they then turn out not to be JSON, or break off, the call keeps what came before the wrong character, and
-    the rest is content.
+    the rest is content. Control characters in strings of the arguments are escaped.
 
     Args:
         reader: the answer's text.
@@ -60,9 +60,10 @@ class AnswerCalls:
         self.begin(name)
         while True:
             size = scanner.push(reader.text, 0)
-            self.add(reader.text[:size])
+            self.add(escaped(reader.text[:size], scanner.raw))
             reader.drop(size)
             if scanner.has_ended or scanner.has_failed or reader.ended:
+                reader.has_broken_call |= not scanner.has_ended
                 return scanner.has_ended
             yield
 
