@@ -235,6 +235,73 @@ def test_markers_that_are_special_tokens_split_the_answer_of_every_route(route: 
             assert (content, reasoning, [tuple(call[1:]) for call in calls], reason) == (*FOUND, "tool_calls")
 
 
+STRICT: dict[str, Any] = {  # a strict tool, by route
+    "chat": {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}},
+    "responses": {"type": "function", **TOOLS[0]["function"], "strict": True},
+    "messages": {"name": "f", "input_schema": SCHEMA, "strict": True},
+}
+
+
+@pytest.mark.parametrize("route", STRICT)
+@pytest.mark.parametrize("format_", ["hermes", "harmony"])
+def test_arguments_of_a_strict_tool_follow_its_schema_on_every_route(route: str, format_: str) -> None:
+    engine = tool_serving.special_engine() if format_ == "harmony" else tool_serving.engine()
+    text = SPOKEN.replace("<|other|>", "") if format_ == "harmony" else ANSWER
+    with serving.running(engine) as server, tool_serving.telling(engine, text.replace('"x": 1', '"x": 3')):
+        content, reasoning, calls = found_in(server, route, tools=[STRICT[route]])
+        assert (content, reasoning) == ("Look:", "Need f." if format_ == "harmony" else "I call.")
+        assert calls and all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for _, arguments in calls)
+        loose = found_in(server, route)[2]  # the negative control
+        assert json.loads(loose[0][1]) == {"x": 3}
+
+
+@pytest.mark.parametrize("route", STRICT)
+def test_answer_that_may_have_one_call_has_one_on_every_route(server: serving.Running, route: str) -> None:
+    one: dict[str, Any] = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    fields = one if route == "messages" else {"parallel_tool_calls": False}
+    with tool_serving.telling(tool_serving.engine(), f"{CALL}\n{CALL}"):
+        assert len(found_in(server, route)[2]) == 2
+        assert len(found_in(server, route, **fields)[2]) == 1
+
+
+def test_strict_tool_in_a_format_that_no_grammar_can_force_is_refused() -> None:
+    with serving.running(tool_serving.engine(), tool_parser="pythonic") as server:
+        with pytest.raises(openai.BadRequestError, match='set tool_choice to "required"') as raised:
+            ask(server.client(), tools=[STRICT["chat"]])
+        assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("route", STRICT)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str, is_named: bool) -> None:
+    choice: Any = {"type": "tool", "name": "f"} if route == "messages" else {"type": "function", "name": "f"}
+    if not is_named:
+        choice = {"type": "any"} if route == "messages" else "required"
+    elif route == "chat":
+        choice = {"type": "function", "function": {"name": "f"}}
+    with serving.running() as server:
+        content, reasoning, ((name, arguments), *_) = found_in(server, route, tool_choice=choice)
+        assert (content, reasoning, name) == ("", "", "f") and json.loads(arguments) in ({"x": 1}, {"x": 2})
+        asked = {
+            "model": serving.NAME,
+            "messages": MESSAGES,
+            "tools": TOOLS,
+            "max_tokens": 1,
+            "tool_choice": "required",
+        }
+        with server.http() as http:
+            chat = http.post("/v1/chat/completions", json={**asked, "return_token_ids": True}).json()
+            prompt = http.post("/detokenize", json={"tokens": chat["prompt_token_ids"]}).json()["prompt"]
+            assert prompt.count(json.dumps(TOOLS[0]["function"])) == 1 and prompt.count("Once upon a time") == 1
+            listed = [{"name": "f", "input_schema": SCHEMA}]
+            counted = {**asked, "tools": listed, "tool_choice": {"type": "any"}}
+            del counted["max_tokens"]
+            tokens = http.post("/v1/messages/count_tokens", json=counted).json()["input_tokens"]
+            assert tokens == chat["usage"]["prompt_tokens"]
+            error = http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"}).json()["error"]
+    assert error["param"] == "tools" and 'set tool_choice to "required" or a tool' in error["message"]
+
+
 def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
     engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
     with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):

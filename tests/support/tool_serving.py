@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pydantic
 import pytest
 
@@ -49,12 +50,16 @@ def special_engine(template: str = HARMONY) -> Engine:
 
 @contextlib.contextmanager
 def telling(engine: Engine, text: str) -> Iterator[None]:
-    """Let every answer of an engine on a device of paper be a text, special tokens included, and then end."""
+    """Let every answer of an engine on a device of paper be a text, special tokens included, and then end.
+
+    Where a grammar does not allow the next token, the likeliest allowed one takes its place.
+    """
     assert engine.tokenizer is not None
     ids = [*engine.tokenizer.encode(text, add_special_tokens=False), engine.eos_ids[0]]
 
     def told(logits: Any, position: int, piece: Any) -> int:
-        return ids[min(position - int(piece["start"] + piece["count"]), len(ids) - 1)]
+        token = ids[min(position - int(piece["start"] + piece["count"]), len(ids) - 1)]
+        return token if np.isfinite(logits[token]) else int(np.argmax(logits))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paper_model, "sample", told)

@@ -217,6 +217,8 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     Values of a wrong type stay as given, for `RULES` to refuse.
     """
     values: dict[str, Any] = {}
+    if isinstance(params.visible_special_tokens, list):
+        values["visible_special_tokens"] = tuple(params.visible_special_tokens)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
             values[name] = tuple(getattr(params, name))

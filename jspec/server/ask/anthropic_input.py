@@ -14,7 +14,7 @@ from jspec.server.reading import reasoning
 
 SWITCH = "enable_thinking"  # the variable by which chat templates turn reasoning on or off
 TEXT = {"text": "text"}
-TOOL_KEYS = ("name", "description", "input_schema")
+TOOL_KEYS = ("name", "description", "input_schema", "strict")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

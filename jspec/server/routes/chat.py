@@ -15,10 +15,13 @@ from jspec.server.ask.fields import CHAT, Ask
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
-from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, CallDelta, OutputParser
+from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
-from jspec.server.tool_calls.choose import MARKERS, parser_for
+from jspec.server.tool_calls import forced
+from jspec.server.tool_calls.auto_grammar import auto_grammar
+from jspec.server.tool_calls.calls import call_delta, whole_calls
+from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
@@ -35,12 +38,21 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     Raises:
         TypeError, ValueError: the conversation cannot be rendered.
     """
-    options = {name: fields[name] for name in TEMPLATE_OPTIONS if name in fields}
+    options, messages = {name: fields[name] for name in TEMPLATE_OPTIONS if name in fields}, fields["messages"]
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    (ids,) = format_conversations(tokenizer, [fields["messages"]], options)
+    is_forced = read_choice(fields.get("tools"), fields.get("tool_choice")).is_forced
+    if is_forced and not forced.is_in(template_of(tokenizer)):
+        messages = forced.with_tools(messages, options.pop("tools"))
+    (ids,) = format_conversations(tokenizer, [messages], options)
     return ids
+
+
+def template_of(tokenizer: Tokenizer | None) -> str | None:
+    """Return the chat template, or all of several; None: there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -105,21 +117,22 @@ class ChatAnswer(Answer):
             ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
         elif "top_logprobs" in ask.own:
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
-        template = getattr(service.engine.tokenizer, "chat_template", None)
-        self._template = "\n".join(template.values()) if isinstance(template, dict) else template
+        self._template = template_of(service.engine.tokenizer)
         self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
         self._reasons = service.settings.reasoning and _may_reason(ask, self._reasoning)
-        self._choice = self._read_tools(ask)
+        self._choice = self._read_tools(service, ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
         self._messages: dict[int, ChatMessage] = {}  # of each choice, once the prompt is rendered
 
-    def _read_tools(self, ask: Ask) -> ToolChoice:
+    def _read_tools(self, service: Service, ask: Ask) -> ToolChoice:
         """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
         fields, field = ask.own, ask.names.get("json_schema")
         try:
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
+            parser_for(self._template, service.settings.tool_parser, choice, None)  # raises before the prompt is made
             grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
+            lark = self._auto_grammar(service, choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, {}) from error
         if grammar is not None:
@@ -128,9 +141,17 @@ class ChatAnswer(Answer):
             raise invalid(
                 field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
             )
+        if lark is not None:
+            ask.set("tools", {"grammar": lark})
         if self._reasoning is not None or choice.mode != "none":
             ask.params["visible_special_tokens"] = MARKERS
         return choice
+
+    def _auto_grammar(self, service: Service, choice: ToolChoice, parallel_tool_calls: bool | None) -> str | None:
+        specials = getattr(service.engine.tokenizer, "special_texts", {})
+        shown = {text: token for text, token in specials.items() if text in MARKERS}
+        format_name = format_of(self._template, service.settings.tool_parser)
+        return auto_grammar(choice, format_name, shown, parallel_tool_calls)
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
         """Return what splits the text of one completion; None: all of it is content.
@@ -267,20 +288,3 @@ class ChatMessage:
             self.num_reasoning_tokens += any(
                 span.start < self._size and (span.end is None or self._size <= span.end) for span in spans
             )
-
-
-def call_delta(call: CallDelta) -> dict[str, Any]:
-    """Return a piece of a tool call as an entry of "tool_calls" of a stream."""
-    function = {"arguments": call.arguments}
-    if call.id is None:
-        return {"index": call.index, "function": function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
-
-
-def whole_calls(deltas: list[CallDelta]) -> list[dict[str, Any]]:
-    """Return the tool calls that pieces make, in the form of a whole message."""
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        new = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-        calls.setdefault(delta.index, new)["function"]["arguments"] += delta.arguments
-    return list(calls.values())

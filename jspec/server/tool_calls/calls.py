@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection
+from typing import Any
 
 from jspec.server.reading.json_scanner import JsonScanner, escaped
 from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
@@ -136,3 +137,20 @@ class AnswerCalls:
         if (yield from self.read_list(",")) and (yield from reader.take("]")):
             reader.commit()
         return True
+
+
+def call_delta(call: CallDelta) -> dict[str, Any]:
+    """Return a piece of a tool call as an entry of "tool_calls" of a stream."""
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+def whole_calls(deltas: list[CallDelta]) -> list[dict[str, Any]]:
+    """Return the tool calls that pieces make, in the form of a whole message."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        new = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+        calls.setdefault(delta.index, new)["function"]["arguments"] += delta.arguments
+    return list(calls.values())

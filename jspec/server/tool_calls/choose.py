@@ -81,12 +81,17 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"tool_parser: expected one of {', '.join(FORMATS)}, got {short(name)}")
 
 
+def format_of(chat_template: str | None, name: str | None) -> str:
+    """Return the name of the format of tool calls that a chat template has, or ``name``; "": none that is read here."""
+    check_name(name)
+    return name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")
+
+
 def _reader_of(
     choice: ToolChoice, chat_template: str | None, name: str | None
 ) -> tuple[Callable[[Reader, AnswerCalls], Reading[None]], Callable[[], str]]:
     """Return what reads an answer, and what makes the ids of its calls."""
-    check_name(name)
-    format_name = name or next((format_ for sign, format_ in SIGNS if sign in (chat_template or "")), "")
+    format_name = format_of(chat_template, name)
     new_id = mistral.make_id if format_name == "mistral" else make_id
     if choice.mode == "none":
         return lambda reader, calls: reader.pass_all(), new_id
