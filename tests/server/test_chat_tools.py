@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from jspec.server.app import make_app
+from jspec.server.http.settings import Settings
 from tests.support import serving, tool_serving
 from tests.support.tool_serving import saying
 
@@ -300,6 +302,12 @@ def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str
             assert tokens == chat["usage"]["prompt_tokens"]
             error = http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"}).json()["error"]
     assert error["param"] == "tools" and 'set tool_choice to "required" or a tool' in error["message"]
+
+
+def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
+    for field in ("tool_parser", "reasoning_parser"):
+        with pytest.raises(ValueError, match=f"^{field}: expected one of"):
+            make_app(tool_serving.engine(), Settings(**{field: "other"}))  # type: ignore[arg-type]
 
 
 def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:

@@ -211,7 +211,10 @@ def test_answer_begins_in_reasoning_exactly_if_the_prompt_ends_with_its_marker(
         ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
         ("{{- '<|start|>assistant<|channel|>final<|message|>' }}", "harmony"),
         ("Write your thoughts after 'Here is my thought process:' and your response", "granite"),
-        ("Write your thoughts between <think></think> and your response between <response></response>", "granite_tags"),
+        (
+            "Write your thoughts between <think></think> and write your response between <response></response>",
+            "granite_tags",
+        ),
         ("{{ messages[0].content }}", None),
         (None, None),
     ],

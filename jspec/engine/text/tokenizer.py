@@ -169,6 +169,8 @@ class HFTokenizer:
     def with_special_tokens(self, texts: Collection[str] | None = None) -> HFTokenizer:
         names = self.special_texts
         shown = self.hidden_ids if texts is None else frozenset(names[text] for text in texts if text in names)
+        if texts is not None and not shown:
+            return self
         if shown not in self._showing:
             other = copy(self)
             other._skips_special_tokens, other._showing = False, {}

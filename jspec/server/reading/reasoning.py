@@ -51,7 +51,9 @@ FORMATS = {  # by name; of several whose signs a chat template has, the first on
         ("Here is my response:", "Here's my response:"),
         ("Here is my thought process:",),
     ),
-    "granite_tags": _pair("<think>", "</think>", "<response>", answer=("<response>", "</response>")),  # Granite 3.3
+    "granite_tags": _pair(
+        "<think>", "</think>", "<response></response>", answer=("<response>", "</response>")
+    ),  # Granite 3.3
     "think": _pair("<think>", "</think>"),
 }
 THINK = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "kimi_k2", "olmo3", "qwen3", "qwen3_thinking")

@@ -21,11 +21,10 @@ from jspec.server.routes.service import Service
 from jspec.server.tool_calls import forced
 from jspec.server.tool_calls.auto_grammar import auto_grammar
 from jspec.server.tool_calls.calls import call_delta, whole_calls
-from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for
+from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for, prompt_text, template_of
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -47,12 +46,6 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
         messages = forced.with_tools(messages, options.pop("tools"))
     (ids,) = format_conversations(tokenizer, [messages], options)
     return ids
-
-
-def template_of(tokenizer: Tokenizer | None) -> str | None:
-    """Return the chat template, or all of several; None: there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -165,8 +158,7 @@ class ChatAnswer(Answer):
         assert tokenizer is not None
         if self.own.get("continue_final_message"):
             prefill = self.own["messages"][-1].get("content") or ""
-        shown = tokenizer.with_special_tokens(MARKERS) if tokenizer.hidden_ids else tokenizer
-        end = shown.decode(prompt if prefill else prompt[-PROMPT_END:])
+        end = prompt_text(tokenizer, prompt, is_whole=prefill != "")
         name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
         return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 

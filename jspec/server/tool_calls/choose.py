@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jspec.core.shorten import short
+from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.reading import reasoning as thinking
 from jspec.server.reading.reasoning import HARMONY
 from jspec.server.reading.text_reader import OutputParser, Reader, Reading, TextParser
@@ -19,6 +20,7 @@ FORMATS: dict[str, Callable[[Reader, AnswerCalls], Reading[None]]] = {
     "pythonic": pythonic.read,
     HARMONY: harmony.read,
 }
+PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 MARKERS = (  # texts of the formats that may be special tokens
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     *(pythonic.START, pythonic.END, *harmony.MARKERS),
@@ -34,6 +36,18 @@ SIGNS: tuple[tuple[str, str], ...] = (  # a text in a chat template, and its for
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
 )
+
+
+def template_of(tokenizer: Tokenizer | None) -> str | None:
+    """Return the chat template of a tokenizer, or all of several; None: there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], *, is_whole: bool = False) -> str:
+    """Return the text of a prompt with the markers of the formats, or its end, which tells how an answer begins."""
+    shown = tokenizer.with_special_tokens(MARKERS) if tokenizer.hidden_ids else tokenizer
+    return shown.decode(prompt if is_whole else prompt[-PROMPT_END:])
 
 
 def parser_for(
