@@ -310,6 +310,23 @@ def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
             make_app(tool_serving.engine(), Settings(**{field: "other"}))  # type: ignore[arg-type]
 
 
+def test_reasoning_that_a_special_token_of_the_prompt_has_begun_is_reasoning() -> None:
+    engine = tool_serving.special_engine("{{ messages[0].content }}[THINK]")
+    with serving.running(engine) as server, tool_serving.telling(engine, "I add.[/THINK]3"):
+        assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
+
+
+@pytest.mark.parametrize("route", ["chat", "messages"])
+def test_message_of_harmony_that_a_prefill_has_begun_goes_on(route: str) -> None:
+    engine = tool_serving.special_engine()
+    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    fields: dict[str, Any] = {"tools": None, "messages": messages}
+    if route == "chat":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    with serving.running(engine) as server, tool_serving.telling(engine, " 3."):
+        assert found_in(server, route, **fields) == (" 3.", "", [])
+
+
 def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
     engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
     with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):
@@ -339,6 +356,8 @@ def test_reasoning_that_a_prefill_has_begun_is_reasoning_on_every_route(server: 
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [STRICT["chat"]], "extra_body": saying("a")}, "structured_outputs"),
+        ({"tools": TOOLS, "parallel_tool_calls": False, "extra_body": saying("a")}, "structured_outputs"),
     ],
 )
 def test_wrong_tools_raise_the_clients_error_that_names_them(

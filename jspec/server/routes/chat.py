@@ -120,7 +120,7 @@ class ChatAnswer(Answer):
 
     def _read_tools(self, service: Service, ask: Ask) -> ToolChoice:
         """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
-        fields, field = ask.own, ask.names.get("json_schema")
+        fields = ask.own
         try:
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
             parser_for(self._template, service.settings.tool_parser, choice, None)  # raises before the prompt is made
@@ -130,10 +130,8 @@ class ChatAnswer(Answer):
             raise refused(error, {}) from error
         if grammar is not None:
             ask.set("tool_choice", grammar)
-        elif choice.mode == "auto" and field is not None:
-            raise invalid(
-                field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
-            )
+        elif choice.mode == "auto":
+            _check_alone(ask, has_grammar=lark is not None)
         if lark is not None:
             ask.set("tools", {"grammar": lark})
         if self._reasoning is not None or choice.mode != "none":
@@ -228,6 +226,23 @@ class ChatAnswer(Answer):
         reason = finish_reason(chunk)
         is_call = message.has_calls and not message.has_broken_call and reason == "stop"
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
+
+
+def _check_alone(ask: Ask, *, has_grammar: bool) -> None:
+    """Refuse a schema beside tools that the model need not call, and any grammar beside such tools with their own.
+
+    Args:
+        has_grammar: whether the tools have a grammar, because they are strict or may be called once.
+    """
+    refused_fields = GRAMMARS if has_grammar else ("json_schema",)
+    field = next((ask.names[name] for name in refused_fields if name in ask.params), None)
+    if field is not None:
+        beside = "strict tools, or parallel_tool_calls false," if has_grammar else "tools"
+        raise invalid(
+            field,
+            f"expected no schema or grammar beside {beside} that the model need not call; set tool_choice, or leave "
+            "one out",
+        )
 
 
 def _may_reason(ask: Ask, name: str | None) -> bool:
