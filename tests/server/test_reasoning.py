@@ -125,6 +125,8 @@ def test_parser_splits_messages_of_harmony_by_channel(text: str, expected: Joine
 def test_messages_of_harmony_that_the_prompt_has_begun_go_on() -> None:
     make: Any = partial(auto, "harmony", reasoning="harmony")
     assert check_every_split(partial(make, prompt=f"{FINAL}It"), " is 3.<|return|>") == Joined(" is 3.")
+    for ended in (f"{FINAL}It is 3.<|end|>", "<|message|>It is 3.<|end|>"):
+        assert check_every_split(partial(make, prompt=ended), f" add.{FINAL}3") == Joined(" add.3")
     inside = f"<|start|>assistant{ANALYSIS}I"
     assert check_every_split(partial(make, prompt=inside), f" add.<|end|>{FINAL}3") == Joined("3", " add.")
 

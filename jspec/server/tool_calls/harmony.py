@@ -36,10 +36,8 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoni
         prompt: the rendered prompt, or its end, which may have the header of the first message and more of it.
         splits_reasoning: whether reasoning is passed on as such, or left in the content with its markers.
     """
-    begun, marker, _ = prompt.rpartition(START)[2].partition(MESSAGE)
-    goes_on = marker != ""
-    if goes_on:
-        reader.text, reader.num_dropped = begun + marker + reader.text, -len(begun + marker)
+    begun = _begun_header(prompt)
+    reader.text, reader.num_dropped, goes_on = begun + reader.text, -len(begun), begun != ""
     seen = set[bool]()  # whether the message was reasoning, of those whose text was passed on
     while not (reader.ended and not reader.text):
         header = yield from _read_header(reader)
@@ -60,6 +58,13 @@ def read(reader: Reader, calls: AnswerCalls, prompt: str = "", *, splits_reasoni
             yield from _begin_text(reader, seen, is_reasoning=is_reasoning, goes_on=goes_on)
         yield from _pass_body(reader, is_reasoning=is_reasoning, splits_reasoning=splits_reasoning)
         goes_on = False
+
+
+def _begun_header(prompt: str) -> str:
+    """Return the header of the message that a prompt has begun and not ended; "" if its body has not begun."""
+    _, start, message = prompt.rpartition(START)
+    header, marker, body = message.partition(MESSAGE)
+    return header + marker if start and marker and not any(end in body for end in ENDS) else ""
 
 
 def _read_header(reader: Reader) -> Reading[MessageHeader | None]:
