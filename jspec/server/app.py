@@ -23,6 +23,7 @@ from jspec.server.http.counts import CountRequests, Counts
 from jspec.server.http.errors import ApiError, body_for
 from jspec.server.http.guards import Guard
 from jspec.server.http.settings import Settings
+from jspec.server.reading.reasoning import format_name
 from jspec.server.routes.answers import Generate
 from jspec.server.routes.anthropic import CountTokens, MessageAnswer
 from jspec.server.routes.chat import ChatAnswer
@@ -31,6 +32,7 @@ from jspec.server.routes.responses import ResponseAnswer
 from jspec.server.routes.service import READY, UNHEALTHY, WARMING, Service
 from jspec.server.routes.status import Status
 from jspec.server.routes.tokens import Detokenize, Tokenize
+from jspec.server.tool_calls.choose import check_name
 
 CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
@@ -43,8 +45,13 @@ def make_app(engine: Engine | Replicas, settings: Settings | None = None) -> Sta
     Args:
         engine: the engine or the engines, which the caller closes afterwards.
         settings: the server's options; ``app.state.service`` is what the routes share.
+
+    Raises:
+        ValueError: there is no format of tool calls or of reasoning with the name in the settings.
     """
     settings = settings or Settings()
+    check_name(settings.tool_parser)
+    format_name(None, settings.reasoning_parser)
     service, counts = Service(engine, settings), Counts()
     routes = [*_posts(service), *Status(service, counts).routes()]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _bug}

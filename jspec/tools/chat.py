@@ -6,10 +6,14 @@ import argparse
 import importlib.util
 import sys
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, TextIO
 
 from jspec.engine.callers.api import Engine
 from jspec.engine.request.sampling_params import SamplingParams
+from jspec.server.reading.reasoning import format_name
+from jspec.server.tool_calls.choose import MARKERS, parser_for, prompt_text, template_of
+from jspec.server.tool_calls.tools import read_choice
 from jspec.tools import generate, interrupt
 from jspec.tools.colour import has_colours, painted
 
@@ -60,6 +64,10 @@ class ChatSession:
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None, out: TextIO | None = None) -> None:
         self._engine, self._params = engine, params
+        self._template = template_of(engine.tokenizer)
+        self._reasoning = format_name(self._template)
+        if self._reasoning is not None:
+            self._params = replace(params, visible_special_tokens=MARKERS)
         self._out = sys.stdout if out is None else out
         self._has_colours = has_colours(self._out)
         self._start = [] if system is None else [{"role": "system", "content": system}]
@@ -89,14 +97,15 @@ class ChatSession:
     def answer(self, message: str) -> None:
         """Print the answer to a message, then its speed, and add both to the conversation.
 
-        If Ctrl-C stops the answer, the printed beginning is added. A message that is too long for the engine is not
-        added.
+        Reasoning is printed, but not added. If Ctrl-C stops the answer, the printed beginning is added. A message that
+        is too long for the engine is not added.
         """
         assert self._engine.tokenizer is not None
         question = {"role": "user", "content": message}
         meter, text = generate.SpeedMeter(self._engine), ""
         try:
-            chunks: Any = self._engine.stream(self._engine.tokenizer.chat([*self.messages, question]), self._params)
+            prompt = self._engine.tokenizer.chat([*self.messages, question])
+            chunks: Any = self._engine.stream(prompt, self._params)
         except ValueError as error:
             print(f"{error}; or forget the conversation with /reset", file=self._out)
             return
@@ -107,5 +116,14 @@ class ChatSession:
                     print(painted(chunk) if self._has_colours else chunk.text, end="", flush=True, file=self._out)
             except KeyboardInterrupt:
                 print(" (stopped)", end="", file=self._out)
-        self.messages += [question, {"role": "assistant", "content": text}]
+        self.messages += [question, {"role": "assistant", "content": self._content(prompt, text)}]
         print(f"\n({meter.line()})", file=self._out)
+
+    def _content(self, prompt: list[int], text: str) -> str:
+        """Return an answer without its reasoning."""
+        if self._reasoning is None:
+            return text
+        assert self._engine.tokenizer is not None
+        end = prompt_text(self._engine.tokenizer, prompt)
+        parser = parser_for(self._template, None, read_choice(None, None), self._reasoning, prompt=end)
+        return "".join(part.content for part in (*parser.push(text), *parser.finish()))

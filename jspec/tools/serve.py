@@ -17,6 +17,7 @@ from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
+from jspec.server.reading.reasoning import format_name
 from jspec.server.tool_calls.choose import check_name
 from jspec.step.on_mesh import meshes_of
 from jspec.tools import demo, generate
@@ -71,6 +72,7 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds to end after SIGTERM")
     parser.add_argument("--unknown-fields", choices=("refuse", "ignore"), default="refuse", help="fields of no meaning")
     parser.add_argument("--tool-parser", metavar="NAME", help="format of tool calls; default: by the chat template")
+    parser.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning; default: by the chat template")
     parser.add_argument("--no-reasoning", action="store_true", help="leave the reasoning in the content")
     parser.add_argument(
         "--reasoning-field", default="reasoning_content", metavar="NAME", help="field of the answer with the reasoning"
@@ -188,6 +190,7 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         OSError: the file with the keys cannot be read.
     """
     check_name(arguments.tool_parser)
+    format_name(None, arguments.reasoning_parser)
     keys = read_keys(arguments.api_key_file)
     _check_access(arguments, keys)
     warm = tuple(arguments.warm.split(",")) if arguments.warm else ()
@@ -219,7 +222,7 @@ def _check_access(arguments: argparse.Namespace, keys: Sequence[str]) -> None:
 
 SAME = (  # options with the name of their setting
     *("host", "port", "max_queue", "max_body", "request_timeout", "live", "log_text", "tool_parser"),
-    "reasoning_field",
+    *("reasoning_parser", "reasoning_field"),
 )
 
 

@@ -333,13 +333,28 @@ def test_request_with_skip_special_tokens_false_shows_them_except_stop_tokens(
         assert "".join(stopped.push([word, texts[first], word], 0)) == plain and stopped.stop_string
 
 
+@pytest.mark.parametrize("name", each("chat", "sentencepiece"))
+def test_request_with_visible_special_tokens_shows_these_alone(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = load(name, request)
+    texts: dict[str, int] = tokenizer.special_texts  # type: ignore[attr-defined]
+    (first, second), word = list(texts)[:2], tokenizer.encode("Once")[-1]
+    processor = InputProcessor(tokenizer, tokenizer.vocab_size, (), EngineConfig())
+    params = SamplingParams(visible_special_tokens=(second, "no token"), stop=f"x{second}")
+    decoder = processor.request([word], params).output.decoder
+    shown = "".join(decoder.push([word, texts[first], texts[second], word], 0)) + decoder.finish(4)
+    plain = tokenizer.decode([word])
+    assert shown.replace(" ", "") == f"{plain}{second}{plain}"
+    with pytest.raises(ValueError, match=r"^stop: .*can never match"):
+        processor.request([word], SamplingParams(visible_special_tokens=(second,), stop=f"x{first}"))
+
+
 def test_request_for_special_tokens_of_a_tokenizer_that_cannot_show_them_raises() -> None:
     class Hiding(ByteTokenizer):
         hidden_ids = frozenset({7})
         with_special_tokens = property()  # type: ignore[assignment]  # raises AttributeError, as if it were absent
 
     processor = InputProcessor(Hiding(), 256, (), EngineConfig())
-    with pytest.raises(ValueError, match=r"skip_special_tokens: expected True, because .*Hiding\) cannot show"):
+    with pytest.raises(ValueError, match=r"skip_special_tokens: expected True, and .*Hiding\) cannot show"):
         processor.request([1], SamplingParams(skip_special_tokens=False))
     processor.request([1])
 

@@ -85,6 +85,7 @@ FITTING: dict[str, Sequence[Any]] = {  # values that are often allowed, so that 
     "min_tokens": (0, 1, 2),
     "processor_args": ((), []),
     "skip_special_tokens": (True, False),
+    "visible_special_tokens": (("a",), ["<s>", "b"], ()),
     "draft": (True, False, 0, 1, 10**9),
     "logprobs": (None, 0, 1, 16),
     "prompt_logprobs": (None, 0, 3),

@@ -287,3 +287,17 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
         {"role": "tool", "tool_call_id": "2", "content": ""},
         {"role": "assistant", "content": "f"},
     ]
+
+
+@pytest.mark.parametrize(("arguments", "stop"), [('{"x": ', None), ('{"x": ', ['"x"']), ('{"x": 1e999}', None)])
+def test_call_that_breaks_off_is_no_tool_use_in_the_reason_of_the_end(
+    client: Any, arguments: str, stop: list[str] | None
+) -> None:
+    say = saying(f'<tool_call>{{"name": "f", "arguments": {arguments}')
+    fields: dict[str, Any] = {"tools": [TOOL], "extra_body": say, "max_tokens": 200}
+    fields |= {} if stop is None else {"stop_sequences": stop}
+    answer = ask(client, **fields)
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.stop_reason == ("end_turn" if stop is None else "stop_sequence")
+    *_, last, _ = client.messages.create(**given(**fields), stream=True)
+    assert last.delta.stop_reason == answer.stop_reason

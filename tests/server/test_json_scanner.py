@@ -1,4 +1,4 @@
-"""Test that the scanner takes a text exactly if Python's json does, and stops at the first wrong character."""
+"""Test that the scanner takes a text exactly if Python's lenient json does, and stops at the first wrong character."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.server.reading.json_scanner import JsonScanner
+from jspec.server.reading.json_scanner import JsonScanner, escaped
 
 pytestmark = pytest.mark.once
 
@@ -35,7 +35,7 @@ def is_json(text: str) -> bool:
         raise ValueError(name)
 
     try:
-        json.loads(text, parse_constant=refuse)
+        json.loads(text, parse_constant=refuse, strict=False)
     except ValueError:
         return False
     return True
@@ -62,6 +62,10 @@ def test_scanner_of_any_text_ends_exactly_where_json_does(text: str, cuts: list[
     assert is_json(text) == (has_ended and not text[at:].strip(" \t\n\r"))
     assert not has_ended or is_json(text[:at])
     assert not (has_ended and has_failed)
+    scanner = JsonScanner()
+    scanner.push(text, 0)
+    written = escaped(text, scanner.raw)
+    assert not has_ended or json.loads(written[: at - len(text)]) == json.loads(text[:at], strict=False)
     assert scanned(text, cuts) == found
 
 
@@ -86,7 +90,6 @@ def test_scanner_of_the_beginning_of_json_waits_for_more(value: Any, data: st.Da
         ("[+1]", 1),
         ("[nul]", 4),
         ("[NaN]", 1),
-        ('["a\nb"]', 3),
         (r'["\x"]', 3),
         (r'["\u12g4"]', 6),
         ("[1}", 2),

@@ -12,7 +12,7 @@ from tests.support.answers import Joined, auto, joined, parsed, split
 pytestmark = pytest.mark.once
 
 
-@pytest.mark.parametrize("text", ["[1, ", "[get_p", "[fx", "[f(1)", "[f(x=y,", "[f(x='a\n", "[f(x=1)]."])
+@pytest.mark.parametrize("text", ["[1, ", "[get_p", "[fx", "[f(1)", "[f(x=y,", "[f(x=1)]."])
 def test_pythonic_parser_lets_go_of_a_list_once_it_can_be_no_calls(text: str) -> None:
     parser = auto("pythonic")
     assert joined([part for character in text for part in parser.push(character)]).content == text.rstrip(" \n")

@@ -24,7 +24,7 @@ SCHEMA = {
     "required": ["x"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "name": "f", "description": "Do it.", "parameters": SCHEMA, "strict": True}
+TOOL = {"type": "function", "name": "f", "description": "Do it.", "parameters": SCHEMA, "strict": False}
 CALLS = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>\n<tool_call>{"name": "f", "arguments": {"x": 2}}'
 ANSWER = f"<think>\nI call.\n</think>\n\nLook:\n{CALLS}</tool_call>"
 DONE = ["response.content_part.done", "response.output_item.done"]
@@ -127,8 +127,9 @@ def test_answer_with_reasoning_text_and_calls_has_an_item_for_each(client: opena
 
 
 def test_stream_helper_of_the_client_accumulates_the_answer(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"tools": [TOOL], "extra_body": saying(ANSWER), "max_output_tokens": 200}
-    with client.responses.stream(model=serving.NAME, input="a", **fields) as stream:
+    fields: dict[str, Any] = {"tools": [{**TOOL, "strict": True}], "max_output_tokens": 200}
+    asked = client.responses.stream(model=serving.NAME, input="a", **fields)
+    with tool_serving.telling(tool_serving.engine(), ANSWER), asked as stream:
         events = list(stream)
         final = stream.get_final_response()
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
@@ -253,3 +254,15 @@ def test_input_items_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "f"},
         {"role": "assistant", "reasoning_content": "g", "content": ""},
     ]
+
+
+def test_call_that_breaks_off_is_incomplete_streamed_or_not(client: openai.OpenAI) -> None:
+    broken = f'<tool_call>{{"name": "f", "arguments": {{"x": 1}}}}</tool_call>{CALLS[:44]}'
+    fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 200, "extra_body": saying(broken)}
+    for answer in (ask(client, **fields), events_of(client, **fields)[-1].response):
+        assert (answer.status, answer.incomplete_details) == ("incomplete", None)
+        assert [(item.arguments, item.status) for item in answer.output] == [
+            ('{"x": 1}', "completed"),
+            ('{"x": ', "incomplete"),
+        ]
+    assert events_of(client, **fields)[-1].type == "response.incomplete"

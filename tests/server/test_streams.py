@@ -288,3 +288,29 @@ def test_rounds_are_sent_to_one_request_at_a_time() -> None:
                 return status
 
             assert asyncio.run(two()) == 429
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+def test_events_have_no_line_separators_inside(server: serving.Running, path: str) -> None:
+    """A client that splits lines as Python's `str.splitlines` does finds whole events."""
+    text, chat = "a\u2028b\u2029c\x85d\x0be\x1ef\n", {"model": serving.NAME, "messages": CHAT["messages"]}
+    asked = {
+        "completions": {"prompt": PROMPT, "max_tokens": 64},
+        "chat/completions": chat,
+        "responses": {"input": PROMPT},
+        "messages": {**chat, "max_tokens": 64},
+    }
+    body = {**asked[path], "structured_outputs": {"choice": [text]}, "stream": True}
+    lines = post(server, f"/v1/{path}", body)[2].decode().splitlines()
+    assert all(line.startswith(("event: ", "data: ", ": ping")) or not line for line in lines)
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
+    assert text in "".join(_texts(json.loads(each)) for each in data)
+
+
+def _texts(event: Any) -> str:
+    """Return the new text of an event of any route."""
+    if "choices" in event:
+        (choice,) = event["choices"]
+        return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    delta = event.get("delta", "") if event["type"] in ("response.output_text.delta", "content_block_delta") else ""
+    return delta if isinstance(delta, str) else delta["text"]

@@ -20,7 +20,7 @@ from tests.support.answers import TOOLS, Joined, auto, check_every_split, joined
 pytestmark = pytest.mark.once
 
 NAMES = [tool["function"]["name"] for tool in TOOLS]
-MARKERS = {
+MARKERS = {  # of the formats whose text without calls is content
     "hermes": ["<tool_call>", "</tool_call>"],
     "llama3_json": ["<|python_tag|>", ";"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
@@ -95,6 +95,19 @@ def python_lists(draw: Any) -> tuple[str, Joined]:
     return blank + text + blank, Joined(calls=calls)
 
 
+@st.composite
+def harmony(draw: Any) -> tuple[str, Joined]:
+    before, calls = draw(st.sampled_from(["", "I look."])), []
+    texts = [f"<|channel|>commentary<|message|>{before}<|end|>"] if before else []
+    for name, arguments in draw(CALLS):
+        channel, to = "<|channel|>commentary", f" to=functions.{name}"
+        header = draw(st.sampled_from([f"{to}{channel}", f"{channel}{to}"]))
+        header += draw(st.sampled_from(["", " <|constrain|>json", " json"]))
+        calls.append((name, json.dumps(arguments)))
+        texts.append(f"{header}<|message|>{calls[-1][1]}{draw(st.sampled_from(['<|call|>', '<|end|>']))}")
+    return "<|start|>assistant".join(texts), Joined(before, calls=calls)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     case=st.one_of(
@@ -105,6 +118,7 @@ def python_lists(draw: Any) -> tuple[str, Joined]:
                 ("llama3_json", llama3_json),
                 ("mistral", mistral),
                 ("pythonic", python_lists),
+                ("harmony", harmony),
             ]
         ]
     ),
@@ -133,7 +147,7 @@ def without_markup(format_: str, parts: Sequence[AnswerPart], text: str) -> bool
 @st.composite
 def scraps(draw: Any) -> tuple[str, str]:
     """Draw a format and a text of scraps of its calls, in any order."""
-    format_ = draw(st.sampled_from(sorted(FORMATS)))
+    format_ = draw(st.sampled_from(sorted(MARKERS)))
     pieces = [*MARKERS[format_], *(marker[:-2] for marker in MARKERS[format_]), *"{}[](),:=;'\"\\ \nx1-<|"]
     pieces += ['{"name": "f", ', '"arguments": ', '"parameters": {', '{"x": 1}}', "[f(x=1", "get_", '"name"', "f"]
     pieces += ["", '{"name": "f", "arguments": {"x": [1, "a"]}}', "[f(x=[1, 'a'])]", "f[ARGS]{"]
@@ -200,7 +214,6 @@ def test_parser_of_a_text_without_calls_returns_it_unchanged(format_: str, text:
         ("pythonic", "[f(x={1, 2})]"),
         ("pythonic", "[f(x=1e999)]"),
         ("pythonic", r"[f(x='\ud800')]"),
-        ("pythonic", "[f(x='a\nb')]"),
         ("pythonic", "[f(x=01)]"),
         ("pythonic", "[f(**{'x': 1})]"),
         ("pythonic", "[f(x=1)"),
@@ -224,6 +237,18 @@ def test_parser_of_what_only_looks_like_a_call_returns_it_as_content(format_: st
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": tru}} b', "}} b", [("f", '{"x": tru')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": [1, "a', "", [("f", '{"x": [1, "a')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id" 1}', ', "id" 1}', [("f", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{\n"name": "f", "arguments": {\n"s": "a\nb\t", "x": 1}}</tool_call>',
+            "",
+            [("f", '{\n"s": "a\\nb\\t", "x": 1}')],
+        ),
+        ("hermes", '<tool_call>{"arguments": {"s": "a\r\x00"}, "name": "f"}', "", [("f", r'{"s": "a\r\u0000"}')]),
+        ("llama3_json", '{"name": "f", "parameters": {"s\n": "\n"}}', "", [("f", r'{"s\n": "\n"}')]),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"s": "\n\\n"}', "", [("f", r'{"s": "\n\n"}')]),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"s": "\n"}}]', "", [("f", r'{"s": "\n"}')]),
+        ("harmony", '<|channel|>commentary to=functions.f<|message|>{"s": "\n"}', "", [("f", r'{"s": "\n"}')]),
+        ("pythonic", "[f(x='a\nb', y=\"\r\n\\\n\x00\")]", "", [("f", r'{"x": "a\nb", "y": "\r\n\u0000"}')]),
         ("llama3_json", '{"name": "f", "parameters": {}}; b', "; b", [("f", "{}")]),
         (
             "mistral",
@@ -260,6 +285,7 @@ def test_parser_of_calls_and_other_text_keeps_both(
         ("llama3_json", '{"type": "function", "name": "f", "parameters": '),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": '),
         ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"),
     ],
 )
 def test_parser_hands_on_every_character_of_arguments_at_once(format_: str, head: str) -> None:

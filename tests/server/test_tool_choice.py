@@ -36,13 +36,13 @@ def named(name: str) -> dict[str, Any]:
 def test_parser_for_a_chat_template_reads_its_format_alone(template: str) -> None:
     for other, text in EXAMPLES.items():
         expected = FOUND if text == EXAMPLES[template] else Joined(text)
-        assert parsed(lambda: parser_for(template, None, read_choice(TOOLS, "auto"), False), [text]) == expected, other
+        assert parsed(lambda: parser_for(template, None, read_choice(TOOLS, "auto"), None), [text]) == expected, other
 
 
 def test_parser_for_a_name_overrides_the_chat_template() -> None:
     template = "{{ '[TOOL_CALLS]' }}"
-    assert parsed(lambda: parser_for(template, "hermes", read_choice(TOOLS, None), False), [HERMES]) == FOUND
-    assert parsed(lambda: parser_for(template, None, read_choice(TOOLS, None), False), [HERMES]) == Joined(HERMES)
+    assert parsed(lambda: parser_for(template, "hermes", read_choice(TOOLS, None), None), [HERMES]) == FOUND
+    assert parsed(lambda: parser_for(template, None, read_choice(TOOLS, None), None), [HERMES]) == Joined(HERMES)
 
 
 def test_parser_for_the_template_of_qwen_reads_its_own_calls(data: Path) -> None:
@@ -56,7 +56,7 @@ def test_parser_for_the_template_of_qwen_reads_its_own_calls(data: Path) -> None
     prompt, whole = texts
     answer = whole.removeprefix(prompt).removesuffix("<|im_end|>\n")
     assert whole.startswith(prompt) and answer.count("<tool_call>") == 2
-    make = partial(parser_for, own._tokenizer.chat_template, None, read_choice(TOOLS, "auto"), False)
+    make = partial(parser_for, own._tokenizer.chat_template, None, read_choice(TOOLS, "auto"), None)
     found = check_every_split(make, answer)
     assert [(name, json.loads(text)) for name, text in found.calls] == [("f", call["function"]["arguments"])] * 2
     assert found.content == "Look:"
@@ -64,16 +64,18 @@ def test_parser_for_the_template_of_qwen_reads_its_own_calls(data: Path) -> None
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}", "<tool_call><function=f>", "<tool_call>f<arg_key>x"])
 def test_parser_for_an_unknown_template_raises_and_names_the_formats(template: str | None) -> None:
-    with pytest.raises(ValueError, match=r"^tools: expected .* hermes, llama3_json, mistral, pythonic, got .*required"):
-        parser_for(template, None, read_choice(TOOLS, "auto"), False)
+    with pytest.raises(
+        ValueError, match=r"^tools: expected .* hermes, llama3_json, mistral, pythonic, harmony, got .*required"
+    ):
+        parser_for(template, None, read_choice(TOOLS, "auto"), None)
     for choice in ("none", "required", named("f")):
-        parser_for(template, None, read_choice(TOOLS, choice), False)
-    parser_for(template, None, read_choice(None, None), False)
+        parser_for(template, None, read_choice(TOOLS, choice), None)
+    parser_for(template, None, read_choice(None, None), None)
 
 
 def test_parser_for_an_unknown_name_raises_and_names_the_formats() -> None:
-    for check in (lambda: check_name("qwen"), lambda: parser_for(None, "qwen", read_choice(None, None), False)):
-        with pytest.raises(ValueError, match=r"^tool_parser: expected one of hermes, .*pythonic, got 'qwen'$"):
+    for check in (lambda: check_name("qwen"), lambda: parser_for(None, "qwen", read_choice(None, None), None)):
+        with pytest.raises(ValueError, match=r"^tool_parser: expected one of hermes, .*pythonic, harmony, got 'qwen'$"):
             check()
     check_name(None)
 
@@ -81,12 +83,12 @@ def test_parser_for_an_unknown_name_raises_and_names_the_formats() -> None:
 def test_parser_for_no_tools_returns_text_as_content() -> None:
     for tools, choice in ((None, None), ([], None), (TOOLS, "none"), (None, "none")):
         assert check_every_split(
-            partial(parser_for, None, "hermes", read_choice(tools, choice), False), HERMES
+            partial(parser_for, None, "hermes", read_choice(tools, choice), None), HERMES
         ) == Joined(HERMES)
 
 
 def test_parser_for_a_named_tool_returns_the_whole_text_as_its_arguments() -> None:
-    make = partial(parser_for, None, None, read_choice(TOOLS, named("get_time")), True, prompt="<think>")
+    make = partial(parser_for, None, None, read_choice(TOOLS, named("get_time")), "think", prompt="<think>")
     text = '{"x" : [1, {"y": "}"}]}'
     assert check_every_split(make, f" {text}\n") == Joined(calls=[("get_time", text)])
     assert check_every_split(make, text[:9]) == Joined(calls=[("get_time", text[:9])])
@@ -95,7 +97,7 @@ def test_parser_for_a_named_tool_returns_the_whole_text_as_its_arguments() -> No
 
 
 def test_parser_for_required_calls_reads_one_call_or_an_array() -> None:
-    make = partial(parser_for, None, None, read_choice(TOOLS, "required"), False)
+    make = partial(parser_for, None, None, read_choice(TOOLS, "required"), None)
     one, other = '{"name": "f", "arguments": {"x": 1}}', '{"name":"get_time","arguments":{}}'
     assert check_every_split(make, one) == Joined(calls=[("f", '{"x": 1}')])
     assert check_every_split(make, f"[{one}, {other} ]") == Joined(calls=[("f", '{"x": 1}'), ("get_time", "{}")])
@@ -105,7 +107,7 @@ def test_parser_for_required_calls_reads_one_call_or_an_array() -> None:
 def test_parser_for_allowed_tools_leaves_calls_of_others_in_the_content() -> None:
     allowed = {"mode": "auto", "tools": [named("get_time")]}
     make = partial(
-        parser_for, None, "hermes", read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}), False
+        parser_for, None, "hermes", read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}), None
     )
     assert check_every_split(make, HERMES) == Joined(HERMES)
     assert check_every_split(make, HERMES.replace('"f"', '"get_time"')) == Joined(calls=[("get_time", "{}")])
@@ -115,7 +117,7 @@ def test_ids_of_calls_differ_and_those_of_mistral_have_nine_letters() -> None:
     ids = {"hermes": set[str](), "mistral": set[str]()}
     for name, text in (("hermes", HERMES), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
         for _ in range(20):
-            parser = parser_for(None, name, read_choice(TOOLS, "auto"), False)
+            parser = parser_for(None, name, read_choice(TOOLS, "auto"), None)
             first = next(part.call for part in [*parser.push(text), *parser.finish()] if part.call)
             assert first.id is not None
             ids[name].add(first.id)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from jspec import Engine, SamplingParams
 from jspec.engine.grammar import json_schema
+from jspec.engine.grammar.cfg_matcher import LarkGrammar, Matcher
 from jspec.server.reading.text_reader import AnswerPart
+from jspec.server.tool_calls import harmony
+from jspec.server.tool_calls.auto_grammar import auto_grammar
 from jspec.server.tool_calls.choose import parser_for
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import read_choice
-from tests.support import byte_pair
+from tests.support import byte_grammars, byte_pair
 from tests.support.answers import TOOLS, Joined, joined, tool
+from tests.support.random_schemas import END
 
 pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
@@ -157,3 +162,115 @@ def test_tool_grammar_of_too_many_large_schemas_raises_before_it_reads_them(monk
     assert not read
     tool_grammar(read_choice([tool("f", WEATHER)], "required"))
     assert read  # the negative control
+
+
+# -- calls that the model need not make
+
+X = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+STRICT = [tool("f", X), tool("g", X)]
+STRICT[0]["function"]["strict"] = True
+TOKENS = {text: 0xC0 + i for i, text in enumerate(["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *harmony.MARKERS])}
+HEAD, TO = "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant", "to=functions."
+ALLOWED = {  # texts in each format that a strict tool allows, and whether each has at most one call
+    "hermes": [
+        ("a < b, <tool", True),
+        ('Look: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> b', True),
+        ('<tool_call>{"name": "g", "arguments": {"x": 3}}</tool_call>', True),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>' * 2, False),
+    ],
+    "llama3_json": [
+        ('{"answer": 3}', True),
+        ('{"name": "f", "parameters": {"x": 1}}', True),
+        ('Look: <|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', False),
+    ],
+    "mistral": [
+        ("[1, 2]", True),
+        ('Look:[TOOL_CALLS]f[ARGS]{"x": 2}', True),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 2}}]', True),
+        ('[TOOL_CALLS]f[ARGS]{"x": 2}[TOOL_CALLS]g[ARGS]{}', False),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 2}}, {"name": "g", "arguments": {}}]', False),
+    ],
+    "harmony": [
+        (" is 4.", True),
+        (f"{HEAD}<|channel|>final<|message|>x = 1<|return|>", True),
+        (f'{HEAD}<|channel|>commentary {TO}f <|constrain|>json<|message|>{{"x": 1}}<|call|>', True),
+        (f'<|start|>assistant {TO}g<|channel|>commentary json<|message|>{{"x": 3}}', True),
+        (f"<|channel|>commentary {TO}g<|message|>{{}}<|end|>{HEAD} {TO}g<|channel|>commentary<|message|>{{}}", False),
+    ],
+}
+REFUSED = {
+    "hermes": ["<tool_call>x", '<tool_call>{"name": "f", "arguments": {"x": 3}}', '<tool_call>{"name": "h", '],
+    "llama3_json": [
+        '{"name": "f", "parameters": {"x": 3}}',
+        ' {"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x": 3}}',
+        '<think>A</think>{"name": "f", "parameters": {"x": 3}}',
+        '<|python_tag|>{"name": "f", "parameters": {"x": 3}}',
+    ],
+    "mistral": ['[TOOL_CALLS]f[ARGS]{"x": 3}', '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 3}}]', "[TOOL_CALLS]h"],
+    "harmony": [
+        f'{HEAD}<|channel|>commentary {TO}f <|constrain|>json<|message|>{{"x": 3}}',
+        f'{HEAD} {TO}f<|channel|>commentary json<|message|>{{"x": 3}}',
+        f"{HEAD}<|channel|>commentary {TO}h<|message|>{{}}",
+    ],
+}
+
+
+def lark_of(format_: str, specials: dict[str, int], tools: Any = STRICT, *, parallel: bool | None = None) -> str:
+    lark = auto_grammar(read_choice(tools, "auto"), format_, specials, parallel)
+    assert lark is not None
+    return lark
+
+
+def allows(lark: str, text: str, specials: dict[str, int]) -> bool:
+    """Return whether a grammar allows a text whose special tokens are bytes that no text has."""
+    pattern = "|".join(map(re.escape, specials)) or "(?!)"
+    pieces = re.split(f"({pattern})", text)
+    ids = [token for piece in pieces for token in ([specials[piece]] if piece in specials else piece.encode())]
+    grammar = byte_grammars.maker().of(SamplingParams(grammar=lark), (END,), ())
+    assert isinstance(grammar, LarkGrammar)
+    try:
+        Matcher(grammar).follow([*ids, END])
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("format_", "specials"), [*((name, TOKENS) for name in ALLOWED), ("llama3_json", {}), ("mistral", {})]
+)
+def test_grammar_of_strict_tools_leaves_text_free_and_calls_only_as_the_schema_says(
+    format_: str, specials: dict[str, int]
+) -> None:
+    lark, alone = lark_of(format_, specials), lark_of(format_, specials, parallel=False)
+    for text, is_single in ALLOWED[format_]:
+        assert allows(lark, text, specials), text
+        assert allows(alone, text, specials) is is_single, text
+        parser = parser_for(None, format_, read_choice(STRICT, "auto"), None)
+        calls = joined([*parser.push(text), *parser.finish()]).calls
+        assert (len(calls) < 2) is is_single  # as the reader finds them
+        assert all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for name, arguments in calls if name == "f")
+    for text in REFUSED[format_]:
+        assert not allows(lark, text, specials), text
+
+
+def test_grammar_of_tools_that_are_not_strict_is_none_unless_calls_may_not_be_several() -> None:
+    loose = [tool("f", X)]
+    for choice in (read_choice(loose, "auto"), read_choice(STRICT, "required"), read_choice(STRICT, "none")):
+        assert auto_grammar(choice, "hermes", {}, None) is None
+    lark = lark_of("hermes", {}, loose, parallel=False)
+    call = '<tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>'
+    assert allows(lark, call, {}) and not allows(lark, call * 2, {})
+
+
+@pytest.mark.parametrize(("format_", "specials"), [("pythonic", {}), ("harmony", {})])
+def test_strict_tools_in_a_format_that_no_grammar_can_force_are_refused(format_: str, specials: Any) -> None:
+    with pytest.raises(ValueError, match=r'^tools: expected strict false .*"required"'):
+        auto_grammar(read_choice(STRICT, None), format_, specials, None)
+    with pytest.raises(ValueError, match=r'^parallel_tool_calls: expected true .*"required"'):
+        auto_grammar(read_choice([tool("f")], None), format_, specials, False)
+
+
+def test_strict_that_is_no_bool_is_refused() -> None:
+    wrong = [{"type": "function", "function": {"name": "f", "strict": "yes"}}]
+    with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.strict: expected true or false, got 'yes'$"):
+        read_choice(wrong, None)

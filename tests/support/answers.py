@@ -49,8 +49,9 @@ def joined(parts: Sequence[AnswerPart]) -> Joined:
     return found
 
 
-def auto(format_: str, *, reasoning: bool = False, prompt: str = "") -> OutputParser:
-    return parser_for(None, format_, read_choice(TOOLS, "auto"), reasoning, prompt=prompt)
+def auto(format_: str, *, reasoning: str | None = None, prompt: str = "", prefill: str = "") -> OutputParser:
+    choice = read_choice(TOOLS, "auto")
+    return parser_for(None, format_, choice, reasoning, prompt=f"{prompt}{prefill}", prefill=prefill)
 
 
 def parsed(make: Callable[[], OutputParser], pieces: Sequence[str]) -> Joined:

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,19 +37,29 @@ def engine() -> Engine:
     return small_engine(SLOTS, MAX_LEN)
 
 
-def small_engine(slots: int, max_len: int, template: str | None = None, **options: Any) -> Engine:
+def small_engine(
+    slots: int, max_len: int, template: str | None = None, specials: Sequence[str] = (), **options: Any
+) -> Engine:
     """Make an engine on a device of paper with a byte-level tokenizer and a chat template.
 
     Args:
         template: the chat template; None: that of the tokenizer.
+        specials: further special tokens.
         options: further options of the engine.
     """
     folder = tokenizer_folders.write(Path(mkdtemp()) / "chat", "chat")
     if template is not None:
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] += [
+        {"id": VOCAB + i, "content": text, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for i, text in enumerate(specials)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return paper.make(
-        tiny.model(VOCAB, layers=1),
+        tiny.model(VOCAB + len(specials), layers=1),
         drafter=NGram(Tree.chain(2)),
         tokenizer=str(folder),
         eos_ids=(2,),

@@ -5,14 +5,19 @@ Its answers are random, so tests that need a certain answer ask for it with a re
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pydantic
+import pytest
 
 from jspec import Engine
-from tests.support import costs, serving
+from jspec.server.tool_calls import harmony
+from tests.support import costs, paper_model, serving
 
 TEMPLATE = """{% if tools %}<|im_start|>tools {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
@@ -28,6 +33,37 @@ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
 def engine() -> Engine:
     """Return an engine on a device of paper."""
     return serving.small_engine(serving.SLOTS, serving.MAX_LEN, TEMPLATE)
+
+
+HARMONY = """{% for tool in tools or [] %}<|start|>developer<|message|>{{ tool | tojson }}<|end|>{% endfor %}
+{%- for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+SPECIALS = (*harmony.MARKERS, "[THINK]", "[/THINK]", "<|other|>")
+
+
+@cache
+@costs.shared()
+def special_engine(template: str = HARMONY) -> Engine:
+    """Return an engine on a device of paper, the markers of whose formats are special tokens."""
+    return serving.small_engine(serving.SLOTS, serving.MAX_LEN, template, SPECIALS)
+
+
+@contextlib.contextmanager
+def telling(engine: Engine, text: str) -> Iterator[None]:
+    """Let every answer of an engine on a device of paper be a text, special tokens included, and then end.
+
+    Where a grammar does not allow the next token, the likeliest allowed one takes its place.
+    """
+    assert engine.tokenizer is not None
+    ids = [*engine.tokenizer.encode(text, add_special_tokens=False), engine.eos_ids[0]]
+
+    def told(logits: Any, position: int, piece: Any) -> int:
+        token = ids[min(position - int(piece["start"] + piece["count"]), len(ids) - 1)]
+        return token if np.isfinite(logits[token]) else int(np.argmax(logits))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper_model, "sample", told)
+        yield
 
 
 def saying(text: str) -> dict[str, Any]:

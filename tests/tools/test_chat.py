@@ -13,7 +13,7 @@ from jspec import Engine, SamplingParams
 from jspec.__main__ import main
 from jspec.engine.request.request import Chunk
 from jspec.tools import chat, colour, generate
-from tests.support import lettered
+from tests.support import lettered, tool_serving
 
 pytestmark = pytest.mark.once
 
@@ -109,6 +109,16 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_its_beginning(engine: Engine, mo
     assert f"{answer} (stopped)\n(" in out.getvalue()
     assert stopped == [True]
     assert out.getvalue().count(chat.HELP) == 3, "at the start and after each Ctrl-C at the prompt"
+
+
+def test_chat_prints_reasoning_and_keeps_the_answer_without_it() -> None:
+    engine, out = tool_serving.special_engine(), io.StringIO()
+    spoken = "<|channel|>analysis<|message|>User greets.<|end|><|start|>assistant<|channel|>final<|message|>"
+    talk = chat.ChatSession(engine, SamplingParams(max_tokens=80), None, out)
+    with tool_serving.telling(engine, f"{spoken}Hello!"):
+        talk.answer("Hi")
+    assert talk.messages[-1] == {"role": "assistant", "content": "Hello!"}
+    assert out.getvalue().startswith(f"{spoken}Hello!\n")
 
 
 def test_chat_message_that_is_too_long_is_refused_and_not_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

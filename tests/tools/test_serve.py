@@ -101,6 +101,7 @@ def test_loopback_address_needs_no_key(host: str) -> None:
     [
         (["--warm", "logprobs,other"], "--warm: expected some of logprobs,grammar,rounds, got 'other'"),
         (["--tool-parser", "other"], "--tool-parser: expected one of"),
+        (["--reasoning-parser", "other"], "--reasoning-parser: expected one of"),
         (["--tree", "chain:2", "--target", "demo"], "--tree: expected a drafter"),
         (["--max-queue", "0"], "--max-queue: expected 1 to 1048576, got 0"),
         (["--max-body", "0"], "--max-body: expected 1 to 1073741824, got 0"),

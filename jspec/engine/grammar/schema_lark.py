@@ -25,8 +25,8 @@ CONTROLS = [(0, 0x1F)]
 ANY = repeated(one_of(CONTROLS, is_negated=True), 0, None)
 
 
-def lark_of(schema: Any) -> str:
-    """Return a checked schema (`jspec.engine.grammar.json_schema.check`) as a Lark grammar.
+def lark_of(schema: Any, rule: str = "start") -> str:
+    """Return a checked schema (`jspec.engine.grammar.json_schema.check`) as a rule of a Lark grammar.
 
     The grammar's texts have their properties in the schema's order, at most one blank between two JSON tokens, and no
     control characters in names that the schema does not list.
@@ -34,7 +34,7 @@ def lark_of(schema: Any) -> str:
     Raises:
         ValueError: a keyword cannot be enforced; the message names the keyword and its location.
     """
-    return f"start: %json {json.dumps({**_rewritten({} if schema is True else schema, '#'), 'x-guidance': OPTIONS})}"
+    return f"{rule}: %json {json.dumps({**_rewritten({} if schema is True else schema, '#'), 'x-guidance': OPTIONS})}"
 
 
 def _rewritten(schema: Any, path: str) -> Any:

@@ -186,19 +186,23 @@ class InputProcessor:
         return TextDecoder(self._output_tokenizer(params), context, params.stop, stop_ids, params.min_tokens)
 
     def _output_tokenizer(self, params: SamplingParams) -> Tokenizer | None:
-        """Return the tokenizer that decodes the output, which hides special tokens unless the request wants them.
+        """Return the tokenizer that decodes the output, which hides the special tokens that the request does not want.
 
         Raises:
             ValueError: the request wants them, and the tokenizer cannot show them.
         """
-        if params.skip_special_tokens or self.tokenizer is None or not self.tokenizer.hidden_ids:
+        if self.tokenizer is None or not self.tokenizer.hidden_ids:
+            return self.tokenizer
+        if params.skip_special_tokens and not params.visible_special_tokens:
             return self.tokenizer
         if not hasattr(self.tokenizer, "with_special_tokens"):
             raise ValueError(
-                "skip_special_tokens: expected True, because this engine's tokenizer "
-                f"({type(self.tokenizer).__name__}) cannot show special tokens, got False; give it a method "
+                "skip_special_tokens: expected True, and no visible_special_tokens, because this engine's tokenizer "
+                f"({type(self.tokenizer).__name__}) cannot show special tokens; give it a method "
                 "with_special_tokens"
             )
+        if params.skip_special_tokens:
+            return self.tokenizer.with_special_tokens(params.visible_special_tokens)
         return self.tokenizer.with_special_tokens()
 
     def _bad_words(self, params: SamplingParams, stop_ids: tuple[int, ...], max_new_tokens: int) -> penalty_input.Words:
@@ -263,8 +267,9 @@ class InputProcessor:
             ValueError: a stop string has the text of a special token and other text beside it, so it can never match.
         """
         texts: Mapping[str, int] = getattr(self.tokenizer, "special_texts", {})
+        hidden = [text for text in texts if text not in params.visible_special_tokens]
         for stop in params.stop if params.skip_special_tokens else ():
-            inside = next((text for text in texts if text in stop), None) if stop not in texts else None
+            inside = next((text for text in hidden if text in stop), None) if stop not in texts else None
             if inside is not None:
                 raise ValueError(
                     f"stop: {short(stop)} can never match, because the text leaves out the special token {inside!r}; "

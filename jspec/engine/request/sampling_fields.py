@@ -30,6 +30,7 @@ class SamplingFields(TypedDict, total=False):
     grammar: str | None
     processor_args: tuple[float, ...]
     skip_special_tokens: bool
+    visible_special_tokens: tuple[str, ...]
     draft: bool | int
     logprobs: int | None
     prompt_logprobs: int | None

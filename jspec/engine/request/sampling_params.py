@@ -75,6 +75,7 @@ class SamplingParams:
         processor_args: values for the engine's ``logits_processor``; their number is the engine option
             ``processor_args``. Empty: all zeros.
         skip_special_tokens: whether the text leaves out special tokens; stop tokens are always left out.
+        visible_special_tokens: texts of special tokens that the text has even so, such as markers of a format.
         draft: whether to use draft tokens for this request; an int is the largest number to accept per round.
         logprobs: number of likeliest tokens whose log-probabilities are reported at each emitted token; 0: only the
             emitted token's; None: off. The engine's ``logprobs_mode`` decides whether they are raw or processed.
@@ -109,6 +110,7 @@ class SamplingParams:
     grammar: str | None = None
     processor_args: tuple[float, ...] = ()
     skip_special_tokens: bool = True
+    visible_special_tokens: tuple[str, ...] = ()
     draft: bool | int = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -215,6 +217,8 @@ def _normalised(params: SamplingParams) -> dict[str, Any]:
     Values of a wrong type stay as given, for `RULES` to refuse.
     """
     values: dict[str, Any] = {}
+    if isinstance(params.visible_special_tokens, list):
+        values["visible_special_tokens"] = tuple(params.visible_special_tokens)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(getattr(params, name), (list, set, frozenset)) or is_row(getattr(params, name)):
             values[name] = tuple(getattr(params, name))
@@ -345,6 +349,7 @@ RULES: tuple[Rule, ...] = (  # field, test of its value, description of the allo
         "a tuple of finite numbers within float32's 3.4e38",
     ),
     ("skip_special_tokens", lambda p: isinstance(p.skip_special_tokens, bool), "a bool"),
+    ("visible_special_tokens", lambda p: are_texts(p.visible_special_tokens), "a tuple of texts, none empty"),
     ("draft", lambda p: isinstance(p.draft, bool) or is_int_from(0, p.draft), "a bool or int >= 0"),
     ("logprobs", lambda p: is_logprobs(p.logprobs), f"None or 0 to {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda p: is_logprobs(p.prompt_logprobs), f"None or 0 to {MAX_LOGPROBS}"),

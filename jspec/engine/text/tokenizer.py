@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -68,10 +68,13 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def with_special_tokens(self) -> Tokenizer:
-        """Return a tokenizer of the same tokens that hides none: its `decode` also gives the texts of special tokens.
+    def with_special_tokens(self, texts: Collection[str] | None = None) -> Tokenizer:
+        """Return a tokenizer of the same tokens whose `decode` also gives the texts of special tokens.
 
-        Needed only for requests with ``skip_special_tokens=False``.
+        Needed only for requests with ``skip_special_tokens=False`` or ``visible_special_tokens``.
+
+        Args:
+            texts: texts of the special tokens that it shows, which need not be tokens; None: it shows all.
         """
         ...
 
@@ -102,7 +105,7 @@ class ByteTokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         raise ValueError("the byte tokenizer has no chat template: write the prompt as text and use generate")
 
-    def with_special_tokens(self) -> ByteTokenizer:
+    def with_special_tokens(self, texts: Collection[str] | None = None) -> ByteTokenizer:
         return self
 
     def token_bytes(self) -> list[bytes | None]:
@@ -136,6 +139,7 @@ class HFTokenizer:
             self._skips_special_tokens = True
             self.hidden_ids = frozenset(i for i in added if self.decode([i]) == "")
             self.special_texts = {added[i].content: i for i in self.hidden_ids if added[i].content}
+            self._showing: dict[frozenset[int], HFTokenizer] = {}  # tokenizers that show some of the hidden ids
             self._chat_template = ChatTemplate(self._folder)
             self.byte_ids = self._byte_ids()
             self.eos_id: int | None = self._tokenizer.eos_token_id
@@ -159,17 +163,22 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # Removing blanks before punctuation would change text that was streamed already.
         skips = self._skips_special_tokens
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        shown = list(ids) if skips else [token for token in ids if token not in self.hidden_ids]
+        return self._tokenizer.decode(shown, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
-    def with_special_tokens(self) -> HFTokenizer:
-        return self._with_special_tokens
-
-    @cached_property
-    def _with_special_tokens(self) -> HFTokenizer:
-        other = copy(self)
-        other._skips_special_tokens, other.hidden_ids, other.special_texts = False, frozenset(), {}
-        other.__dict__.pop("token_texts", None)
-        return other
+    def with_special_tokens(self, texts: Collection[str] | None = None) -> HFTokenizer:
+        names = self.special_texts
+        shown = self.hidden_ids if texts is None else frozenset(names[text] for text in texts if text in names)
+        if texts is not None and not shown:
+            return self
+        if shown not in self._showing:
+            other = copy(self)
+            other._skips_special_tokens, other._showing = False, {}
+            other.hidden_ids = self.hidden_ids - shown
+            other.special_texts = {text: token for text, token in names.items() if token in other.hidden_ids}
+            other.__dict__.pop("token_texts", None)
+            self._showing[shown] = other
+        return self._showing[shown]
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:

@@ -18,7 +18,7 @@ NAMES = {  # the field of a request for each field of chat completions, or part 
     "tools[].function.parameters": "tools[].input_schema",
     "tool_choice.function": "tool_choice",
 }
-TOOL_KEYS = ("name", "description", "input_schema")
+TOOL_KEYS = ("name", "description", "input_schema", "strict")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

@@ -17,6 +17,8 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx passes events on at once
 }
+# Line separators that JSON leaves as they are. Events end lines at LF and CR alone, but clients may split at these too.
+SEPARATORS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 DONE, PING = "data: [DONE]\n\n", ": ping\n\n"
 
 
@@ -46,8 +48,10 @@ async def _leaving(receive: Receive) -> None:
 
 def event(data: Any, name: str | None = None) -> str:
     """Return one event of a stream; a name is for clients that tell events by it."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {dumps(data)}\n\n"
+    head, text = "" if name is None else f"event: {name}\n", dumps(data)
+    for separator, written in SEPARATORS.items():
+        text = text.replace(separator, written)
+    return f"{head}data: {text}\n\n"
 
 
 dumps = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode

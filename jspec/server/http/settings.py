@@ -44,6 +44,7 @@ class Settings:
         log_text: whether requests are logged with their texts.
         tool_parser: name of the format of tool calls; None: the chat template tells.
         reasoning: whether to split the reasoning from the answer.
+        reasoning_parser: name of the format of reasoning; None: the chat template tells.
         reasoning_field: name of the field that has the reasoning.
         warm: what to compile before the first request: "logprobs", "grammar", "rounds".
 
@@ -68,6 +69,7 @@ class Settings:
     log_text: bool = False
     tool_parser: str | None = None
     reasoning: bool = True
+    reasoning_parser: str | None = None
     reasoning_field: str = "reasoning_content"
     warm: tuple[str, ...] = ()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 
 BLANKS = " \t\n\r"
 LITERALS = ("true", "false", "null")
@@ -16,7 +18,10 @@ NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][
 class JsonScanner:
     """Finds the end of one JSON value, or the first character that no JSON value can have there.
 
+    A string may have control characters, which models write, but JSON does not; `escaped` writes them as JSON.
+
     Attributes:
+        raw: positions of control characters in strings of the text that was pushed last.
         has_ended: whether the value is complete. A number is, once another character has come.
         has_failed: whether the text is no JSON.
 
@@ -25,6 +30,7 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.has_ended = self.has_failed = False
+        self.raw: list[int] = []
         self._closers: list[str] = []  # of the arrays and objects that are open
         self._read = self._value  # reads what may come next: (text, position) to the position after it
         self._scalar_text = ""  # the number or literal that has begun
@@ -33,6 +39,7 @@ class JsonScanner:
 
     def push(self, text: str, at: int) -> int:
         """Read ``text`` from position ``at``; return the position after the value, or at the wrong character."""
+        self.raw = []
         while at < len(text) and not (self.has_ended or self.has_failed):
             at = self._read(text, at)
         return at
@@ -112,7 +119,7 @@ class JsonScanner:
         if text[at] == "\\":
             self._read = self._escape
         elif text[at] != '"':
-            return self._fail(at)
+            self.raw.append(at)
         elif self._is_key:
             self._is_key, self._read = False, self._colon
         else:
@@ -145,6 +152,21 @@ class JsonScanner:
             self._end_value()
             return at
         return self._fail(at)
+
+
+def escaped(text: str, raw: Sequence[int]) -> str:
+    """Return a text with its characters at some positions, in rising order, escaped as in a JSON string."""
+    pieces, start = [], 0
+    for at in raw:
+        pieces += [text[start:at], json.dumps(text[at])[1:-1]]
+        start = at + 1
+    return "".join([*pieces, text[start:]])
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is a whole JSON object."""
+    scanner = JsonScanner()
+    return text.startswith("{") and scanner.push(text, 0) == len(text) and scanner.has_ended
 
 
 def _may_be_scalar(text: str) -> bool:

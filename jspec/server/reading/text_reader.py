@@ -6,11 +6,12 @@ decides depends on the text alone, never on how the text was split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from jspec.server.reading.json_scanner import BLANKS, JsonScanner
+from jspec.server.reading.json_scanner import BLANKS, JsonScanner, escaped
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where more text is needed, and returns a T
@@ -41,15 +42,26 @@ class AnswerPart:
     call: CallDelta | None = None
 
 
+@dataclass
+class AnswerSpan:
+    """A part of an answer, by numbers of characters; ``end`` is None while the part has not ended."""
+
+    start: int
+    end: int | None = None
+
+
 class OutputParser(Protocol):
     """Splits the text of one answer into content, reasoning and tool calls.
 
     Attributes:
-        reasoning_end: that of `Reader`.
+        reasoning, has_broken_call: those of `Reader`.
     """
 
     @property
-    def reasoning_end(self) -> int | None: ...
+    def reasoning(self) -> Sequence[AnswerSpan]: ...
+
+    @property
+    def has_broken_call(self) -> bool: ...
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text of any length; return what it has decided."""
@@ -67,15 +79,16 @@ class Reader:
         text: the text that is held back.
         at: position in ``text`` up to which the format has read; what is before it may still become content.
         ended: whether no more text comes.
-        reasoning_end: number of characters of the answer up to the end of its reasoning, the marker included; 0: it has
-            none; None: it has not ended.
+        reasoning: where the answer has reasoning, the markers included.
+        has_broken_call: whether a call broke off in its arguments.
         parts: what was found and not yet handed to the caller.
     """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
         self.parts: list[AnswerPart] = []
-        self.reasoning_end: int | None = 0
+        self.reasoning: list[AnswerSpan] = []
+        self.has_broken_call = False
         self.num_dropped = 0  # characters
         self._tried = 0  # no marker that begins before this position counts
 
@@ -95,20 +108,35 @@ class Reader:
         """Remove what was read, because it can no longer become content."""
         self.drop(self.at)
 
-    def pass_until(self, marker: str, *, is_reasoning: bool = False) -> Reading[bool]:
+    def begin_reasoning(self) -> None:
+        """Note that reasoning begins with what is held back."""
+        self.reasoning.append(AnswerSpan(self.num_dropped))
+
+    def end_reasoning(self) -> Reading[None]:
+        """Note that reasoning ends with what was read; remove that and the blanks after it."""
+        self.commit()
+        self.reasoning[-1].end = self.num_dropped
+        yield from self.skip_blanks()
+        self.commit()
+
+    def pass_until(self, *markers: str, is_reasoning: bool = False) -> Reading[bool]:
         """Pass text on up to a marker and the blanks before it, which stay held back; then ``at`` is the marker's end.
 
         If the format finds after it that it does not want the marker, it calls this again, and the marker is text.
 
+        Args:
+            markers: the first of them that comes counts; none is the beginning of another.
+
         Returns:
-            False if the text ends without the marker. All of it is passed on then.
+            False if the text ends without a marker. All of it is passed on then.
         """
         while True:
-            start = self.text.find(marker, self._tried)
+            found = [(at, marker) for marker in markers if (at := self.text.find(marker, self._tried)) >= 0]
+            start, marker = min(found, default=(-1, ""))
             if start < 0 and self.ended:
                 self.pass_on(len(self.text), is_reasoning=is_reasoning)
                 return False
-            end = _size_without(self.text, marker) if start < 0 else start
+            end = min(_size_without(self.text, each) for each in markers) if start < 0 else start
             end = len(self.text[:end].rstrip(BLANKS))
             self.pass_on(end, is_reasoning=is_reasoning)
             if start >= 0:
@@ -141,13 +169,34 @@ class Reader:
         self.at += len(literal)
         return True
 
+    def take_one(self, literals: Sequence[str]) -> Reading[bool]:
+        """Read the first of several literal texts with which the text goes on; return whether there is one."""
+        for literal in literals:
+            if (yield from self.take(literal)):
+                return True
+        return False
+
+    def take_run(self, letters: re.Pattern[str]) -> Reading[str]:
+        """Read the characters that a pattern allows, up to the first other one; return them."""
+        while True:
+            match = letters.match(self.text, self.at)
+            assert match is not None
+            if match.end() < len(self.text) or self.ended:
+                self.at = match.end()
+                return match.group()
+            yield
+
     def json_value(self) -> Reading[str | None]:
-        """Read a JSON value that other text must follow; return its text, or None if this is no JSON value."""
-        scanner, start = JsonScanner(), self.at
+        """Read a JSON value that other text must follow; return its text, or None if this is no JSON value.
+
+        Control characters in its strings are escaped.
+        """
+        scanner, start, raw = JsonScanner(), self.at, list[int]()
         while True:
             self.at = scanner.push(self.text, self.at)
+            raw += [at - start for at in scanner.raw]
             if scanner.has_ended:
-                return self.text[start : self.at]
+                return escaped(self.text[start : self.at], raw)
             if scanner.has_failed or self.ended:
                 return None
             yield
@@ -172,8 +221,12 @@ class TextParser:
         self._steps = read(self._reader)
 
     @property
-    def reasoning_end(self) -> int | None:
-        return self._reader.reasoning_end
+    def reasoning(self) -> Sequence[AnswerSpan]:
+        return self._reader.reasoning
+
+    @property
+    def has_broken_call(self) -> bool:
+        return self._reader.has_broken_call
 
     def push(self, text: str) -> list[AnswerPart]:
         self._reader.text += text

@@ -69,11 +69,11 @@ class MessageAnswer(ChatAnswer):
 
     def _read(self, chunk: Chunk) -> list[tuple[Step, AnswerBlock, str]]:
         """Add new output to the blocks; return what it does to them."""
-        message = self._messages[0]
-        steps = [step for part in message.parts(chunk) for step in self._blocks.add(part)]
+        steps = [step for part in self._messages[0].parts(chunk) for step in self._blocks.add(part)]
         if chunk.finish_reason is not None:
             steps += self._blocks.end()
-            self._ending = _end_of(chunk, has_calls=message.has_calls)
+            calls = [_object_of(block.text) for block in self._blocks.all if block.kind == CALL]
+            self._ending = _end_of(chunk, has_calls=calls != [] and None not in calls)
         return steps
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -169,7 +169,11 @@ def _object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def _end_of(chunk: Chunk, *, has_calls: bool) -> dict[str, Any]:
-    """Return why a message has ended."""
+    """Return why a message has ended.
+
+    Args:
+        has_calls: whether it has calls, all of them whole.
+    """
     assert chunk.finish_reason is not None
     if chunk.finish_reason == "stop" and isinstance(chunk.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}

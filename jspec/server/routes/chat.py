@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jspec.engine.callers.text_generator import TextGenerator
@@ -14,14 +15,16 @@ from jspec.server.ask.messages import render_messages
 from jspec.server.http.errors import invalid, refused
 from jspec.server.reading import reasoning
 from jspec.server.reading.logprobs import chat_entries, prompt_entries
-from jspec.server.reading.text_reader import AnswerPart, CallDelta, OutputParser
+from jspec.server.reading.text_reader import AnswerPart, AnswerSpan, OutputParser
 from jspec.server.routes.answers import Answer, finish_reason, stop_reason
 from jspec.server.routes.service import Service
-from jspec.server.tool_calls.choose import parser_for
+from jspec.server.tool_calls import forced
+from jspec.server.tool_calls.auto_grammar import auto_grammar
+from jspec.server.tool_calls.calls import call_delta, whole_calls
+from jspec.server.tool_calls.choose import MARKERS, format_of, parser_for, prompt_text, template_of
 from jspec.server.tool_calls.grammar import tool_grammar
 from jspec.server.tool_calls.tools import ToolChoice, read_choice
 
-PROMPT_END = 16  # tokens of a prompt that tell whether it ends inside reasoning
 TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -34,11 +37,14 @@ def render(tokenizer: Tokenizer | None, fields: dict[str, Any]) -> list[int]:
     Raises:
         TypeError, ValueError: the conversation cannot be rendered.
     """
-    options = {name: fields[name] for name in TEMPLATE_OPTIONS if name in fields}
+    options, messages = {name: fields[name] for name in TEMPLATE_OPTIONS if name in fields}, fields["messages"]
     if "reasoning_effort" in fields:
         kwargs = {**options.get("chat_template_kwargs", {}), "reasoning_effort": fields["reasoning_effort"]}
         options["chat_template_kwargs"] = kwargs
-    return render_messages(tokenizer, fields["messages"], options)
+    is_forced = read_choice(fields.get("tools"), fields.get("tool_choice")).is_forced
+    if is_forced and not forced.is_in(template_of(tokenizer)):
+        messages = forced.with_tools(messages, options.pop("tools"))
+    return render_messages(tokenizer, messages, options)
 
 
 def check_conversation(engine: TextGenerator, fields: dict[str, Any], field: str = "messages") -> None:
@@ -104,31 +110,39 @@ class ChatAnswer(Answer):
             ask.set("logprobs", {"logprobs": ask.own.get("top_logprobs", 0)})
         elif "top_logprobs" in ask.own:
             raise invalid("top_logprobs", "expected nothing without logprobs; set logprobs, or leave it out")
-        template = getattr(service.engine.tokenizer, "chat_template", None)
-        self._template = "\n".join(template.values()) if isinstance(template, dict) else template
-        self._reasons = service.settings.reasoning and reasoning.is_used_by(self._template) and _may_reason(ask)
-        self._choice = self._read_tools(ask)
+        self._template = template_of(service.engine.tokenizer)
+        self._reasoning = reasoning.format_name(self._template, service.settings.reasoning_parser)
+        self._reasons = service.settings.reasoning and _may_reason(ask, self._reasoning)
+        self._choice = self._read_tools(service, ask)
         super().__init__(service, ask)
         self.names |= template_names(self.own)
         self._messages: dict[int, ChatMessage] = {}  # of each choice, once the prompt is rendered
 
-    def _read_tools(self, ask: Ask) -> ToolChoice:
+    def _read_tools(self, service: Service, ask: Ask) -> ToolChoice:
         """Read the tools and the choice among them, and set the fields of `SamplingParams` that they need."""
-        fields, field = ask.own, ask.names.get("json_schema")
+        fields = ask.own
         try:
             choice = read_choice(fields.get("tools"), fields.get("tool_choice"))
+            parser_for(self._template, service.settings.tool_parser, choice, None)  # raises before the prompt is made
             grammar = tool_grammar(choice, fields.get("parallel_tool_calls"))
+            lark = self._auto_grammar(service, choice, fields.get("parallel_tool_calls"))
         except ValueError as error:
             raise refused(error, ask.names) from error
         if grammar is not None:
             ask.set("tool_choice", grammar)
-        elif choice.mode == "auto" and field is not None:
-            raise invalid(
-                field, "expected no schema beside tools that the model need not call; set tool_choice, or leave one out"
-            )
-        if self._reasons or choice.mode != "none":
-            ask.params.setdefault("skip_special_tokens", False)  # markers may be special tokens
+        elif choice.mode == "auto":
+            _check_alone(ask, has_grammar=lark is not None)
+        if lark is not None:
+            ask.set("tools", {"grammar": lark})
+        if self._reasoning is not None or choice.mode != "none":
+            ask.params["visible_special_tokens"] = MARKERS
         return choice
+
+    def _auto_grammar(self, service: Service, choice: ToolChoice, parallel_tool_calls: bool | None) -> str | None:
+        specials = getattr(service.engine.tokenizer, "special_texts", {})
+        shown = {text: token for text, token in specials.items() if text in MARKERS}
+        format_name = format_of(self._template, service.settings.tool_parser)
+        return auto_grammar(choice, format_name, shown, parallel_tool_calls)
 
     def _parser(self, prompt: list[int]) -> OutputParser | None:
         """Return what splits the text of one completion; None: all of it is content.
@@ -138,14 +152,19 @@ class ChatAnswer(Answer):
         """
         if self._choice.mode == "none" and not self._reasons:
             return None
-        assert self.service.engine.tokenizer is not None
-        end, name = self.service.engine.tokenizer.decode(prompt[-PROMPT_END:]), self.service.settings.tool_parser
-        return parser_for(self._template, name, self._choice, self._reasons, prompt=end)
+        tokenizer, prefill = self.service.engine.tokenizer, ""
+        assert tokenizer is not None
+        if self.own.get("continue_final_message"):
+            prefill = self.own["messages"][-1].get("content") or ""
+        end = prompt_text(tokenizer, prompt, is_whole=prefill != "")
+        name, reasoning_name = self.service.settings.tool_parser, self._reasoning if self._reasons else None
+        return parser_for(self._template, name, self._choice, reasoning_name, prompt=end, prefill=prefill)
 
     def make_requests(self) -> list[Request]:
         ids = render(self.service.engine.tokenizer, self.own)
+        request = self.service.engine.prepare(ids, self.params, trace=self.is_traced)
         self._messages = {index: ChatMessage(self._parser(ids)) for index in range(self.n)}
-        return [self.service.engine.prepare(ids, self.params, trace=self.is_traced)]
+        return [request]
 
     def body(self, outputs: Any) -> dict[str, Any]:
         scores = outputs[0][1].prompt_logprobs
@@ -205,13 +224,33 @@ class ChatAnswer(Answer):
 
     def _end(self, message: ChatMessage, chunk: Chunk) -> dict[str, Any]:
         reason = finish_reason(chunk)
-        is_call = message.has_calls and reason == "stop"
+        is_call = message.has_calls and not message.has_broken_call and reason == "stop"
         return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason(chunk)}
 
 
-def _may_reason(ask: Ask) -> bool:
-    """Return whether an answer may begin with reasoning; a grammar leaves no room for it, unless it has the marker."""
-    return all(reasoning.CLOSE in str(ask.params[name]) for name in GRAMMARS if name in ask.params)
+def _check_alone(ask: Ask, *, has_grammar: bool) -> None:
+    """Refuse a schema beside tools that the model need not call, and any grammar beside such tools with their own.
+
+    Args:
+        has_grammar: whether the tools have a grammar, because they are strict or may be called once.
+    """
+    refused_fields = GRAMMARS if has_grammar else ("json_schema",)
+    field = next((ask.names[name] for name in refused_fields if name in ask.params), None)
+    if field is not None:
+        beside = "strict tools, or parallel_tool_calls false," if has_grammar else "tools"
+        raise invalid(
+            field,
+            f"expected no schema or grammar beside {beside} that the model need not call; set tool_choice, or leave "
+            "one out",
+        )
+
+
+def _may_reason(ask: Ask, name: str | None) -> bool:
+    """Return whether an answer may have reasoning of a format; a grammar leaves room for it if it has a marker."""
+    if name is None:
+        return False
+    grammars = [str(ask.params[field]).replace("\\", "") for field in GRAMMARS if field in ask.params]
+    return all(any(marker in text for marker in reasoning.FORMATS[name].closings) for text in grammars)
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -226,14 +265,14 @@ class ChatMessage:
 
     Attributes:
         has_begun: whether a stream has sent its role.
-        has_calls: whether it calls a tool.
+        has_calls, has_broken_call: whether it calls a tool, and whether a call broke off.
         unsent: chunks whose log-probabilities no event has.
-        num_reasoning_tokens: number of tokens up to the end of its reasoning.
+        num_reasoning_tokens: number of tokens of its reasoning.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
-        self.has_begun = self.has_calls = False
+        self.has_begun = self.has_calls = self.has_broken_call = False
         self.unsent: list[Chunk] = []
         self.num_reasoning_tokens = self._size = 0
 
@@ -246,27 +285,13 @@ class ChatMessage:
         if chunk.finish_reason is not None:
             parts = [*parts, *self._parser.finish()]
         self.has_calls |= any(part.call is not None for part in parts)
-        self._count_reasoning(chunk, self._parser.reasoning_end)
+        self.has_broken_call = self._parser.has_broken_call
+        self._count_reasoning(chunk, self._parser.reasoning)
         return parts
 
-    def _count_reasoning(self, chunk: Chunk, end: int | None) -> None:
+    def _count_reasoning(self, chunk: Chunk, spans: Sequence[AnswerSpan]) -> None:
         for piece in chunk.pieces or ():
             self._size += len(piece)
-            self.num_reasoning_tokens += end is None or 0 < self._size <= end
-
-
-def call_delta(call: CallDelta) -> dict[str, Any]:
-    """Return a piece of a tool call as an entry of "tool_calls" of a stream."""
-    function = {"arguments": call.arguments}
-    if call.id is None:
-        return {"index": call.index, "function": function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
-
-
-def whole_calls(deltas: list[CallDelta]) -> list[dict[str, Any]]:
-    """Return the tool calls that pieces make, in the form of a whole message."""
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        new = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-        calls.setdefault(delta.index, new)["function"]["arguments"] += delta.arguments
-    return list(calls.values())
+            self.num_reasoning_tokens += any(
+                span.start < self._size and (span.end is None or self._size <= span.end) for span in spans
+            )

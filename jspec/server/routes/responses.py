@@ -24,6 +24,7 @@ from jspec.server.ask.values import boolean, given, mapping, never, only, text
 from jspec.server.http.errors import ApiError, invalid
 from jspec.server.http.events import event
 from jspec.server.reading.blocks import CALL, CONTENT, REASONING, AnswerBlock, AnswerBlocks, Step
+from jspec.server.reading.json_scanner import is_object
 from jspec.server.routes.calls import Output
 from jspec.server.routes.chat import ChatAnswer
 from jspec.server.routes.service import Service
@@ -89,11 +90,12 @@ class ResponseAnswer(ChatAnswer):
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish_reason == "length" else "completed"
+        is_broken = self._messages[0].has_broken_call
+        return "incomplete" if self._finish_reason == "length" or is_broken else "completed"
 
     def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """Return the response object, which has output and usage once it has ended."""
-        is_cut, has_begun = status == "incomplete", status == "in_progress"
+        is_cut, has_begun = self._finish_reason == "length", status == "in_progress"
         failure = None if error is None else {"code": "server_error", "message": error.message}
         return {
             "id": self.id,
@@ -102,7 +104,7 @@ class ResponseAnswer(ChatAnswer):
             "model": self.service.name,
             "status": status,
             "error": failure,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut and status == "incomplete" else None,
             "output": [] if has_begun else [self._item(block) for block in self._blocks.all],
             "usage": None if has_begun else self._usage(),
             **self._settings(),
@@ -130,8 +132,9 @@ class ResponseAnswer(ChatAnswer):
 
     def _item(self, block: AnswerBlock, status: str | None = None) -> dict[str, Any]:
         """Return a block as an item of the output."""
-        is_last = block is self._blocks.all[-1]
-        status = status or (self._status if is_last else "completed")
+        is_cut = block is self._blocks.all[-1] and self._finish_reason == "length"
+        is_cut |= block.kind == CALL and not is_object(block.text)
+        status = status or ("incomplete" if is_cut else "completed")
         if block.kind == CALL:
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return {"id": f"fc_{block.id}", "type": "function_call", "status": status, **call}

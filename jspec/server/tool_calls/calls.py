@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Collection
+from typing import Any
 
-from jspec.server.reading.json_scanner import JsonScanner
+from jspec.server.reading.json_scanner import JsonScanner, escaped
 from jspec.server.reading.text_reader import AnswerPart, CallDelta, Reader, Reading
 
 ARGUMENTS = ("arguments", "parameters")  # keys under which a call may have its arguments
@@ -24,7 +25,7 @@ class AnswerCalls:
     A call has the name of a given tool, and a JSON object as arguments. Text that only begins like a call is left to
     the caller, who passes it on as content. The arguments of a call are handed on as they arrive, once its name is
     known; if they then turn out not to be JSON, or break off, the call keeps what came before the wrong character, and
-    the rest is content.
+    the rest is content. Control characters in strings of the arguments are escaped.
 
     Args:
         reader: the answer's text.
@@ -60,9 +61,10 @@ class AnswerCalls:
         self.begin(name)
         while True:
             size = scanner.push(reader.text, 0)
-            self.add(reader.text[:size])
+            self.add(escaped(reader.text[:size], scanner.raw))
             reader.drop(size)
             if scanner.has_ended or scanner.has_failed or reader.ended:
+                reader.has_broken_call |= not scanner.has_ended
                 return scanner.has_ended
             yield
 
@@ -135,3 +137,20 @@ class AnswerCalls:
         if (yield from self.read_list(",")) and (yield from reader.take("]")):
             reader.commit()
         return True
+
+
+def call_delta(call: CallDelta) -> dict[str, Any]:
+    """Return a piece of a tool call as an entry of "tool_calls" of a stream."""
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+def whole_calls(deltas: list[CallDelta]) -> list[dict[str, Any]]:
+    """Return the tool calls that pieces make, in the form of a whole message."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        new = {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+        calls.setdefault(delta.index, new)["function"]["arguments"] += delta.arguments
+    return list(calls.values())

@@ -32,22 +32,11 @@ def read(reader: Reader, calls: AnswerCalls) -> Reading[None]:
 
 def _read_named(reader: Reader, calls: AnswerCalls) -> Reading[None]:
     """Read ``name[ARGS]{...}``, as far as there is one."""
-    name = yield from _read_run(reader, NAME)
+    name = yield from reader.take_run(NAME)
     if name not in calls.names:
         return
     if (yield from reader.take("[CALL_ID]")):
-        yield from _read_run(reader, ID)
+        yield from reader.take_run(ID)
     yield from reader.take("[ARGS]")
     yield from reader.skip_blanks()
     yield from calls.stream_arguments(name)
-
-
-def _read_run(reader: Reader, letters: re.Pattern[str]) -> Reading[str]:
-    """Read the characters that a pattern allows, up to the first other one; return them."""
-    while True:
-        match = letters.match(reader.text, reader.at)
-        assert match is not None
-        if match.end() < len(reader.text) or reader.ended:
-            reader.at = match.end()
-            return match.group()
-        yield

@@ -27,9 +27,11 @@ CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": 
 RUN = re.compile(r"[\w.+-]*")  # characters of a name or a number
 NAME = re.compile(r"[^\W\d][\w.]*")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
-BODIES = [(quote, rf"[^\\{quote}\n]*(?:\\.[^\\{quote}\n]*)*") for quote in "'\""]
+BODIES = [(quote, rf"[^\\{quote}]*(?:\\.[^\\{quote}]*)*") for quote in "'\""]
 STRING = re.compile("|".join(rf"{q * 3}(?:[^\\]|\\.)*?{q * 3}|{q}(?!{q * 2}){body}{q}" for q, body in BODIES), re.S)
 STRING_BEGUN = re.compile("|".join(rf"{q * 3}.*|{q * 2}|{q}(?!{q * 2}){body}\\?" for q, body in BODIES), re.S)
+UNESCAPED = re.compile(r"\\(.)|[\n\r\0]", re.S)  # an escape, or a character that Python takes in no string of one line
+RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 ESCAPES = "\n\\'\"abfnrtvxuUN01234567"  # what may follow a backslash; Python warns of others, and keeps the backslash
 
 
@@ -90,8 +92,7 @@ def _read_token(reader: Reader, names: Collection[str] | None) -> Reading[str | 
             return None  # more text cannot make a token of it
         if names is not None and not any(name.startswith(rest) for name in names):
             return None
-        # A string that has begun ends at its quote; a line's end makes it wrong, unless it has triple quotes.
-        yield from _wait(reader, "" if match else f"{first}\n")
+        yield from _wait(reader, "" if match else first)  # a string that has begun ends at its quote
 
 
 def _wait(reader: Reader, characters: str) -> Reading[None]:
@@ -131,13 +132,20 @@ def _is_literal(token: str) -> bool:
 
 def _parsed(text: str) -> list[tuple[str, str]]:
     """Return the name and the arguments, as JSON, of each call of a list; [] if this is no list of calls."""
-    escaped = re.sub(r"\\(.)", lambda match: match[0] if match[1] in ESCAPES else f"\\{match[0]}", text, flags=re.S)
+    written = STRING.sub(lambda string: UNESCAPED.sub(_escaped, string[0]), text)
     try:
-        tree = ast.parse(escaped, mode="eval").body
+        tree = ast.parse(written, mode="eval").body
         assert isinstance(tree, ast.List)
         return [_call(node) for node in tree.elts]
     except (SyntaxError, ValueError):  # of Python, of our own, or of json
         return []
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Return an escape, or a character of a string, as Python takes it; models write line ends as they are."""
+    if match[1] is None:
+        return RAW[match[0]]
+    return match[0] if match[1] in ESCAPES else f"\\\\{RAW.get(match[1], match[1])}"
 
 
 def _call(node: ast.expr) -> tuple[str, str]:

@@ -22,10 +22,12 @@ class ToolChoice:
     Attributes:
         mode: "none"; "auto": the model decides; "required": at least one call; "named": a call of the only tool.
         schemas: the JSON schema of the arguments, by name, of the tools that may be called.
+        strict: the names of the tools whose arguments must follow their schema.
     """
 
     mode: str
     schemas: Mapping[str, Any]
+    strict: frozenset[str] = frozenset()
 
     @property
     def is_forced(self) -> bool:
@@ -37,7 +39,8 @@ def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
     """Check a request's tools and its choice among them.
 
     Args:
-        tools: a list of ``{"type": "function", "function": {"name": ..., "parameters": schema}}``, or None.
+        tools: a list of ``{"type": "function", "function": {"name": ..., "parameters": schema, "strict": bool}}``, or
+            None.
         tool_choice: "none", "auto", "required", ``{"type": "function", "function": {"name": ...}}``, or
             ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}``; None: "auto"
             if there are tools, else "none".
@@ -46,8 +49,9 @@ def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
         ValueError: one of them is wrong; the message begins with the field.
     """
     schemas = _read_tools(tools)
+    strict = frozenset(tool["function"]["name"] for tool in tools or () if tool["function"].get("strict"))
     if tool_choice is None:
-        return ToolChoice("auto" if schemas else "none", schemas)
+        return ToolChoice("auto" if schemas else "none", schemas, strict)
     if isinstance(tool_choice, str) and tool_choice in MODES:
         choice = ToolChoice(tool_choice, schemas)
     elif isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
@@ -62,7 +66,7 @@ def read_choice(tools: Any, tool_choice: Any) -> ToolChoice:
         )
     if choice.mode != "none" and not schemas:
         raise ValueError(f"tool_choice: expected tools beside it, got {short(tool_choice)} and none; give tools")
-    return replace(choice, schemas={}) if choice.mode == "none" else choice
+    return replace(choice, schemas={}) if choice.mode == "none" else replace(choice, strict=strict & {*choice.schemas})
 
 
 def _read_allowed(schemas: Mapping[str, Any], allowed: Any) -> ToolChoice:
@@ -98,6 +102,9 @@ def _read_tools(tools: Any) -> dict[str, Any]:
         if name in schemas:
             raise ValueError(f"tools[{index}].function.name: expected names that differ, got {name} twice; rename one")
         schemas[name] = _schema_of(tool["function"], f"tools[{index}].function.parameters")
+        strict = tool["function"].get("strict")
+        if strict not in (True, False, None):
+            raise ValueError(f"tools[{index}].function.strict: expected true or false, got {short(strict)}")
     return schemas
 
 

@@ -1,0 +1,161 @@
+"""Writes the grammar of an answer that may call tools, whose calls must then have arguments that follow their schemas.
+
+The text of the answer is free up to what announces a call in a format. The grammar is in Lark's form, as llguidance
+reads it: ``/.../`` is a regular expression, ``"..."`` a text, ``<[5]>`` the token 5, and ``[lazy]`` ends an expression
+as early as it matches. A marker that is a special token can only be written as its id, and no expression matches it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from jspec.engine.grammar import disjoint, json_schema, schema_lark
+from jspec.server.reading.reasoning import HARMONY
+from jspec.server.tool_calls import harmony
+from jspec.server.tool_calls.tools import ToolChoice
+
+SP = r"[ \t\r\n]*"
+CALL_HEAD = rf'{SP}\{{{SP}"name"{SP}:{SP}"NAME"{SP},{SP}"(arguments|parameters)"{SP}:'
+# How Llama's calls begin an answer, or what follows its reasoning.
+BARE_CALL = rf'(?s:(.*<.think>)?{SP}\{{{SP}"(name|arguments|parameters|type|id)".*)'
+MESSAGE_PARTS = "|".join(re.escape(marker) for marker in (*harmony.ENDS, harmony.MESSAGE))
+
+
+class AutoGrammar:
+    """The parts that the grammars of all formats share.
+
+    Args:
+        choice: what the answer may call.
+        specials: ids of special tokens that the answer may have, by text.
+        is_parallel: whether an answer may have several calls.
+
+    Attributes:
+        names: the names of the tools.
+        more: how often what has a call may follow: any number of times, or once.
+    """
+
+    def __init__(self, choice: ToolChoice, specials: Mapping[str, int], *, is_parallel: bool) -> None:
+        self.names, self.specials, self.more = list(choice.schemas), specials, "*" if is_parallel else "?"
+        self._rules = [
+            _json_rule(f"args{i}", name, schema if name in choice.strict else {"type": "object"})
+            for i, (name, schema) in enumerate(choice.schemas.items())
+        ]
+
+    def marker(self, text: str) -> str:
+        """Return a marker as its token, if it is a special one, or as text."""
+        return f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text)
+
+    def listed(self, separator: str) -> str:
+        """Return a list of calls, or one call, with a separator between them."""
+        return f'call (SP "{separator}" SP call)*' if self.more == "*" else "call"
+
+    def of(self, trigger: str, calls: str, *, bare: str = "") -> str:
+        """Return the grammar of answers with free text, in which a marker announces calls.
+
+        Args:
+            trigger: the marker.
+            calls: what follows it.
+            bare: the calls with which an answer may begin instead; no text begins as they do, and none follows calls.
+        """
+        others = [f"<[{token}]>" for text, token in self.specials.items() if text != trigger]
+        inside = f"(TEXT? ({' | '.join(others)}))* " if others else ""
+        if trigger in self.specials:
+            before = f"free {self.marker(trigger)}"
+        else:
+            before = f"{inside}trigger\ntrigger[lazy]: /(?s:.*){re.escape(trigger)}/"
+        start = f"({bare} | before SP {calls}) SP | free" if bare else f"(before SP {calls} SP){self.more} free"
+        text = _text(f"(?s:.*{re.escape(trigger)}.*)", *([BARE_CALL] if bare else []))
+        return self.whole(f"start: {start}", f"before: {before}", f"free: {inside}TEXT?", text)
+
+    def whole(self, *rules: str) -> str:
+        """Return a grammar of some rules and those of the calls."""
+        heads = [f"head{i}[lazy]: /{CALL_HEAD.replace('NAME', re.escape(name))}/" for i, name in enumerate(self.names)]
+        calls = [f'head{i} SP args{i} SP "}}"' for i in range(len(self.names))]
+        return "\n".join([*rules, f"call: {' | '.join(calls)}", *heads, *self._rules, f"SP: /{SP}/"])
+
+
+def _text(*banned: str) -> str:
+    """Return the terminal of free text, which none of some regular expressions matches."""
+    return f"TEXT: {' & '.join(['/(?s:.+)/', *(f'~/{each}/' for each in banned)])}"
+
+
+def _json_rule(rule: str, name: str, schema: object) -> str:
+    try:
+        return schema_lark.lark_of(disjoint.with_any_of(json_schema.parse(json_schema.text_of(schema))), rule)
+    except ValueError as error:
+        raise ValueError(f"tools: {name}: {error}") from error
+
+
+def _hermes(grammar: AutoGrammar) -> str:
+    return grammar.of("<tool_call>", f"call SP {grammar.marker('</tool_call>')}")
+
+
+def _llama3_json(grammar: AutoGrammar) -> str:
+    calls = grammar.listed(";")
+    return grammar.of("<|python_tag|>", calls, bare=calls)
+
+
+def _mistral(grammar: AutoGrammar) -> str:
+    call_id = f"({grammar.marker('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
+    named = [f'"{name}" {call_id} {grammar.marker("[ARGS]")}? SP args{i}' for i, name in enumerate(grammar.names)]
+    array = f'"[" SP {grammar.listed(",")} SP "]"'
+    return grammar.of("[TOOL_CALLS]", f"({' | '.join([array, *named])})")
+
+
+def _harmony(grammar: AutoGrammar) -> str | None:
+    """Return the grammar of messages in harmony, whose headers are texts between special tokens."""
+    if not set(harmony.MARKERS) <= grammar.specials.keys():
+        return None
+    channel, constrain, message = map(grammar.marker, (harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE))
+    calls = []
+    for i, name in enumerate(grammar.names):
+        to = rf"to=functions\.{re.escape(name)}"
+        in_role = f"/(assistant)?[ ]?{to}[ ]?/ ({channel} HEADER?)?"
+        in_channel = f"HEADER? {channel} /[a-z]+[ ]{to}([ ][a-z]*)?/"
+        calls += [f"{header} ({constrain} HEADER?)? {message} SP args{i} SP" for header in (in_role, in_channel)]
+    return grammar.whole(
+        f"start: (text | TEXT)? (separator+ text?)* (separator* tool (separator+ text?)*){grammar.more}",
+        f"separator: {' | '.join(map(grammar.marker, harmony.ENDS))}",
+        f"text: HEADER? ({channel} HEADER?)? ({constrain} HEADER?)? {message} TEXT?",
+        f"tool: {' | '.join(calls)}",
+        "HEADER: /[^=]+/",  # and so without a recipient
+        _text(f"(?s:.*({MESSAGE_PARTS}).*)"),
+    )
+
+
+GRAMMARS: dict[str, Callable[[AutoGrammar], str | None]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    HARMONY: _harmony,
+}
+
+
+def auto_grammar(
+    choice: ToolChoice, format_name: str, specials: Mapping[str, int], parallel_tool_calls: bool | None
+) -> str | None:
+    """Return the grammar, in Lark's form, that an answer needs to keep what the request asks of calls; None: none.
+
+    Args:
+        choice: what the answer may call.
+        format_name: the format of tool calls.
+        specials: ids of special tokens that the answer may have, by text.
+        parallel_tool_calls: whether an answer may have several calls; None: yes.
+
+    Raises:
+        ValueError: calls in this format are nothing that a grammar can force, or a schema is wrong.
+    """
+    is_parallel = parallel_tool_calls is not False
+    if choice.mode != "auto" or not (choice.strict or not is_parallel):
+        return None
+    write = GRAMMARS.get(format_name, lambda grammar: None)
+    lark = write(AutoGrammar(choice, specials, is_parallel=is_parallel))
+    if lark is None:
+        field = "tools: expected strict false" if choice.strict else "parallel_tool_calls: expected true"
+        raise ValueError(
+            f'{field} with tool_choice "auto", because no grammar can force calls in the format {format_name} of the '
+            'model; change it, or set tool_choice to "required" or a tool'
+        )
+    return lark
