@@ -31,7 +31,8 @@ from jspec.draft.suffix import Suffix
 from jspec.engine.callers.api import Engine
 from jspec.engine.request.request import Chunk
 from jspec.engine.request.sampling_params import SamplingParams
-from jspec.engine.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
 from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {

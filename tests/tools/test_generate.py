@@ -264,7 +264,7 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
         "sys.modules['ipykernel.zmqshell'] = sys.modules['IPython'] = types.SimpleNamespace(get_ipython=object); "
     )
     for code, messages in (
-        ("from jspec.engine.text import tokenizer; tokenizer._auto_tokenizer()", ()),
+        ("from jspec.engine.text import tokenizer_files; tokenizer_files.auto_tokenizer()", ()),
         ("from transformers import AutoTokenizer", ("PyTorch was not found", "IProgress not found")),
     ):
         error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr
