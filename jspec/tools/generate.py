@@ -29,6 +29,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
 from jspec.engine.callers.api import Engine
+from jspec.engine.request.model_sampling import AUTO, NONE, model_sampling
 from jspec.engine.request.request import Chunk
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -119,6 +120,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument(
+        "--generation-config",
+        default=AUTO,
+        metavar="PATH",
+        help="folder of the generation_config.json whose sampling holds unless a request says otherwise; "
+        f"{NONE}: none; default: {AUTO}, the target's if it has one",
+    )
+    parser.add_argument(
         "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
     )
 
@@ -126,11 +134,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options for sampling on a parser."""
     parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this many times as likely as the first")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="factor for tokens seen before; 1 is off")
+    model = "default: --generation-config's, else"
+    parser.add_argument("--temperature", type=float, help=f"sampling temperature; 0 is greedy; {model} 0")
+    parser.add_argument("--top-k", type=int, help=f"keep the k most likely tokens; {model} all")
+    parser.add_argument("--top-p", type=float, help=f"keep the likeliest tokens up to this probability; {model} 1")
+    parser.add_argument("--min-p", type=float, help=f"keep tokens this many times as likely as the first; {model} 0")
+    parser.add_argument("--repetition-penalty", type=float, help=f"factor for tokens seen before; {model} 1, off")
     parser.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")
 
 
@@ -141,14 +150,16 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """Return the sampling parameters of a parsed command line.
 
     Args:
-        arguments: parsed command line with the options of `add_sampling_arguments`.
+        arguments: parsed command line with the options of `add_sampling_arguments`, after `prepare`.
         more: further fields of `SamplingParams`.
 
     Raises:
         ValueError: an option has an impossible value.
     """
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    defaults = {"temperature": 0.0, **model_sampling(arguments.generation_config, arguments.target)}
+    return SamplingParams(**{**defaults, **options, **more})
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -325,15 +336,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option has an impossible value, or the target has no tokenizer.
     """
-    params = sampling(
-        arguments,
-        n=arguments.n,
-        stop=tuple(arguments.stop or ()),
-        json_schema=_text_or_file(arguments.json_schema),
-        regex=arguments.regex,
-    )
-    text = _text(arguments)
+    text, schema = _text(arguments), _text_or_file(arguments.json_schema)
     tokenizer = prepare(arguments)
+    stop = tuple(arguments.stop or ())
+    params = sampling(arguments, n=arguments.n, stop=stop, json_schema=schema, regex=arguments.regex)
     prompt = _formatted(text, arguments, tokenizer)
     with make_engine(arguments, tokenizer) as engine:
         if follows(engine):

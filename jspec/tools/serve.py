@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from jspec import distributed
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
+from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.tool_calls.choose import check_name
@@ -142,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         with bind(settings.host, settings.port) as listener:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
+            settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
                 return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
 from jspec.server.http.errors import ApiError
+from tests.support import serving
 
 SCHEMA = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -190,3 +192,31 @@ def test_unknown_fields_are_ignored_on_request_and_known_ones_are_not() -> None:
     assert read_fields({"unheard_of": 1}, CHAT, ignore_unknown=True).own == {}
     with pytest.raises(ApiError):
         read_fields({"audio": {}}, CHAT, ignore_unknown=True)
+
+
+ASKED = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 20},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_sampling_of_the_model_holds_for_fields_that_a_request_leaves_out(route: str) -> None:
+    """The fields that the client writes out are those that the server has without them."""
+    sampling = {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.3}
+    body = {"model": serving.NAME, "seed": 7, **ASKED[route]}
+
+    def answer(client: httpx.Client, **fields: Any) -> Any:
+        got = client.post(route, json={**body, **fields}).raise_for_status().json()
+        return got.get("choices") or got.get("content") or [item["content"] for item in got["output"]]
+
+    with (
+        serving.running() as plain,
+        serving.running(sampling=sampling) as server,
+        plain.http() as theirs,
+        server.http() as ours,
+    ):
+        assert answer(ours) == answer(theirs, **sampling) != answer(theirs)
+        assert answer(ours, temperature=0) == answer(theirs, **sampling | {"temperature": 0}) != answer(ours)

@@ -118,6 +118,25 @@ def test_generate_command_sampling_options_set_the_requests_parameters(asked: li
     assert asked == [("ab", expected)]
 
 
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("", dict(temperature=0.6, top_k=20)),
+        ("--temperature 0 --top-p 0.5", dict(temperature=0, top_k=20, top_p=0.5)),
+        ("--generation-config jspec", dict(temperature=0)),
+        ("--generation-config FOLDER", dict(temperature=0.6, top_k=20)),
+    ],
+)
+def test_generate_command_takes_the_sampling_of_the_targets_generation_config(
+    asked: list[Any], tmp_path: Path, words: str, fields: dict[str, Any]
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    target = LETTERED if "FOLDER" in words else str(tmp_path)
+    options = words.replace("FOLDER", str(tmp_path)).split()
+    assert main(["generate", "--target", target, "--max-tokens", "6", *options, "ab"]) == 0
+    assert asked == [("ab", SamplingParams(max_tokens=6, **fields))]
+
+
 def test_generate_command_stop_option_ends_the_text_before_the_stop_string(
     asked: list[Any], capsys: pytest.CaptureFixture
 ) -> None:

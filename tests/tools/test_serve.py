@@ -149,6 +149,18 @@ def test_process_that_follows_another_does_not_take_the_address(monkeypatch: pyt
     assert followed == [{"slots": 3}]
 
 
+@pytest.mark.parametrize(("words", "sampling"), [((), {"top_k": 3}), (("--generation-config", "jspec"), {})])
+def test_server_has_the_sampling_of_the_targets_generation_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sampling: dict[str, Any]
+) -> None:
+    served: list[Settings] = []
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    monkeypatch.setattr(serve, "make_engine", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("jspec.server.run.serve", lambda engine, settings, *_: served.append(settings))
+    command_line.run(["serve", "--port", "0", "--target", str(tmp_path), "--tokenizer", "bytes", *words])
+    assert served[0].sampling == sampling
+
+
 @pytest.mark.parametrize(
     ("word", "ours"),
     [

@@ -99,13 +99,13 @@ def _repair(folder: Path) -> dict[str, bool]:
     return {"fix_mistral_regex": True} if b'"ByteLevel"' in text and b'"[INST]"' in text else {}
 
 
-def eos_sources(folder: Path | None, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+def eos_sources(folder: Path | None, token: int | None) -> dict[str, tuple[int, ...]]:
     """Return the EOS ids of a model by their source: generation_config.json, config.json, the tokenizer.
 
     Args:
         folder: folder of the model; None: it was not loaded from one.
+        token: the tokenizer's EOS id; None: it has none.
     """
-    token = getattr(tokenizer, "eos_id", None)
     return {**({} if folder is None else hub.eos_ids(folder)), **({} if token is None else {"tokenizer": (token,)})}
 
 
@@ -121,7 +121,7 @@ def eos_ids(folder: Path | None, tokenizer: Any, vocab_size: int) -> tuple[int, 
     Raises:
         CheckpointError: a file gives something other than ids of the vocabulary.
     """
-    sources = eos_sources(folder, tokenizer)
+    sources = eos_sources(folder, getattr(tokenizer, "eos_id", None))
     for name, ids in sources.items():
         if name != "tokenizer" and (wrong := [token for token in ids if token >= vocab_size]):
             raise CheckpointError(
