@@ -34,8 +34,9 @@ from jspec.models.weights import tensor_parallel
 from jspec.models.weights.int4_rows import PACKED
 from jspec.models.weights.params import model_params
 from jspec.models.weights.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
-from jspec.models.weights.quantized_config import CONFIG, read_scheme
+from jspec.models.weights.quantized_config import read_scheme
 from jspec.models.weights.quantized_rows import quantized_rows
+from jspec.models.weights.scheme import CONFIG
 from jspec.models.weights.tensor_parallel import put_named
 
 logger = logging.getLogger(__name__)
