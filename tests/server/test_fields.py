@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from jspec.engine.request.sampling_params import SamplingParams
 from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
 from jspec.server.http.errors import ApiError
+from jspec.server.tool_calls.tools import read_choice
 from tests.support import serving
 
 SCHEMA = {"type": "object"}
@@ -192,6 +194,20 @@ def test_unknown_fields_are_ignored_on_request_and_known_ones_are_not() -> None:
     assert read_fields({"unheard_of": 1}, CHAT, ignore_unknown=True).own == {}
     with pytest.raises(ApiError):
         read_fields({"audio": {}}, CHAT, ignore_unknown=True)
+
+
+OPEN = {"type": "object", "properties": {"a": {"properties": {"b": {"type": "null"}}}}}
+CLOSED = {"additionalProperties": False, "type": "object"}
+CLOSED["properties"] = {"a": {"properties": {"b": {"type": "null"}}, "additionalProperties": False}}
+
+
+@pytest.mark.parametrize(("strict", "schema"), [({}, OPEN), ({"strict": False}, OPEN), ({"strict": True}, CLOSED)])
+def test_strict_schema_closes_its_objects(strict: dict[str, Any], schema: dict[str, Any]) -> None:
+    value = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN, **strict}}
+    read = read_fields({"response_format": value}, CHAT)
+    assert json.loads(read.sampling_params().json_schema or "") == schema
+    tool = {"type": "function", "function": {"name": "f", "parameters": OPEN, **strict}}
+    assert read_choice([tool], "required").schemas["f"] == schema
 
 
 ASKED = {
