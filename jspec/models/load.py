@@ -25,7 +25,7 @@ from convert.huggingface import MapRow, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
-from jspec.core.config import DEQUANTIZE
+from jspec.core.config import DEQUANTIZE, SPELLINGS
 from jspec.core.progress import progress_bar
 from jspec.models import families
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
@@ -375,11 +375,14 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
+    """Return the name of a dtype that is given by name or as an object of jax or numpy.
+
+    None and "auto" are the device's default.
 
     Raises:
         ValueError: the dtype is not supported.
     """
+    dtype = SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:
