@@ -304,6 +304,7 @@ class SpeedMeter:
         self._engine, self._before = engine, engine.metrics
         self._tokens = 0  # number of tokens that came
         self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
+        self._is_cut = False  # whether a completion ended at the engine's max_len
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks of an answer, and record the time of the first one that a round produced."""
@@ -313,18 +314,23 @@ class SpeedMeter:
             if self._first is None and chunk.index in begun:
                 self._first = self._tokens, time.perf_counter()
             begun.add(chunk.index)
+            if chunk.finish_reason == "length" and chunk.metrics is not None:
+                length = chunk.metrics.num_prompt_tokens + chunk.metrics.num_tokens
+                self._is_cut = self._is_cut or length >= self._engine.config.max_len
             yield chunk
 
     def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length and, after two rounds, the speed in tokens/s."""
+        """Return a line with tokens, rounds, mean acceptance length, speed in tokens/s if there were two rounds, and
+        whether max_len ended the answer.
+        """
         now, before = self._engine.metrics, self._before
         rounds = now.num_drafts - before.num_drafts
         length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
         text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
         tokens, began = self._first or (self._tokens, 0.0)
-        if self._tokens == tokens:
-            return text
-        return f"{text}, {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
+        if self._tokens != tokens:
+            text += f", {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
+        return f"{text}, ended by max_len={self._engine.config.max_len}" if self._is_cut else text
 
 
 def run(arguments: argparse.Namespace) -> int:

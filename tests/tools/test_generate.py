@@ -137,6 +137,15 @@ def test_generate_command_takes_the_sampling_of_the_targets_generation_config(
     assert asked == [("ab", SamplingParams(max_tokens=6, **fields))]
 
 
+@pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
+def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
+    engine = lettered.paper_chain()
+    meter = generate.SpeedMeter(engine)
+    for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+        pass
+    assert meter.line().endswith(f", ended by max_len={engine.config.max_len}") == is_cut
+
+
 def test_generate_command_stop_option_ends_the_text_before_the_stop_string(
     asked: list[Any], capsys: pytest.CaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Sequence
 from typing import Any, Self, Unpack, final
@@ -281,6 +282,9 @@ class Engine(TextGenerator):
             return exposition(self.core.metrics(), self.core.latencies, self.core.gauges(), model_name, number=number)
 
         return self.threads.do(text)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>{self.memory_plan._repr_html_()}"
 
     def __repr__(self) -> str:
         state = "closed, " if self.threads.is_closed else ""

@@ -129,8 +129,13 @@ class SamplingParams:
         self._check_grammar()
 
     def _check_grammar(self) -> None:
+        others = [name for name in GRAMMARS if name != self.grammar_field and getattr(self, name) is not None]
+        if others:
+            raise ValueError(
+                f"SamplingParams.{others[0]}: expected only one of {', '.join(GRAMMARS)}, got {self.grammar_field} "
+                "too; leave one of them out"
+            )
         conflicts = {
-            **{name: name != self.grammar_field and getattr(self, name) is not None for name in GRAMMARS},
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens > 0,
         }
