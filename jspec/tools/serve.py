@@ -242,9 +242,11 @@ def read_keys(path: str | None) -> list[str]:
 
 
 def greeting(address: str, settings: Settings) -> str:
-    """Return what is printed once the server listens: its address, and a request from a shell and from Python."""
+    """Return what is printed once the server listens: its address, requests from a shell and from Python, sampling."""
     url, name = f"http://{address}", settings.names[0]
     key = ' -H "Authorization: Bearer $KEY"' if settings.keys else ""
+    fields = ", ".join(f"{name} {value:g}" for name, value in settings.sampling.items())
+    sampling = f"\n  sampling of requests that leave it out: {fields} (--generation-config)" if fields else ""
     python_key = "KEY" if settings.keys else '"none"'
     return (
         f"jspec serves {name} at {url} (Ctrl-C ends it)\n"
@@ -252,6 +254,7 @@ def greeting(address: str, settings: Settings) -> str:
         f'\'{{"prompt": "def main(", "max_tokens": 32}}\'\n'
         f'  openai.OpenAI(base_url="{url}/v1", api_key={python_key}).completions.create(model="{name}", '
         'prompt="def main(")'
+        f"{sampling}"
     )
 
 

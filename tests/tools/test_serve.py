@@ -195,6 +195,9 @@ def test_missing_library_is_named_with_the_extra(
 def test_greeting_has_the_address_and_asks_for_the_key_if_there_is_one() -> None:
     text = serve.greeting("127.0.0.1:8000", Settings(names=("m",)))
     assert "http://127.0.0.1:8000/v1" in text and "Authorization" not in text
+    assert "sampling" not in text
+    text = serve.greeting("h:1", Settings(sampling={"temperature": 0.6, "top_k": 20}))
+    assert text.splitlines()[-1].endswith(": temperature 0.6, top_k 20 (--generation-config)")
     text = serve.greeting("h:1", Settings(names=("m",), keys=(b"digest",)))
     assert "Bearer $KEY" in text and "digest" not in text
 
