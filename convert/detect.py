@@ -21,12 +21,13 @@ MEDUSA_BLOCK = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})\.linear\.(weight|bias)")
 OTHER_TENSORS = {
     r"parallel_draft_heads\..*": "parallel draft heads",
     r"medusa_heads?\..*": "Medusa heads within a model (Medusa-2)",
-    r"mtp(_layers)?\..*": "multi-token prediction (MTP) layers",
 }
-# The tensors of a layer of a model that predicts further tokens; a model is loaded without the layers that its config
-# counts as `num_nextn_predict_layers`.
-LATER_TENSORS = {r".*\.eh_proj\..*": OTHER_TENSORS[r"mtp(_layers)?\..*"]}
+# Tensors that predict further tokens (MTP), beside a model's layers or in layers behind its last one. A model is loaded
+# without them.
+LATER_TENSORS = re.compile(r"(?:model\.)?mtp(_layers)?\..*")
+LATER_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.eh_proj\..*")
 OTHER_ARCHITECTURES = ("DFlash2", "DSpine", "Domino")
+MOST_LATER = 2048  # layers that are left out; a config may count more
 DSPARK_HEADS = ("markov_head.", "confidence_head.")  # prefixes of tensors that DSpark adds to a DFlash head
 
 
@@ -51,21 +52,49 @@ def kind_of(config: Fields, names: Collection[str], families: Iterable[str]) -> 
     architectures = " ".join(config.texts("architectures"))
     speculators = config.text("speculators_model_type", "")
     others = [f"the architecture {name}" for name in OTHER_ARCHITECTURES if name in architectures]
-    has_later = any(part.get("num_nextn_predict_layers") for part in (config, config.object("text_config")))
-    patterns = OTHER_TENSORS if has_later else OTHER_TENSORS | LATER_TENSORS
-    others += [method for pattern, method in patterns.items() if any(re.fullmatch(pattern, n) for n in bare)]
+    others += [method for pattern, method in OTHER_TENSORS.items() if any(re.fullmatch(pattern, n) for n in bare)]
     is_peagle = speculators == "peagle" or "mask_hidden" in bare or "peagle" in architectures.lower()
     is_peagle = is_peagle or config.flag("parallel_drafting")
     if "pard_token" in config and not is_peagle:
         others.append("PARD (a draft model that drafts in parallel)")
     if speculators not in ("", "eagle3", "peagle", "dflash", "dspark"):
         others.append(f"speculators_model_type {short(speculators)}")
+    kind = _kind(config, bare, is_peagle=is_peagle)
+    if _has_later(config, bare, is_model=kind == "target" and any("layers.0." in name for name in bare)):
+        others.append("multi-token prediction (MTP) layers")
     if others:
         known = ", ".join(families)
         raise NotImplementedError(
             f"expected a model ({known}) or an EAGLE, DFlash, DSpark or Medusa head, got {others[0]}; this method is "
             "not supported yet"
         )
+    return kind
+
+
+def later_layers(config: Fields, names: Iterable[str]) -> set[int]:
+    """Return the indices of a model's layers that predict further tokens, by its config and by its tensors.
+
+    Args:
+        config: config of the language model.
+        names: names of its tensors.
+    """
+    first, more = config.integer("num_hidden_layers"), config.integer("num_nextn_predict_layers", 0, least=0)
+    stored = {int(match[1]) for name in names if (match := LATER_LAYER.fullmatch(name))}
+    return {*range(first, first + min(more, MOST_LATER)), *(index for index in stored if index >= first)}
+
+
+def _has_later(config: Fields, bare: Collection[str], *, is_model: bool) -> bool:
+    """Return whether tensors that predict further tokens are all that there is, or belong to no model."""
+    if not is_model:
+        return any(LATER_TENSORS.fullmatch(name) or LATER_LAYER.fullmatch(name) for name in bare)
+    first = (config.object("text_config") or config).get("num_hidden_layers")
+    stored = [int(match[1]) for name in bare if (match := LATER_LAYER.fullmatch(name))]
+    return isinstance(first, int) and any(index < first for index in stored)
+
+
+def _kind(config: Fields, bare: Collection[str], *, is_peagle: bool) -> str:
+    architectures = " ".join(config.texts("architectures"))
+    speculators = config.text("speculators_model_type", "")
     if is_peagle:
         return "peagle"
     if any(MEDUSA_BLOCK.fullmatch(name) for name in bare):

@@ -6,13 +6,14 @@ import contextlib
 import json
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 MAX_JSON_BYTES = 64 * 2**20  # largest JSON file in bytes; an index of 100,000 tensors has 10 MiB
 MAX_DEPTH = 32  # most levels of objects and lists in a JSON file
 MAX_SIZE = 2**31 - 1  # largest integer in a config: sizes and ids are int32 on the device
+LEAST, MOST = 1e-18, 1e18  # range of other numbers; products of two of them have a place in float32
 MAX_MESSAGE = 480  # most characters of an error message
 LISTED = 3  # most names that an error lists; it counts the others
 
@@ -164,10 +165,9 @@ class Fields(Mapping[str, Any]):
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a finite number above 0."""
+        """Read a number above 0, from `LEAST` to `MOST`."""
         value = self._given(name, default, "a number", lambda v: is_int(v) or isinstance(v, float))
-        if not 0 < value <= sys.float_info.max:
-            raise self.error(name, "a finite number above 0")
+        self._check_range(name, [value], "a finite number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool | None = False) -> bool:
@@ -188,13 +188,18 @@ class Fields(Mapping[str, Any]):
         return self._given(name, [], expected, lambda v: _all(v, lambda x: is_int(x) and 0 <= x <= MAX_SIZE))
 
     def numbers(self, name: str) -> list[float]:
-        """Read a list of finite numbers above 0; return [] if there is none."""
+        """Read a list of numbers above 0, from `LEAST` to `MOST`; return [] if there is none."""
         values: list[float] = self._given(
             name, [], "a list of numbers", lambda v: _all(v, lambda x: is_int(x) or isinstance(x, float))
         )
-        if not all(0 < value <= sys.float_info.max for value in values):
-            raise self.error(name, "a list of finite numbers above 0")
+        self._check_range(name, values, "a list of finite numbers above 0")
         return [float(value) for value in values]
+
+    def _check_range(self, name: str, values: Sequence[float], expected: str) -> None:
+        if not all(0 < value <= sys.float_info.max for value in values):
+            raise self.error(name, expected)
+        if not all(LEAST <= value <= MOST for value in values):
+            raise self.error(name, f"{expected}, from {LEAST:g} to {MOST:g}")
 
     def objects(self, name: str) -> list[Fields]:
         """Read a list of nested objects; return [] if there is none."""

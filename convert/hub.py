@@ -7,7 +7,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from convert.fields import MAX_SIZE, is_int, read_json, short
+from convert.fields import MAX_SIZE, Fields, is_int, read_json, short
 
 TOKENIZER_FILES = ["*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors", "medusa_lm_head.safetensors"]
@@ -79,20 +79,28 @@ def is_id(path: str | os.PathLike[str]) -> bool:
     return not Path(path).is_absolute() and len(Path(path).parts) <= 2 and not os.fspath(path).startswith((".", "~"))
 
 
-def eos_ids(folder: str | Path) -> tuple[int, ...]:
-    """Return the EOS token ids in a folder's generation_config.json, or else in its config.json; () if none.
+def eos_ids(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the EOS token ids in a folder's generation_config.json and config.json, by the file that names them.
+
+    The config.json of a model that also reads pictures may name them in its text_config.
 
     Raises:
         CheckpointError: a file has something other than an id or a list of ids.
     """
+    ids: dict[str, tuple[int, ...]] = {}
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
-        fields = read_json(file) if file.is_file() else None
-        if fields is None or fields.get("eos_token_id") is None:
+        if not file.is_file():
             continue
-        ids = fields["eos_token_id"]
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(is_int(token) and 0 <= token <= MAX_SIZE for token in ids):
-            raise fields.error("eos_token_id", "a token id from 0 or a list of them (pass eos_ids= to replace it)")
-        return tuple(ids)
-    return ()
+        fields = read_json(file)
+        if named := (*_ids_of(fields), *_ids_of(fields.object("text_config"))):
+            ids[name] = tuple(dict.fromkeys(named))
+    return ids
+
+
+def _ids_of(fields: Fields) -> tuple[int, ...]:
+    ids = fields.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(is_int(token) and 0 <= token <= MAX_SIZE for token in ids):
+        raise fields.error("eos_token_id", "a token id from 0 or a list of them (pass eos_ids= to replace it)")
+    return tuple(ids)

@@ -18,6 +18,16 @@ if TYPE_CHECKING:  # host code imports this file, and runs without jax
 ACCEPT_RULES = ("coupled", "rejection", "block", "traversal", "multi_candidate", "typical")
 IMPLEMENTATIONS = ("auto", "pallas", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+SPELLINGS = {  # other names of dtypes, as vLLM and torch have them; None: the default
+    "auto": None,
+    "float": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+}
 QUANTIZE = ("int8", "fp8", "fp8_dynamic", "int4", "mxfp4")
 DEQUANTIZE = "none"  # instead of a kind: widen the weights that a checkpoint quantises
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -144,6 +154,9 @@ class EngineConfig:
     log_interval: float | None = 10.0
 
     def __post_init__(self) -> None:
+        for name in ("kv_dtype", "draft_kv_dtype"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, SPELLINGS.get(getattr(self, name), getattr(self, name)))
         for name, (expected, is_valid) in CHECKS.items():
             value = getattr(self, name)
             if not is_valid(value):

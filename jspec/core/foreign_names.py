@@ -6,13 +6,16 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 from jspec.core.shorten import short
 
 ONE_MESH = "tensor_parallel=, the number of devices over which weights are divided; layers are not divided"
 REPLICAS = "jspec.Replicas(lambda mesh: Engine(..., mesh=mesh), devices), which runs an engine on each device"
 NO_BEAMS = "no such option, because jspec has no beam search"
+NO_LORA = "no such option, because jspec has no LoRA"
+NO_OFFLOAD = "no such option, because weights and caches stay on the devices"
 NO_PADDING = "no such option, because batches need no padding"
 DRAFTER = 'drafter=, such as drafter="ngram", drafter="path/of/head" or drafter=jspec.Eagle3.from_pretrained(path)'
 CHAIN = "the tree of the drafter, such as tree=jspec.Tree.chain(4)"
@@ -30,6 +33,7 @@ FOREIGN_NAMES: dict[str, str] = {
     # engines: memory and schedule
     "max_model_len": "max_len=",
     "max_seq_len": "max_len=",
+    "n_ctx": "max_len=",
     "context_length": "max_len=",
     "max_num_seqs": "slots=",
     "max_running_requests": "slots=",
@@ -41,6 +45,9 @@ FOREIGN_NAMES: dict[str, str] = {
     "enable_prefix_caching": "prefix_cache=",
     "disable_radix_cache": "prefix_cache=False",
     "kv_cache_dtype": "kv_dtype=",
+    "swap_space": NO_OFFLOAD,
+    "cpu_offload_gb": NO_OFFLOAD,
+    "n_gpu_layers": NO_OFFLOAD,
     "max_num_batched_tokens": "prefill_budget=",
     "chunked_prefill_size": "prefill_budget=",
     "enable_chunked_prefill": "prefill_buckets=, because long prompts always run in several prefills",
@@ -60,6 +67,10 @@ FOREIGN_NAMES: dict[str, str] = {
     "attn_implementation": "implementation=",
     "enforce_eager": "compile_ahead=, because programs are always compiled",
     "disable_cuda_graph": "compile_ahead=, because programs are always compiled",
+    "enable_lora": NO_LORA,
+    "lora_request": NO_LORA,
+    "max_loras": NO_LORA,
+    "revision": 'no such option, because the path names it, as in "owner/name@revision"',
     "trust_remote_code": "no such option, because code from a checkpoint is never run",
     "random_seed": "seed=",
     "disable_log_stats": "log_interval=None",
@@ -87,6 +98,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "max_new_tokens": "max_tokens=",
     "max_completion_tokens": "max_tokens=",
     "max_length": "max_tokens=",
+    "n_predict": "max_tokens=",
     "min_new_tokens": "min_tokens=",
     "min_length": "min_tokens=",
     "do_sample": "temperature=, 0 for greedy decoding",
@@ -96,6 +108,11 @@ FOREIGN_NAMES: dict[str, str] = {
     "use_beam_search": NO_BEAMS,
     "beam_width": NO_BEAMS,
     "length_penalty": NO_BEAMS,
+    "early_stopping": NO_BEAMS,
+    "no_repeat_ngram_size": "frequency_penalty= or repetition_penalty=",
+    "include_stop_str_in_output": "no such option, because the text never has the stop string; stop_reason names it",
+    "return_full_text": "no such option, because the text never has the prompt; prompt_token_ids has it",
+    "detokenize": "no such option, because texts and token_ids are always made",
     "guided_json": "json_schema=",
     "guided_regex": "regex=",
     "guided_grammar": "grammar=",
@@ -160,6 +177,24 @@ def _expected(name: str, known: list[str], elsewhere: Mapping[str, Iterable[str]
         return FOREIGN_NAMES[name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return " or ".join(f"{match}=" for match in near) if near else f"one of {', '.join(known)}"
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def keywords_checked(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a method that refuses unknown keyword arguments with the error of `check_names`."""
+    names = [name for name in signature(method).parameters if name not in ("self", "cls")]
+
+    @wraps(method)
+    def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        owner = args[0] if isinstance(args[0], type) else type(args[0])
+        call = owner.__name__ if method.__name__ == "__init__" else f"{owner.__name__}.{method.__name__}"
+        check_names(call, options, names)
+        return method(*args, **options)
+
+    return checked
 
 
 Record = TypeVar("Record", bound=type[Any])

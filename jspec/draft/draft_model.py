@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from jspec.core.foreign_names import keywords_checked
 from jspec.core.records import Draft, PromptBatch, SlotView, TokenBatch, Verdict
 from jspec.core.tree import DEFAULT_TREE, Tree, tree_of
 from jspec.draft.base import (
@@ -135,6 +136,7 @@ class DraftModel(Pretrained):
         return DraftModel(place(self.model, mesh), self.tree, draft_window=self.draft_window)
 
     @classmethod
+    @keywords_checked
     def from_pretrained(
         cls,
         path: str | Path,

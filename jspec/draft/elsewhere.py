@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar, final
 
+from jspec.core.foreign_names import keywords_checked
 from jspec.core.records import SlotView
 from jspec.core.tree import Tree
 from jspec.draft.base import StatelessDrafter
@@ -40,17 +41,21 @@ class Elsewhere(StatelessDrafter):
 def refuses_device(reason: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Return a decorator of a drafter's constructor, whose error for ``device=`` says why the drafter has none.
 
+    Other unknown keyword arguments are refused with jspec's names for them.
+
     Args:
         reason: why the drafter has no devices of its own, and what to do.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        call = keywords_checked(function)
+
         @wraps(function)
         def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
             if "device" in options:
                 owner = args[0] if isinstance(args[0], type) else type(args[0])
                 raise TypeError(f"{owner.__name__}: device: expected no such argument, because {reason}")
-            return function(*args, **options)
+            return call(*args, **options)
 
         return checked
 

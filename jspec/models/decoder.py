@@ -16,6 +16,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.foreign_names import keywords_checked
 from jspec.core.numerics import AUTO, Numerics
 from jspec.core.records import TokenBatch
 from jspec.models import load
@@ -75,6 +76,7 @@ class Model:
         )
 
     @classmethod
+    @keywords_checked
     def from_pretrained(cls, path: str | Path, *, dtype: str | None = None, quantize: str | None = None) -> Model:
         """Load a target or a draft model.
 

@@ -18,24 +18,25 @@ import numpy as np
 from jax.sharding import Mesh
 
 from convert import orbax
-from convert.detect import check_kind
+from convert.detect import LATER_TENSORS, check_kind, later_layers
 from convert.fields import CheckpointError, Fields, listed, named, short
 from convert.hub import find
 from convert.huggingface import MapRow, renamed, warn_not_finite
 from convert.orbax import Checkpoint, Header, Placement
 from convert.plan import Plan, plan_folder
 from convert.sources import Shape, Source
-from jspec.core.config import DEQUANTIZE
+from jspec.core.config import DEQUANTIZE, SPELLINGS
 from jspec.core.progress import progress_bar
 from jspec.models import families
-from jspec.models.config.decoder_config import MAX_LAYERS, DecoderConfig, ModelConfig
+from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.parts.param_spec import Params
 from jspec.models.weights import tensor_parallel
 from jspec.models.weights.int4_rows import PACKED
 from jspec.models.weights.params import model_params
 from jspec.models.weights.quantize import check_scope, check_stored, quantize_parameters, quantized_shapes
-from jspec.models.weights.quantized_config import CONFIG, read_scheme
+from jspec.models.weights.quantized_config import read_scheme
 from jspec.models.weights.quantized_rows import quantized_rows
+from jspec.models.weights.scheme import CONFIG
 from jspec.models.weights.tensor_parallel import put_named
 
 logger = logging.getLogger(__name__)
@@ -212,17 +213,18 @@ def without_later_layers(fields: Fields, source: Source, names: Mapping[str, str
     Their tensors are removed from ``source``.
 
     Args:
-        fields: config of the language model; `num_nextn_predict_layers` is the number of these layers.
+        fields: config of the language model.
         source: tensors of the folder.
         names: stored name of each tensor by its name without prefix.
 
     Returns:
         The names of the other tensors.
     """
-    first, more = fields.integer("num_hidden_layers"), fields.integer("num_nextn_predict_layers", 0, least=0)
-    later = tuple(f"model.layers.{index}." for index in range(first, first + min(more, MAX_LAYERS)))
-    if left_out := {name: stored for name, stored in names.items() if name.startswith(later)}:
-        logger.info("the model's %d tensors of layers that predict further tokens are left out", len(left_out))
+    layers = tuple(f"model.layers.{index}." for index in later_layers(fields, names))
+    left_out = {name: at for name, at in names.items() if name.startswith(layers) or LATER_TENSORS.fullmatch(name)}
+    if left_out:
+        level = logging.INFO if fields.get("num_nextn_predict_layers") else logging.WARNING
+        logger.log(level, "the model's %d tensors that predict further tokens are left out", len(left_out))
     without = set(left_out.values())
     source.tensors = {name: tensor for name, tensor in source.tensors.items() if name not in without}
     return {name: stored for name, stored in names.items() if name not in left_out}
@@ -373,11 +375,14 @@ def read_plan(folder: str | Path, format_of: FormatOf, *, kind: str | None = Non
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype that is given by name or as an object of jax or numpy; None: the device's default.
+    """Return the name of a dtype that is given by name or as an object of jax or numpy.
+
+    None and "auto" are the device's default.
 
     Raises:
         ValueError: the dtype is not supported.
     """
+    dtype = SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ray import serve
@@ -21,10 +21,12 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from convert import hub
 from jspec.core.config import EngineConfig
 from jspec.core.tree import Tree
 from jspec.draft.auto import load_drafter
 from jspec.engine.callers.api import Engine
+from jspec.engine.request.model_sampling import AUTO, model_sampling
 from jspec.server.app import make_app
 from jspec.server.http.body import ClientGone, read_json
 from jspec.server.http.errors import ANTHROPIC_PATH, ApiError, anthropic_body, body_for
@@ -51,6 +53,7 @@ class Options:
         engine: fields of `EngineConfig`.
         server: fields of `Settings`.
         replicas: number of engines.
+        generation_config: option of `jspec serve` with this name.
         gpus, cpus: GPUs and CPU cores that Ray sets aside for each engine.
         no_auth: serve everybody who reaches the address; else the variable JSPEC_API_KEY has the keys.
     """
@@ -63,6 +66,7 @@ class Options:
     engine: Mapping[str, Any] = field(default_factory=dict)
     server: Mapping[str, Any] = field(default_factory=dict)
     replicas: int = 2
+    generation_config: str = AUTO
     gpus: float = 1
     cpus: float = 1
     no_auth: bool = False
@@ -158,7 +162,8 @@ class Replica:
 
     async def __init__(self, options: Options, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = await asyncio.to_thread(options.make_engine)
-        self._app = make_app(self._engine, settings)
+        sampling = model_sampling(options.generation_config, hub.find(options.target))
+        self._app = make_app(self._engine, replace(settings, sampling={**sampling, **settings.sampling}))
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         while self._app.state.service.state == WARMING:  # until then Ray sends no requests

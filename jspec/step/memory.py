@@ -5,6 +5,7 @@ The plan also sets the number of cache pages, unless the user gives one or the d
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -103,6 +104,9 @@ class MemoryPlan:
     def state(self) -> int:
         """The number of bytes of the engine's state: pools, features and slots."""
         return self.target_pool + self.draft_pool + self.features + self.slots
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         workspace = "noise and workspace" + (" (estimate)" * (not self.is_measured))

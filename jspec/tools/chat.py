@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option has an impossible value, or the target's tokenizer has no chat template.
     """
-    params = generate.sampling(arguments)
     tokenizer = generate.prepare(arguments)
+    params = generate.sampling(arguments)
     try:
         tokenizer.chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:

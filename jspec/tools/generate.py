@@ -29,9 +29,11 @@ from jspec.draft.ngram import NGram
 from jspec.draft.peagle import PEagle
 from jspec.draft.suffix import Suffix
 from jspec.engine.callers.api import Engine
+from jspec.engine.request.model_sampling import AUTO, NONE, model_sampling
 from jspec.engine.request.request import Chunk
 from jspec.engine.request.sampling_params import SamplingParams
-from jspec.engine.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from jspec.engine.text.tokenizer import Tokenizer, load_tokenizer
+from jspec.engine.text.tokenizer_files import TOKENIZER_FILES
 from jspec.tools import demo
 
 PRETRAINED: dict[str, Callable[..., Drafter]] = {
@@ -118,6 +120,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
     parser.add_argument("--max-len", type=int, help="largest number of tokens, prompt included; default: the engine's")
     parser.add_argument("--tokenizer", help='"bytes" for byte-level models, or a folder; default: the target folder\'s')
     parser.add_argument(
+        "--generation-config",
+        default=AUTO,
+        metavar="PATH",
+        help="folder of the generation_config.json whose sampling holds unless a request says otherwise; "
+        f"{NONE}: none; default: {AUTO}, the target's if it has one",
+    )
+    parser.add_argument(
         "--compile-cache", metavar="DIR", help="where compiled programs are kept; default: the user's cache folder"
     )
 
@@ -125,11 +134,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, needs_target: bool =
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options for sampling on a parser."""
     parser.add_argument("--max-tokens", type=int, default=128, help="largest number of tokens to emit")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this many times as likely as the first")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="factor for tokens seen before; 1 is off")
+    model = "default: --generation-config's, else"
+    parser.add_argument("--temperature", type=float, help=f"sampling temperature; 0 is greedy; {model} 0")
+    parser.add_argument("--top-k", type=int, help=f"keep the k most likely tokens; {model} all")
+    parser.add_argument("--top-p", type=float, help=f"keep the likeliest tokens up to this probability; {model} 1")
+    parser.add_argument("--min-p", type=float, help=f"keep tokens this many times as likely as the first; {model} 0")
+    parser.add_argument("--repetition-penalty", type=float, help=f"factor for tokens seen before; {model} 1, off")
     parser.add_argument("--seed", type=int, help="seed of the request; with it the output can be repeated")
 
 
@@ -140,14 +150,16 @@ def sampling(arguments: argparse.Namespace, **more: object) -> SamplingParams:
     """Return the sampling parameters of a parsed command line.
 
     Args:
-        arguments: parsed command line with the options of `add_sampling_arguments`.
+        arguments: parsed command line with the options of `add_sampling_arguments`, after `prepare`.
         more: further fields of `SamplingParams`.
 
     Raises:
         ValueError: an option has an impossible value.
     """
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return SamplingParams(**{name: getattr(arguments, name) for name in names}, **more)  # type: ignore[arg-type]
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    defaults = {"temperature": 0.0, **model_sampling(arguments.generation_config, arguments.target)}
+    return SamplingParams(**{**defaults, **options, **more})
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -292,6 +304,7 @@ class SpeedMeter:
         self._engine, self._before = engine, engine.metrics
         self._tokens = 0  # number of tokens that came
         self._first: tuple[int, float] | None = None  # number of tokens and time in seconds after the first round
+        self._is_cut = False  # whether a completion ended at the engine's max_len
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks of an answer, and record the time of the first one that a round produced."""
@@ -301,18 +314,23 @@ class SpeedMeter:
             if self._first is None and chunk.index in begun:
                 self._first = self._tokens, time.perf_counter()
             begun.add(chunk.index)
+            if chunk.finish_reason == "length" and chunk.metrics is not None:
+                length = chunk.metrics.num_prompt_tokens + chunk.metrics.num_tokens
+                self._is_cut = self._is_cut or length >= self._engine.config.max_len
             yield chunk
 
     def line(self) -> str:
-        """Return a line with tokens, rounds, mean acceptance length and, after two rounds, the speed in tokens/s."""
+        """Return a line with tokens, rounds, mean acceptance length, speed in tokens/s if there were two rounds, and
+        whether max_len ended the answer.
+        """
         now, before = self._engine.metrics, self._before
         rounds = now.num_drafts - before.num_drafts
         length = 1 + (now.num_accepted_tokens - before.num_accepted_tokens) / max(rounds, 1)
         text = f"{now.num_tokens - before.num_tokens} tokens, {rounds} rounds, mean acceptance length {length:.2f}"
         tokens, began = self._first or (self._tokens, 0.0)
-        if self._tokens == tokens:
-            return text
-        return f"{text}, {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
+        if self._tokens != tokens:
+            text += f", {(self._tokens - tokens) / (time.perf_counter() - began):.1f} tokens/s"
+        return f"{text}, ended by max_len={self._engine.config.max_len}" if self._is_cut else text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -324,15 +342,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option has an impossible value, or the target has no tokenizer.
     """
-    params = sampling(
-        arguments,
-        n=arguments.n,
-        stop=tuple(arguments.stop or ()),
-        json_schema=_text_or_file(arguments.json_schema),
-        regex=arguments.regex,
-    )
-    text = _text(arguments)
+    text, schema = _text(arguments), _text_or_file(arguments.json_schema)
     tokenizer = prepare(arguments)
+    stop = tuple(arguments.stop or ())
+    params = sampling(arguments, n=arguments.n, stop=stop, json_schema=schema, regex=arguments.regex)
     prompt = _formatted(text, arguments, tokenizer)
     with make_engine(arguments, tokenizer) as engine:
         if follows(engine):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from convert.orbax import Header
 from jspec.draft import auto
 from jspec.draft.head_config import DFlashConfig, DSparkConfig, Eagle3Config, EagleConfig, HeadConfig, PEagleConfig
 from jspec.draft.medusa import MedusaConfig
+from jspec.engine.request.model_sampling import AUTO, FILE, model_sampling
+from jspec.engine.text.tokenizer import load_tokenizer
+from jspec.engine.text.tokenizer_files import TOKENIZER_FILES, eos_sources
 from jspec.models.config.decoder_config import ModelConfig
 from jspec.tools import fit
 from jspec.tools.traits import describe_layers
@@ -27,7 +30,6 @@ METHODS = {  # names of methods
     "dflash": "DFlash",
     "dspark": "DSpark",
 }
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def describe(path: str | Path) -> str:
@@ -92,7 +94,8 @@ def _describe(folder: Path) -> tuple[str, Header | None]:
         contents = _contents(header)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         header, contents = None, [f"cannot be loaded: {error}"]
-    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder)]), header
+    is_head = header is not None and not isinstance(header.config, ModelConfig)
+    return "\n".join([f"{folder}: {origin}", *contents, *_companions(folder, is_head=is_head)]), header
 
 
 def _contents(header: Header) -> list[str]:
@@ -208,10 +211,44 @@ def _kind(weight: Quantized) -> str:
     return f"{weight.kind}{group}{'' if weight.zeros is None else ' with zero points'}"
 
 
-def _companions(folder: Path) -> list[str]:
-    tokenizer = next((name for name in TOKENIZERS if (folder / name).is_file()), "none: token ids in and out")
+def _companions(folder: Path, *, is_head: bool) -> list[str]:
+    """Return lines with what a folder says beside its weights; of a head nothing, because the target's counts."""
+    if is_head:
+        return []
+    words, eos_id = _tokenizer(folder)
+    return [
+        f"tokenizer: {words}",
+        f"EOS ids: {_told(lambda: _by_source(eos_sources(folder, eos_id)))}",
+        f"sampling: {_told(lambda: _sampling(folder))}",
+    ]
+
+
+def _told(words: Callable[[], str]) -> str:
+    """Return words, or why they cannot be had."""
     try:
-        ids = ", ".join(map(str, hub.eos_ids(folder))) or "none"
+        return words()
     except ValueError as error:
-        ids = f"cannot be read: {error}"
-    return [f"tokenizer: {tokenizer}", f"EOS ids: {ids}"]
+        return f"cannot be read: {error}"
+
+
+def _tokenizer(folder: Path) -> tuple[str, int | None]:
+    """Return a tokenizer in words, with what was repaired in it, and its EOS id."""
+    name = next((name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    if name is None:
+        return "none: token ids in and out", None
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        return f"cannot be read: {error}", None
+    repaired = "".join(f", repaired: {repair}" for repair in getattr(tokenizer, "repairs", ()))
+    return f"{name}{repaired}", getattr(tokenizer, "eos_id", None)
+
+
+def _by_source(sources: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{', '.join(map(str, ids))} ({source})" for source, ids in sources.items()) or "none"
+
+
+def _sampling(folder: Path) -> str:
+    fields = model_sampling(AUTO, folder)
+    values = ", ".join(f"{name} {value:g}" for name, value in fields.items())
+    return f"{values} ({FILE}), the default of jspec serve, generate, chat" if values else f"{FILE} recommends none"

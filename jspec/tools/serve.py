@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from jspec import distributed
 from jspec.engine.callers.api import Engine
 from jspec.engine.callers.replicas import Replicas
+from jspec.engine.request.model_sampling import model_sampling
 from jspec.engine.text.tokenizer import Tokenizer
 from jspec.server.http.settings import KEY_VARIABLE, Settings, digest_of, is_loopback, keys_of_environment
 from jspec.server.reading.reasoning import format_name
@@ -144,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         with bind(settings.host, settings.port) as listener:
             address = f"{_host_of_url(settings.host)}:{listener.getsockname()[1]}"
             tokenizer = generate.prepare(arguments)
+            settings = replace(settings, sampling=model_sampling(arguments.generation_config, arguments.target))
             with make_engine(arguments, tokenizer) as engine:
                 return serve(engine, settings, listener, lambda: print(greeting(address, settings), flush=True))
 
@@ -242,9 +245,11 @@ def read_keys(path: str | None) -> list[str]:
 
 
 def greeting(address: str, settings: Settings) -> str:
-    """Return what is printed once the server listens: its address, and a request from a shell and from Python."""
+    """Return what is printed once the server listens: its address, requests from a shell and from Python, sampling."""
     url, name = f"http://{address}", settings.names[0]
     key = ' -H "Authorization: Bearer $KEY"' if settings.keys else ""
+    fields = ", ".join(f"{name} {value:g}" for name, value in settings.sampling.items())
+    sampling = f"\n  sampling of requests that leave it out: {fields} (--generation-config)" if fields else ""
     python_key = "KEY" if settings.keys else '"none"'
     return (
         f"jspec serves {name} at {url} (Ctrl-C ends it)\n"
@@ -252,6 +257,7 @@ def greeting(address: str, settings: Settings) -> str:
         f'\'{{"prompt": "def main(", "max_tokens": 32}}\'\n'
         f'  openai.OpenAI(base_url="{url}/v1", api_key={python_key}).completions.create(model="{name}", '
         'prompt="def main(")'
+        f"{sampling}"
     )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from convert.hub import find
 from jspec.core.shorten import short
-from jspec.engine.text.tokenizer import Tokenizer, check_size, eos_ids, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer import Tokenizer, check_size, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer_files import eos_ids
 from jspec.models.decoder import Model
 from jspec.train import write
 from jspec.train.checkpoints import Checkpoints, write_errors
@@ -171,11 +172,8 @@ def _load(target: str | Path | Model, tokenizer: Any, **options: str | None) -> 
 
 
 def _eos(pair: TrainingTarget) -> tuple[int, ...]:
-    """Return the tokens that end texts: those of the target's folder; without a folder, the tokenizer's."""
-    vocab, eos_id = pair.target.config.vocab_size, getattr(pair.tokenizer, "eos_id", None)
-    if pair.folder is not None:
-        return eos_ids(pair.folder, pair.tokenizer, vocab)
-    return () if eos_id is None or not 0 <= eos_id < vocab else (eos_id,)
+    """Return the tokens that end texts."""
+    return eos_ids(pair.folder, pair.tokenizer, pair.target.config.vocab_size)
 
 
 def _answers(method: Method, pair: TrainingTarget, data: Path, folder: Path, about: dict[str, Any]) -> Path:

@@ -146,7 +146,7 @@ def test_inflated_folders_hold_compressed_weights_equal_to_those_in_memory(writt
     assert all(jax.tree.leaves(same))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))  # the padding is zeros, which compress well
     assert sum(file.stat().st_size for file in (written[0] / "weights").rglob("*")) < 0.8 * size
-    assert hub.eos_ids(written[0]) == hub.eos_ids(byte_pair.TARGET) != ()
+    assert hub.eos_ids(written[0]) == hub.eos_ids(byte_pair.TARGET) != {}
     match = compare(byte_models()[0], model, (2, 4, 5), (2, 4, 6), text_tokens())
     assert match.same, match
 

@@ -315,6 +315,10 @@ def test_load_checkpoint_accepts_dtypes_of_jax_and_numpy(tmp_path):
     folder = folders.write(tmp_path, TARGET, folders.target_tensors())
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype(BFLOAT16)):
         assert load.load(folder, dtype=dtype).weights["norm"].dtype == jnp.bfloat16
-    for dtype in ("fp16", "auto", jnp.int8, 5, jnp.float64):
+    for dtype in ("half", "fp16", np.float16):
+        assert load.load(folder, dtype=dtype).weights["norm"].dtype == jnp.float16
+    for dtype in ("auto", "fp32", "float", None):
+        assert load.load(folder, dtype=dtype).weights["norm"].dtype == jnp.float32
+    for dtype in ("fp64", "fp8", jnp.int8, 5, jnp.float64):
         with pytest.raises(ValueError, match="dtype: expected one of float32, bfloat16, float16, got"):
             load.load(folder, dtype=dtype)

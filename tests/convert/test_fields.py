@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 
 READERS: dict[str, tuple[Callable[[Fields, str], Any], list[Any]]] = {  # method, and the values that it accepts
     "integer": (Fields.integer, [1, 7, 2**31 - 1]),
-    "number": (Fields.number, [1, 7, 2**31 - 1, 2**31, 10**30, 97.5, 1e-300]),
+    "number": (Fields.number, [1, 7, 2**31 - 1, 2**31, 97.5]),
     "flag": (Fields.flag, [True, False]),
     "text": (Fields.text, ["", "llama"]),
     "texts": (Fields.texts, [[], ["a", "b"]]),

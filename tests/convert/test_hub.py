@@ -108,19 +108,21 @@ def test_find_checkpoint_hub_error_raises_naming_the_hub_id(monkeypatch):
         auto.load_checkpoint("owner/name")
 
 
+GENERATION, CONFIG = "generation_config.json", "config.json"
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "ids"),
     [
-        ({"eos_token_id": [5, 7]}, {"eos_token_id": 2}, (5, 7)),
-        ({"eos_token_id": 5}, {"eos_token_id": 2}, (5,)),
-        ({"eos_token_id": None}, {"eos_token_id": 2}, (2,)),
-        (None, {"eos_token_id": [0]}, (0,)),
-        ({}, {}, ()),
-        (None, None, ()),
+        ({"eos_token_id": [5, 7]}, {"eos_token_id": 2}, {GENERATION: (5, 7), CONFIG: (2,)}),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, {CONFIG: (2,)}),
+        (None, {"eos_token_id": [0], "text_config": {"eos_token_id": [0, 3]}}, {CONFIG: (0, 3)}),
+        ({}, {}, {}),
+        (None, None, {}),
     ],
 )
-def test_eos_ids_come_from_generation_config_before_config(tmp_path, generation, config, ids):
-    for name, content in (("generation_config.json", generation), ("config.json", config)):
+def test_eos_ids_of_a_folder_are_read_from_each_file(tmp_path, generation, config, ids):
+    for name, content in ((GENERATION, generation), (CONFIG, config)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
     assert hub.eos_ids(tmp_path) == ids

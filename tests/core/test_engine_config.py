@@ -59,3 +59,13 @@ def test_engine_config_without_buckets_has_buckets_for_all_slots_and_max_len() -
     assert config.prefill_buckets == (128, 512, 1024)
     assert EngineConfig(slots=6, max_len=600, compile_ahead=False).prefill_buckets == (128, 512, 2048)
     assert EngineConfig(slots=1, max_len=100).prefill_buckets == (128,)
+
+
+@pytest.mark.parametrize("name", ["kv_dtype", "draft_kv_dtype"])
+def test_cache_dtype_is_stored_under_one_name(name: str) -> None:
+    """The spellings are those of vLLM's `kv_cache_dtype` and of torch."""
+    spelled = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "half": "float16", "bf16": "bfloat16"}
+    for other, stored in spelled.items():
+        assert EngineConfig(**{name: other}) == EngineConfig(**{name: stored})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{name}: expected one of .* got 'fp8_e5m2'"):
+        EngineConfig(**{name: "fp8_e5m2"})  # type: ignore[arg-type]

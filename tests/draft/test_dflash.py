@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.fields import CheckpointError
 from jspec import DFlash, Model, Tree
 from jspec.draft import auto
 from jspec.draft.dflash_head import DFlashHead
 from jspec.draft.formats.dflash_format import read_dflash
-from jspec.draft.head_config import DFlashConfig
+from jspec.draft.head_config import DFlashConfig, Overrides
 from jspec.models.weights.quantize import quantize_weights
 from jspec.tools import info
 from jspec.tools.replay import observe
@@ -186,17 +187,22 @@ def test_dflash_config_of_the_authors_has_states_one_above_the_layer_ids() -> No
     assert DFlashConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize(
-    ("ids", "layers", "states"),
-    [([3, 0], 2, (4, 1)), ([2, 7], 2, (3, 9)), (None, 2, (2, 6)), (None, 1, (5,)), (None, 4, (2, 3, 5, 6))],
-)
+@pytest.mark.parametrize(("ids", "states"), [([3, 0], (4, 1)), ([2, 7], (3, 9))])
 def test_dflash_layer_ids_are_outputs_of_layers_and_the_last_one_is_normed(
-    ids: list[int] | None, layers: int, states: tuple[int, ...]
+    ids: list[int], states: tuple[int, ...]
 ) -> None:
-    """A file without ids has the layers that the authors' code spreads evenly over the target."""
-    nested = {"mask_token_id": 39} | ({} if ids is None else {"target_layer_ids": ids})
-    changes = {"dflash_config": nested, "num_target_layers": 8, "num_hidden_layers": layers, "layer_types": None}
+    changes = {"dflash_config": {"mask_token_id": 39, "target_layer_ids": ids}, "num_target_layers": 8}
     assert read_dflash({**CONFIG, **changes}).feature_layers == states
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("ids", [{}, {"target_layer_ids": None}, {"target_layer_ids": []}])
+def test_head_of_blocks_without_layer_ids_is_read_with_feature_layers_alone(kind: str, ids: dict[str, Any]) -> None:
+    """Published heads read other layers than any even spread, so that nothing can be taken for a missing list."""
+    config = {**CONFIG, "dflash_config": {"mask_token_id": 39, **ids}, "num_target_layers": 64}
+    with pytest.raises(CheckpointError, match=r"target_layer_ids: expected one list .* got none; pass feature_layers="):
+        read_dflash(config, kind=kind)
+    assert read_dflash(config, Overrides(feature_layers=(6, 20)), kind).feature_layers == (6, 20)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -211,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "use_sliding_window: expected true, because layer_types has 'sliding_attention', got False",
     ),
     "narrow window": (
-        {"dflash_config": {"use_swa": True, "swa_window_size": 5, "mask_token_id": 3}},
+        {"dflash_config": {"use_swa": True, "swa_window_size": 5, "mask_token_id": 3, "target_layer_ids": [0]}},
         ValueError,
         "sliding_window: expected at least 6, the block_size, .*, got 5",
     ),
@@ -219,13 +225,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks": ({"dflash_config": {"attention_sink_bias": True}}, NotImplementedError, "attention_sink_bias.*True"),
     "block": ({"block_size": 1}, ValueError, "block_size: expected at least 2, got 1"),
     "no block": ({"block_size": None}, ValueError, "block_size: expected an integer"),
-    "mask": ({"dflash_config": {"mask_token_id": 40}}, ValueError, "mask_token_id: expected an id below"),
-    "no mask": ({"dflash_config": {}}, ValueError, "mask_token_id: expected an integer"),
+    "mask": (
+        {"dflash_config": {"mask_token_id": 40, "target_layer_ids": [0]}},
+        ValueError,
+        "mask_token_id: expected an id below",
+    ),
+    "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, ValueError, "mask_token_id: expected an integer"),
     "lists": ({"aux_hidden_state_layer_ids": [0, 2]}, ValueError, "target_layer_ids: expected one list"),
     "no list": (
         {"dflash_config": {"mask_token_id": 3}, "num_target_layers": None},
         ValueError,
-        "target_layer_ids: expected the indices",
+        "target_layer_ids: expected one list .* got none",
     ),
 }
 

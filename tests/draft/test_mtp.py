@@ -23,6 +23,7 @@ from jspec.models.kv_cache import create
 from jspec.models.parts.kv_pool import PoolShape
 from jspec.models.weights.quantize import quantized_as
 from jspec.tools.convert import main
+from jspec.tools.testing import last_logits
 from pallas_kernels.layers.partial_sums import reduce_partials
 from pallas_kernels.layers.weights import Quantized
 from tests.support import block_rounds, folders, tiny
@@ -240,6 +241,38 @@ def test_folder_without_the_layer_is_refused_by_name(golden: Path, tmp_path: Pat
     assert main([str(folder), str(tmp_path / "converted")]) == 0
     with pytest.raises(ValueError, match="expected the Hugging Face folder of a model"):
         MTP.from_pretrained(tmp_path / "converted")
+
+
+@pytest.mark.parametrize("count", [0, None, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_target_is_loaded_without_the_layer_whatever_its_config_counts(
+    family: str, count: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exporters of quantised models write the count 0 and keep the tensors."""
+    folder = FOLDERS / family
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = {**config, "num_nextn_predict_layers": count}
+    beside = {"mtp.fc.weight": np.zeros((2, 2), np.float32)}
+    folders.write(tmp_path, config, tensors | (beside if count == 0 else {}))
+    with caplog.at_level("INFO"):
+        model = Model.from_pretrained(tmp_path, dtype="float32")
+    (note,) = [record for record in caplog.records if "predict further tokens are left out" in record.message]
+    assert note.levelname == ("INFO" if count else "WARNING")
+    data = recording(folder / "expect.npz")
+    np.testing.assert_allclose(last_logits(model, data["prompt0"].tolist()), data["logits0"][-1], atol=TOLERANCE)
+    own, other = (MTP.from_pretrained(place, dtype="float32").head for place in (tmp_path, folder))
+    np.testing.assert_array_equal(own.fc, other.fc)
+
+
+def test_layer_alone_is_refused_as_a_target(tmp_path: Path) -> None:
+    """Some exporters write the layer to a folder of its own, as layer 0."""
+    folder = FOLDERS / "glm4_moe"
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    first, last = f"model.layers.{config['num_hidden_layers']}.", "model.layers.0."
+    alone = {name.replace(first, last): tensor for name, tensor in tensors.items() if name.startswith(first)}
+    folders.write(tmp_path, {**config, "num_hidden_layers": 1}, alone)
+    with pytest.raises(NotImplementedError, match=r"got multi-token prediction \(MTP\) layers; this method"):
+        Model.from_pretrained(tmp_path)
 
 
 def test_layer_is_read_without_the_copies_of_embedding_and_head(golden: Path, tmp_path: Path) -> None:

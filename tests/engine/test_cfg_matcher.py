@@ -301,7 +301,7 @@ def test_grammar_input_logs_whether_a_grammar_uses_a_table(caplog: pytest.LogCap
 def test_grammar_with_unsupported_options_or_without_stop_id_raises() -> None:
     with pytest.raises(ValueError, match="json_schema: 'x-guidance' at #"):
         compiled(lettered.JSON_TEXTS, ENDS, json_schema={**descent.OBJECTS, "x-guidance": {"lenient": True}})
-    with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected its default beside regex"):
+    with pytest.raises(ValueError, match=r"SamplingParams.grammar: expected only one of .* got regex too"):
         SamplingParams(regex="a", grammar=descent.LISTS)
     with pytest.raises(ValueError, match="grammar: needs a token that ends the request"):
         compiled(lettered.TEXTS, (), grammar=descent.LISTS)

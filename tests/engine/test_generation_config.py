@@ -11,6 +11,7 @@ import pytest
 
 from convert.fields import CheckpointError
 from jspec import SamplingParams
+from jspec.engine.request.model_sampling import model_sampling
 from tests.support import byte_pair
 
 pytestmark = pytest.mark.once
@@ -120,3 +121,39 @@ def test_generation_config_value_of_another_type_raises_naming_file_and_field(tm
         file.write_text(json.dumps({"do_sample": True, **fields}))
         with pytest.raises(CheckpointError, match=rf"^{tmp_path}: SamplingParams\.{named}: expected"):
             SamplingParams.from_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        (None, {}),
+        ({"eos_token_id": 2, "bos_token_id": 1}, {}),
+        ({"temperature": 0.01, "top_k": 1}, {"temperature": 0.01, "top_k": 1}),
+        ({"do_sample": True, "top_p": 0.95}, {"temperature": 1.0, "top_p": 0.95}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, {"temperature": 0.0}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.8, "min_p": 0.0, "repetition_penalty": 1.05,
+             "max_new_tokens": 5},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.8, "min_p": 0.0, "repetition_penalty": 1.05},
+        ),
+    ],
+)  # fmt: skip
+def test_model_sampling_is_what_the_file_names(tmp_path: Path, file: Any, fields: dict[str, Any]) -> None:
+    """The last file is that of Qwen2.5, with a length beside it, which is no sampling."""
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+        assert model_sampling(str(tmp_path), "elsewhere") == fields
+    assert model_sampling("auto", tmp_path) == fields
+    assert model_sampling("jspec", tmp_path) == {}
+
+
+def test_model_sampling_of_wrong_files_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    with pytest.raises(CheckpointError, match=rf'^{file}: expected the file, found none; name its folder, "auto" or '):
+        model_sampling(str(tmp_path), "elsewhere")
+    file.write_text('{"top_p": 7}')
+    with pytest.raises(CheckpointError, match=rf"^{file}: SamplingParams\.top_p: expected in \(0, 1\], got 7"):
+        model_sampling("auto", tmp_path)
+    file.write_text('{"top_k": 3, "num_beams": 4}')
+    with pytest.warns(UserWarning, match=rf"{file}: num_beams=4: not applied"):
+        assert model_sampling("auto", tmp_path) == {"top_k": 3}

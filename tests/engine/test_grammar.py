@@ -226,9 +226,15 @@ def test_grammar_input_without_tokenizer_tables_or_stop_ids_raises_naming_the_ca
         (dict(grammar='start: "\ud800"'), "grammar: expected whole characters"),
         (dict(regex="a" * 70000), "regex: expected at most 65536 characters, got 70000"),
         (dict(grammar="a" * 70000), "grammar: expected at most 65536 characters, got 70000"),
-        (dict(regex="a", json_schema={}), "json_schema: expected its default beside regex"),
+        (
+            dict(regex="a", json_schema={}),
+            "json_schema: expected only one of .* got regex too",
+        ),
         (dict(grammar=""), "grammar: expected None or a text"),
-        (dict(json_schema={}, grammar="start: /a/"), "grammar: expected its default beside json_schema"),
+        (
+            dict(json_schema={}, grammar="start: /a/"),
+            "grammar: expected only one of .* got json_schema too",
+        ),
         (dict(grammar="start: /a/", ignore_eos=True), "ignore_eos: expected its default beside grammar"),
         (dict(regex="a", ignore_eos=True), "ignore_eos: expected its default beside regex, .* got True"),
         (dict(json_schema={}, min_tokens=2), "min_tokens: expected its default beside json_schema"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from jspec import SamplingParams
 from jspec.engine.grammar import json_schema, pattern
 from jspec.engine.grammar.cfg_matcher import LarkGrammar
+from jspec.engine.grammar.closed_schema import closed
+from jspec.engine.grammar.json_schema import text_of
 from jspec.engine.grammar.token_table import Grammar
 from jspec.engine.input.grammar_input import GrammarInput
 from tests.support import lettered, random_schemas
@@ -252,6 +255,7 @@ class PydanticLike:
 
 def test_sampling_params_accepts_a_schema_as_dict_text_or_class() -> None:
     schema = PydanticLike.model_json_schema()
+    schema["additionalProperties"] = False  # as the class's objects have
     made = [SamplingParams(json_schema=given) for given in (schema, json.dumps(schema), PydanticLike)]
     assert made[0] == made[1] == made[2] and hash(made[0]) == hash(made[2])
     schema["required"].append("b")  # later changes of the caller's dict have no effect
@@ -260,6 +264,40 @@ def test_sampling_params_accepts_a_schema_as_dict_text_or_class() -> None:
     own = pydantic.create_model("Own", name=(str, ...), age=(int, pydantic.Field(ge=0)), kind=(str | None, None))
     grammar = compiled(own)
     assert accepts(grammar, '{"name":"x","age":3,"kind":null}') and not accepts(grammar, '{"name":"x","age":-3}')
+
+
+def test_objects_of_a_pydantic_class_are_those_of_pydantics_own_closed_class() -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    def order(**config: Any) -> Any:
+        """A class with nested, recursive, optional and free objects; ``config`` is that of all of its classes."""
+        made = partial(pydantic.create_model, __config__=config or None)
+        item = made("Item", name=(str, ...), tags=(dict[str, int], {}), free=(dict[str, Any], {}))
+        choice = made("Cat", kind=(Literal["cat"], ...)) | made("Dog", kind=(Literal["dog"], ...), name=(str, "a"))
+        return made(
+            "Order", item=(item | None, None), items=(list[item], []), pet=(choice, ...), none=(made("No"), ...)
+        )
+
+    assert json.loads(text_of(order())) == json.loads(text_of(order(extra="forbid"))) != order().model_json_schema()
+    assert json.loads(text_of(order(extra="allow"))) == order(extra="allow").model_json_schema()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {}]},
+        {"properties": {"a": {"not": {"properties": {"b": {}}}}}},
+        {"$defs": {"a": {"properties": {"a": {}}}}, "$ref": "#/$defs/a", "properties": {"b": {}}},
+        {"properties": {"a": {}}, "patternProperties": {"^b": {}}},
+        {"anyOf": 5},
+    ],
+)
+def test_schema_whose_lists_of_properties_belong_together_stays_open(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema
+    named = {"properties": {"not": {"properties": {"a": {}}}, "allOf": {}}}  # properties of these names join nothing
+    inner = {"properties": {"a": {}}, "additionalProperties": False}
+    assert closed(named) == {"properties": {"not": inner, "allOf": {}}, "additionalProperties": False}
 
 
 REFUSED: list[tuple[Any, str]] = [

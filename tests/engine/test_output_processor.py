@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,11 @@ def test_progress_bar_of_a_run_counts_its_tokens(engine: Engine, capsys: pytest.
 def test_completion_html_of_a_text_colours_each_drafted_token(traced: list[Completion]) -> None:
     page = traced[0]._repr_html_()
     assert page.count("background") == sum(traced[0].from_draft)
+
+
+def test_engine_html_has_its_repr_and_its_memory_in_words(engine: Engine) -> None:
+    page = engine._repr_html_()
+    assert html.escape(repr(engine)) in page and html.escape(str(engine.memory_plan)) in page
 
 
 # -- counters

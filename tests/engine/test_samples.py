@@ -65,6 +65,12 @@ def test_samples_of_a_greedy_request_are_equal(engine: Engine) -> None:
     assert [one.token_ids for one in done.samples] == [done.token_ids] * 3 and len(done.token_ids) == 9
 
 
+def test_repr_of_samples_says_how_many_there_are(engine: Engine) -> None:
+    (done,) = engine.generate(PROMPT, SamplingParams(max_tokens=3, temperature=0.0, n=3))
+    assert repr(done).startswith("Completion(first of 3 samples, 3 tokens, finish_reason='length', ")
+    assert repr(done.others[0]).startswith("Completion(3 tokens, ")
+
+
 def test_samples_of_a_request_without_a_seed_differ(engine: Engine) -> None:
     done = engine.generate(PROMPT, SamplingParams(max_tokens=11, n=3))[0]
     assert len({tuple(one.token_ids) for one in done.samples}) == 3

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,30 @@ def test_foreign_name_as_engine_option_raises_an_error_with_its_hint(name: str) 
     with pytest.raises(TypeError) as error:
         make(**{name: 1})
     assert str(error.value) == f"Engine: expected {FOREIGN_NAMES[name]}, got {name}="
+
+
+LOADED: Any = (DraftModel, Eagle3, Medusa, jspec.DFlash, jspec.MTP, jspec.Model)
+LOADS: dict[str, Callable[..., object]] = {
+    **{f"{cls.__name__}.from_pretrained": partial(cls.from_pretrained, "nowhere") for cls in LOADED},
+    **{cls.__name__: cls for cls in (NGram, Suffix)},
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_foreign_name_as_an_option_of_a_drafter_or_model_raises_an_error_with_its_hint(name: str) -> None:
+    for foreign in ("num_speculative_tokens", "revision"):
+        with pytest.raises(TypeError) as error:
+            LOADS[name](**{foreign: 3})
+        assert str(error.value) == f"{name}: expected {FOREIGN_NAMES[foreign]}, got {foreign}="
+
+
+def test_foreign_attribute_of_a_completion_raises_an_error_with_jspecs_name() -> None:
+    (done,) = brittle.engine().generate([1], max_tokens=1)
+    with pytest.raises(AttributeError, match=r"Completion\.outputs: expected samples, the n completions of the prompt"):
+        done.outputs  # noqa: B018
+    with pytest.raises(AttributeError, match="'Completion' object has no attribute 'outptus'"):
+        done.outptus  # noqa: B018
+    assert copy.deepcopy(done) == done and not hasattr(done, "choices")
 
 
 def test_name_check_of_a_known_name_raises_nothing() -> None:

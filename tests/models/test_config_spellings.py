@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from convert.fields import CheckpointError
 from jspec.draft.formats.eagle_formats import read_head
 from jspec.models.config.decoder_config import DecoderConfig
-from jspec.models.families import read_config
+from jspec.models.families import model_types, read_config
+from jspec.models.mixers.mla import MLA
+from jspec.models.parts.rope import inverse_frequencies
 from tests.support.folders import HEAD, TARGET, without
 
 pytestmark = pytest.mark.once
@@ -138,6 +143,31 @@ def test_config_with_any_spelling_of_the_sizes_equals_transformers_or_is_refused
         assert target.max_position == keys.get("max_position_embeddings", 512)
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        (model_type, keys)
+        for model_type in sorted({*model_types()} - {"kimi_k2"})  # transformers has no Kimi K2
+        for keys in ({}, {"rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR})
+        if not keys or model_type not in ("phi3", "gemma4_text")  # transformers refuses these, or cannot run them
+    ],
+    ids=str,
+)
+def test_rope_of_a_family_that_leaves_keys_out_is_that_which_transformers_resolves(
+    golden: Path, tmp_path: Path, model_type: str, keys: dict[str, Any]
+) -> None:
+    file = golden / "families" / model_type / "config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {**TARGET, "model_type": model_type}
+    fields = without(fields, *ROPE_KEYS)
+    (tmp_path / "config.json").write_text(json.dumps(fields | keys))
+    written_out = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert read_config(fields | keys).layers == read_config({**fields, "rope_parameters": written_out}).layers
+
+
 REAL: dict[str, tuple[dict[str, Any], float]] = {
     "Llama 2": ({"rope_scaling": None}, 1e4),
     "Llama 3": ({"rope_theta": 500000.0, "rope_scaling": None}, 5e5),
@@ -182,3 +212,54 @@ def test_base_given_for_olmo3_is_that_of_all_its_layers_and_their_scaling_stays(
     fields = of_family("olmo3", rope_scaling={"rope_type": "yarn", "factor": 8.0}, rope_theta=5e5)
     ropes = {layer.attention.rope for layer in read_config(fields, rope_theta=1e6).layers}
     assert {(rope.kind, rope.theta) for rope in ropes} == {("default", 1e6), ("yarn", 1e6)}
+
+
+EXTREMES = (1e308, 5e-324, 1e30, 1e-30, 0.5, 1.0)
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SCALED = [LLAMA3, LINEAR, {"rope_type": "dynamic", "factor": 2.0}]
+SCALED += [{**rope, "original_max_position_embeddings": 64} for rope in (YARN, LONGROPE)]
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of every number in a config.json."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:1]):
+            yield from ((key, *rest) for rest in places(inner))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield ()
+
+
+def replaced(value: Any, path: tuple[Any, ...], number: float) -> Any:
+    if not path:
+        return number
+    copied = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    copied[path[0]] = replaced(copied[path[0]], path[1:], number)
+    return copied if isinstance(value, dict) else list(copied.values())
+
+
+def check_frequencies(fields: dict[str, Any]) -> str | None:
+    """Check that all rotary frequencies of a config are finite; return the message if it is refused."""
+    try:
+        mixers = [layer.attention for layer in read_config(fields).layers]
+    except (CheckpointError, NotImplementedError) as error:
+        return str(error)
+    for mixer in mixers:
+        size = mixer.rotated if isinstance(mixer, MLA) else mixer.head_dim
+        assert np.isfinite(inverse_frequencies(mixer.rope, size)).all(), fields
+    return None
+
+
+@pytest.mark.parametrize("model_type", sorted(model_types()))
+def test_config_with_an_extreme_number_is_read_or_refused_by_its_key(golden: Path, model_type: str) -> None:
+    """Rotary frequencies of what is read are finite; an error of Python's arithmetic fails the test."""
+    file = golden / "families" / model_type / "config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {**TARGET, "model_type": model_type}
+    plain = {**without(fields, *ROPE_KEYS), "rope_theta": 1e4, "max_position_embeddings": 512}
+    scaled = [{**plain, "rope_scaling": rope} for rope in SCALED]
+    for config in (config for config in (fields, *scaled) if check_frequencies(config) is None):
+        for path in places(config):
+            name = next(key for key in reversed(path) if isinstance(key, str))
+            for number in (*EXTREMES, 1) if name == "original_max_position_embeddings" else EXTREMES:
+                refusal = check_frequencies(replaced(config, path, number))
+                assert name in (refusal or name), (path, number, refusal)

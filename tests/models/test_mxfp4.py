@@ -17,7 +17,8 @@ from convert.sources import open_source
 from jspec import Drafter, DraftModel, Engine, Model, NGram, SamplingParams, Tree
 from jspec.models.weights.mxfp4_rows import mxfp4_rows, widened
 from jspec.models.weights.quantize import quantize_weights, quantized_as
-from jspec.models.weights.quantized_config import Scheme, read_scheme
+from jspec.models.weights.quantized_config import read_scheme
+from jspec.models.weights.scheme import Scheme
 from jspec.tools.convert import main as convert_main
 from jspec.tools.info import describe
 from jspec.tools.replay import run_texts

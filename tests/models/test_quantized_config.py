@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from convert.fields import CheckpointError, Fields
-from jspec.models.weights.quantized_config import Scheme, read_scheme
+from jspec.models.weights.quantized_config import read_scheme
+from jspec.models.weights.scheme import Scheme
 from tests.support import quantized_folders as made
 from tests.support.int4_folders import AWQ, GPTQ, packed_config
 
@@ -68,9 +69,13 @@ def test_config_without_quantisation_gives_no_scheme() -> None:
 
 def test_config_of_each_4_bit_format_gives_its_scheme() -> None:
     groups, rows = {"granularity": "group", "block": (1, 16), "bits": 4}, {"granularity": "channel", "bits": 4}
-    assert read(GPTQ) == Scheme("gptq", **groups, has_zeros=True, zero_offset=1)
-    assert read(changed(GPTQ, ["checkpoint_format"], "gptq_v2")) == Scheme("gptq", **groups, has_zeros=True)
-    assert read(changed(GPTQ, ["group_size"], -1)) == Scheme("gptq", **rows, has_zeros=True, zero_offset=1)
+    assert read(GPTQ) == Scheme("gptq", **groups, has_zeros=True, zero_offset=1, is_symmetric=False)
+    assert read(changed(GPTQ, ["checkpoint_format"], "gptq_v2")) == Scheme(
+        "gptq", **groups, has_zeros=True, is_symmetric=False
+    )
+    assert read(changed(GPTQ, ["group_size"], -1)) == Scheme(
+        "gptq", **rows, has_zeros=True, zero_offset=1, is_symmetric=False
+    )
     assert read(AWQ) == Scheme("awq", **groups, has_zeros=True, unquantized=("lm_head",))
     assert read(PACKED) == Scheme("compressed-tensors", **groups, unquantized=("lm_head",))
     asymmetric = read(changed(PACKED, [*WEIGHTS, "symmetric"], False))

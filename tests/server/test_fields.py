@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from jspec.engine.request.sampling_params import SamplingParams
@@ -11,6 +13,8 @@ from jspec.server.ask.fields import CHAT, COMPLETIONS, read_fields
 from jspec.server.http.errors import ApiError
 from jspec.server.routes.anthropic import MESSAGES
 from jspec.server.routes.responses import RESPONSES
+from jspec.server.tool_calls.tools import read_choice
+from tests.support import serving
 
 SCHEMA = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -208,3 +212,45 @@ def test_unknown_fields_are_ignored_on_request_and_known_ones_are_not() -> None:
     assert read_fields({"unheard_of": 1}, CHAT, ignore_unknown=True).own == {}
     with pytest.raises(ApiError):
         read_fields({"audio": {}}, CHAT, ignore_unknown=True)
+
+
+OPEN = {"type": "object", "properties": {"a": {"properties": {"b": {"type": "null"}}}}}
+CLOSED = {"additionalProperties": False, "type": "object"}
+CLOSED["properties"] = {"a": {"properties": {"b": {"type": "null"}}, "additionalProperties": False}}
+
+
+@pytest.mark.parametrize(("strict", "schema"), [({}, OPEN), ({"strict": False}, OPEN), ({"strict": True}, CLOSED)])
+def test_strict_schema_closes_its_objects(strict: dict[str, Any], schema: dict[str, Any]) -> None:
+    value = {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN, **strict}}
+    read = read_fields({"response_format": value}, CHAT)
+    assert json.loads(read.sampling_params().json_schema or "") == schema
+    tool = {"type": "function", "function": {"name": "f", "parameters": OPEN, **strict}}
+    assert read_choice([tool], "required").schemas["f"] == schema
+
+
+ASKED = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 20},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_sampling_of_the_model_holds_for_fields_that_a_request_leaves_out(route: str) -> None:
+    """The fields that the client writes out are those that the server has without them."""
+    sampling = {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.3}
+    body = {"model": serving.NAME, "seed": 7, **ASKED[route]}
+
+    def answer(client: httpx.Client, **fields: Any) -> Any:
+        got = client.post(route, json={**body, **fields}).raise_for_status().json()
+        return got.get("choices") or got.get("content") or [item["content"] for item in got["output"]]
+
+    with (
+        serving.running() as plain,
+        serving.running(sampling=sampling) as server,
+        plain.http() as theirs,
+        server.http() as ours,
+    ):
+        assert answer(ours) == answer(theirs, **sampling) != answer(theirs)
+        assert answer(ours, temperature=0) == answer(theirs, **sampling | {"temperature": 0}) != answer(ours)

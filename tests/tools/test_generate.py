@@ -118,6 +118,34 @@ def test_generate_command_sampling_options_set_the_requests_parameters(asked: li
     assert asked == [("ab", expected)]
 
 
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("", dict(temperature=0.6, top_k=20)),
+        ("--temperature 0 --top-p 0.5", dict(temperature=0, top_k=20, top_p=0.5)),
+        ("--generation-config jspec", dict(temperature=0)),
+        ("--generation-config FOLDER", dict(temperature=0.6, top_k=20)),
+    ],
+)
+def test_generate_command_takes_the_sampling_of_the_targets_generation_config(
+    asked: list[Any], tmp_path: Path, words: str, fields: dict[str, Any]
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    target = LETTERED if "FOLDER" in words else str(tmp_path)
+    options = words.replace("FOLDER", str(tmp_path)).split()
+    assert main(["generate", "--target", target, "--max-tokens", "6", *options, "ab"]) == 0
+    assert asked == [("ab", SamplingParams(max_tokens=6, **fields))]
+
+
+@pytest.mark.parametrize(("tokens", "is_cut"), [(9, False), (9999, True)])
+def test_speed_meter_says_whether_the_engines_length_ended_the_text(tokens: int, is_cut: bool) -> None:
+    engine = lettered.paper_chain()
+    meter = generate.SpeedMeter(engine)
+    for _ in meter.watch(engine.stream("ab", max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+        pass
+    assert meter.line().endswith(f", ended by max_len={engine.config.max_len}") == is_cut
+
+
 def test_generate_command_stop_option_ends_the_text_before_the_stop_string(
     asked: list[Any], capsys: pytest.CaptureFixture
 ) -> None:
@@ -264,7 +292,7 @@ def test_tokenizer_import_without_torch_in_a_notebook_without_widgets_prints_not
         "sys.modules['ipykernel.zmqshell'] = sys.modules['IPython'] = types.SimpleNamespace(get_ipython=object); "
     )
     for code, messages in (
-        ("from jspec.engine.text import tokenizer; tokenizer._auto_tokenizer()", ()),
+        ("from jspec.engine.text import tokenizer_files; tokenizer_files.auto_tokenizer()", ()),
         ("from transformers import AutoTokenizer", ("PyTorch was not found", "IProgress not found")),
     ):
         error = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=True).stderr

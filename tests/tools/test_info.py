@@ -11,6 +11,7 @@ import pytest
 
 from jspec.__main__ import main
 from jspec.draft.draft_model import MAX_PADDING
+from jspec.engine.text.tokenizer import HFTokenizer
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.mixers.gqa import GQA
 from jspec.models.mixers.mla import MLA
@@ -19,12 +20,13 @@ from jspec.models.parts.rope import Rope
 from jspec.tools import convert
 from jspec.tools.info import describe
 from jspec.tools.traits import describe_layers
-from tests.support import folders, tiny
+from tests.support import folders, tiny, tokenizer_folders
 from tests.support.folders import EAGLE, HEAD, TARGET, without
 
 pytestmark = pytest.mark.once
 
 PLAIN = "4 heads, 2 key-value heads, head_dim 16"
+NO_SAMPLING = "sampling: generation_config.json recommends none"
 NORMS = "norms of q and k (each head), norms of v (each head, without weights)"
 TRAITS = {
     "gemma2": [
@@ -238,3 +240,24 @@ def test_info_command_of_two_heads_or_a_folder_that_cannot_be_loaded_says_so(
     assert "cannot be loaded: " in out and "fits: " not in out and "model: llama" in out
     assert main(["info", head, target, target]) == 2
     assert "expected a folder, HEAD TARGET, or --check" in capsys.readouterr().err
+
+
+def test_info_says_where_eos_ids_and_sampling_of_a_target_come_from(tmp_path: Path) -> None:
+    folder = tokenizer_folders.write(folders.write(tmp_path, TARGET, folders.target_tensors()), "chat")
+    lines = describe(folder).splitlines()
+    assert lines[-3:] == ["tokenizer: tokenizer.json", "EOS ids: 2 (config.json); 2 (tokenizer)", NO_SAMPLING]
+    file = folder / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 0]}')
+    sampling = (
+        "sampling: temperature 0.7, top_p 0.8 (generation_config.json), the default of jspec serve, generate, chat"
+    )
+    assert describe(folder).splitlines()[-2:] == [
+        "EOS ids: 2, 0 (generation_config.json); 2 (config.json); 2 (tokenizer)",
+        sampling,
+    ]
+
+
+def test_info_says_what_was_repaired_in_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tokenizer_folders.write(folders.write(tmp_path, TARGET, folders.target_tensors()), "chat")
+    monkeypatch.setattr(HFTokenizer, "repairs", ("a regular expression",))
+    assert "tokenizer: tokenizer.json, repaired: a regular expression" in describe(folder).splitlines()

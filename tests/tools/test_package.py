@@ -110,6 +110,7 @@ def test_public_names_equal_the_names_that_type_checkers_see() -> None:
     assert {*seen, "__version__"} == set(jspec.__all__)
     for name in jspec.__all__:
         assert name in dir(jspec) and getattr(jspec, name) is not None
+    assert [name for name in dir(jspec) if name not in jspec.__all__ and not name.startswith("__")] == []
     with pytest.raises(AttributeError, match="'jspec' has no attribute 'Enginge'"):
         jspec.Enginge  # noqa: B018
 

@@ -150,6 +150,18 @@ def test_process_that_follows_another_does_not_take_the_address(monkeypatch: pyt
     assert followed == [{"slots": 3}]
 
 
+@pytest.mark.parametrize(("words", "sampling"), [((), {"top_k": 3}), (("--generation-config", "jspec"), {})])
+def test_server_has_the_sampling_of_the_targets_generation_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sampling: dict[str, Any]
+) -> None:
+    served: list[Settings] = []
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    monkeypatch.setattr(serve, "make_engine", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("jspec.server.run.serve", lambda engine, settings, *_: served.append(settings))
+    command_line.run(["serve", "--port", "0", "--target", str(tmp_path), "--tokenizer", "bytes", *words])
+    assert served[0].sampling == sampling
+
+
 @pytest.mark.parametrize(
     ("word", "ours"),
     [
@@ -184,6 +196,9 @@ def test_missing_library_is_named_with_the_extra(
 def test_greeting_has_the_address_and_asks_for_the_key_if_there_is_one() -> None:
     text = serve.greeting("127.0.0.1:8000", Settings(names=("m",)))
     assert "http://127.0.0.1:8000/v1" in text and "Authorization" not in text
+    assert "sampling" not in text
+    text = serve.greeting("h:1", Settings(sampling={"temperature": 0.6, "top_k": 20}))
+    assert text.splitlines()[-1].endswith(": temperature 0.6, top_k 20 (--generation-config)")
     text = serve.greeting("h:1", Settings(names=("m",), keys=(b"digest",)))
     assert "Bearer $KEY" in text and "digest" not in text
 

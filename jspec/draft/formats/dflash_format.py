@@ -44,6 +44,7 @@ OPTIONS: dict[str, Any] = {
     "add_swa_attention_sink_bias": False,
     "is_neox_style": True,
 }
+MOST_LAYERS = 2**30  # number of a target's layers if the file does not give it
 LAYERS = ("qwen3", "llama")  # values of `model_type`; a head's layers are those of Qwen 3 whichever it is
 
 
@@ -118,7 +119,7 @@ def read_dflash(
         **{**read, "layers": layers},
         draft_vocab_size=parts.integer("draft_vocab_size", default=read["vocab_size"]),
         target_hidden_size=parts.integer("target_hidden_size", default=read["hidden_size"]),
-        feature_layers=overrides.feature_layers or _feature_layers(parts, len(layers)),
+        feature_layers=overrides.feature_layers or _feature_layers(parts),
         source_format=parts.source_format,
         block_size=_integer(parts, "block_size", least=1),
         mask_token_id=_integer(parts, "mask_token_id"),
@@ -222,7 +223,7 @@ def _sample_from_anchor(parts: Parts) -> bool:
     return "DSpark" in " ".join(parts.outer.texts("architectures")) or parts.one("projector_type") == "dspark"
 
 
-def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
+def _feature_layers(parts: Parts) -> tuple[int, ...]:
     """Read the indices of the target states that the head reads, in the order in which they are concatenated.
 
     The ids of speculators (`aux_hidden_state_layer_ids`) are indices of states, the others are indices of layers. The
@@ -237,25 +238,9 @@ def _feature_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
     lists = {after(part.integers("target_layer_ids")) for part in (parts.nested, parts.outer)}
     lists |= {tuple(part.integers("aux_hidden_state_layer_ids")) for part in (parts.nested, parts.outer)}
     states = sorted(lists - {()})
-    if len(states) > 1:
+    if len(states) != 1:
         raise CheckpointError(
-            "target_layer_ids", f"expected one list in config.json, got the states {states}; pass feature_layers= with "
-            "the target's state indices",
+            "target_layer_ids", "expected one list in config.json of the target's layers whose outputs the head reads, "
+            f"got {f'the states {states}' if states else 'none'}; pass feature_layers= with the target's state indices",
         )  # fmt: skip
-    return states[0] if states else after(_default_layers(parts, num_layers))
-
-
-MOST_LAYERS = 2**30  # number of a target's layers if the file does not give it
-
-
-def _default_layers(parts: Parts, num_layers: int) -> tuple[int, ...]:
-    """Return the layers that the authors' code takes for a file without a list: evenly spaced from 1 to N - 3."""
-    if parts.one("num_target_layers") is None:
-        raise CheckpointError(
-            "target_layer_ids", "expected the indices of the target's layers whose outputs the head reads, or "
-            "num_target_layers, got neither; pass feature_layers= with the target's state indices",
-        )  # fmt: skip
-    count = parts.integer("num_target_layers", default=1)
-    if num_layers == 1:
-        return (count // 2,)
-    return tuple(round(1 + index * (count - 4) / (num_layers - 1)) for index in range(num_layers))
+    return states[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
+from convert.detect import later_layers
 from convert.fields import CheckpointError, Fields
 from convert.huggingface import MapRow, renamed
 from convert.sources import Source
@@ -44,7 +45,7 @@ def mtp_format(kind: str, *, norm_output: bool = True, dequantize: bool = False)
 
     def from_hf(fields: Fields, source: Source) -> tuple[MTPConfig, list[MapRow]]:
         fields, names = text_model(fields, source)
-        config, family = read_mtp(fields, norm_output=norm_output)
+        config, family = read_mtp(fields, names, norm_output=norm_output)
         prefix = f"model.layers.{fields.integer('num_hidden_layers')}."
         names = {name: stored for name, stored in names.items() if _is_read(name, prefix)}
         stored = set(names.values())
@@ -70,8 +71,13 @@ def _is_read(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and not name.endswith(COPIES)
 
 
-def read_mtp(fields: Fields, *, norm_output: bool = True) -> tuple[MTPConfig, Llama]:
+def read_mtp(fields: Fields, names: Collection[str], *, norm_output: bool = True) -> tuple[MTPConfig, Llama]:
     """Read the config of the first layer that predicts further tokens from a model's config.json.
+
+    Args:
+        fields: parsed config.json, which may leave out the number of these layers.
+        names: names of the model's tensors.
+        norm_output: field of `MTPConfig`.
 
     Returns:
         The config, and the family of the layer.
@@ -80,7 +86,7 @@ def read_mtp(fields: Fields, *, norm_output: bool = True) -> tuple[MTPConfig, Ll
         CheckpointError: the model has no such layer, or a value is impossible.
         NotImplementedError: the layers of the model's family are not supported.
     """
-    kind, count = fields.text("model_type", "llama"), fields.integer(COUNT, 0, least=0)
+    kind, count = fields.text("model_type", "llama"), len(later_layers(fields, names))
     if kind not in FAMILIES:
         raise unsupported("model_type", kind, " or ".join(map(repr, FAMILIES)) + " for MTP layers")
     if not count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Sequence
 from typing import Any, Self, Unpack, final
@@ -25,6 +26,7 @@ from jspec.engine.schedule.draft_length import Policy
 from jspec.engine.schedule.program_choice import Features, gathering
 from jspec.engine.schedule.scheduler import Scheduler
 from jspec.engine.text.tokenizer import Tokenizer, check_size, load_tokenizer
+from jspec.engine.text.tokenizer_files import eos_ids as known_eos_ids
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.models.mlps.shared_expert import join_layers
@@ -49,7 +51,7 @@ class Engine(TextGenerator):
             which then drafts the default tree; None: plain decoding with the same programs.
         tokenizer: a `Tokenizer`, a tokenizer of transformers, a folder with tokenizer files, a hub id, or "bytes";
             None: prompts and output are token ids.
-        eos_ids: tokens that end a request.
+        eos_ids: tokens that end a request; None: the tokenizer's EOS token, if it has one.
         logits_processor: a pure function that jax can trace. It takes logits ``[batch, nodes, vocab]`` and a
             `jspec.sampling.logits_processor.LogitsContext`, and returns logits. It runs for all requests in every
             round, after penalties and grammar and before temperature. With a processor every round also computes the
@@ -75,7 +77,7 @@ class Engine(TextGenerator):
         *,
         drafter: DrafterSource = None,
         tokenizer: Tokenizer | str | None = None,
-        eos_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] | None = None,
         logits_processor: LogitsProcessor | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -88,8 +90,10 @@ class Engine(TextGenerator):
         config = engine_config(options, target.config)
         keep_compiled(config.compile_cache)
         tokenizer = load_tokenizer(tokenizer)
-        check_size(tokenizer, target.config.vocab_size)
-        self.input_processor = InputProcessor(tokenizer, target.config.vocab_size, read_ids("eos_ids", eos_ids), config)
+        vocab = target.config.vocab_size
+        check_size(tokenizer, vocab)
+        ends = known_eos_ids(None, tokenizer, vocab) if eos_ids is None else read_ids("eos_ids", eos_ids)
+        self.input_processor = InputProcessor(tokenizer, vocab, ends, config)
         mesh = mesh_for(config, target)
         if mesh is not None and mesh.size > 1:
             self.input_processor.gathers_logits = gathering(config, edits_all=logits_processor is not None)
@@ -121,7 +125,7 @@ class Engine(TextGenerator):
             dtype: dtype of the weights, also of a drafter that is given by its path; None: float32 on CPU, bfloat16
                 elsewhere.
             tokenizer: as for `Engine`; None: the folder's tokenizer, if it has one.
-            eos_ids: as for `Engine`; None: the folder's.
+            eos_ids: as for `Engine`; None: those of generation_config.json, config.json and the tokenizer.
         """
         check_names("Engine.from_pretrained", options, OPTIONS, ELSEWHERE)
         config = EngineConfig(**options)
@@ -130,7 +134,7 @@ class Engine(TextGenerator):
                 raise ValueError(
                     f"dtype: expected None with a loaded Model, got {short(dtype)}; load the model with it"
                 )
-            arguments: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids or ()}
+            arguments: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer, "eos_ids": eos_ids}
             return cls(path, logits_processor=logits_processor, **arguments, **options)
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
@@ -278,6 +282,9 @@ class Engine(TextGenerator):
             return exposition(self.core.metrics(), self.core.latencies, self.core.gauges(), model_name, number=number)
 
         return self.threads.do(text)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>{self.memory_plan._repr_html_()}"
 
     def __repr__(self) -> str:
         state = "closed, " if self.threads.is_closed else ""

@@ -266,7 +266,7 @@ class TextGenerator(Clients):
 
     def _update_bar(self, bar: tqdm, requests: Sequence[Request]) -> None:
         bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
-        bar.set_postfix(tau=f"{self.metrics.mean_acceptance_length:.2f}", refresh=False)
+        bar.set_postfix_str(f"mean acceptance length {self.metrics.mean_acceptance_length:.2f}", refresh=False)
 
 
 def _check_fields(keywords: Mapping[str, Any] | None) -> None:

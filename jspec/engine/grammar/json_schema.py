@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from jspec.core.shorten import short
+from jspec.engine.grammar.closed_schema import closed
 
 MAX_CHARACTERS = 2**16  # most characters in the text of a schema, an expression or a grammar
 MAX_VALUES = 2000  # most values of one enum, and most properties of one object
@@ -96,14 +97,15 @@ def text_of(schema: Any) -> str:
     """Return a schema as JSON, after checking it.
 
     Args:
-        schema: a mapping, its text as JSON, or a class with pydantic's method ``model_json_schema``.
+        schema: a mapping, its text as JSON, or a class with pydantic's method ``model_json_schema``, whose objects are
+            closed.
 
     Raises:
         ValueError: the schema is too large or wrong; the message names the keyword and its location.
     """
     make = getattr(schema, "model_json_schema", None)
     if callable(make):
-        schema = make()
+        schema = closed(make())
     if not isinstance(schema, (str, Mapping)):
         _refuse("a schema as a dict, its text, or a pydantic class", schema)
     if isinstance(schema, Mapping):

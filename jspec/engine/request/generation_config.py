@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from convert.fields import CheckpointError, read_json, short
+from convert.fields import CheckpointError, Fields, read_json, short
 
 FIELDS = {  # transformers' option: field of SamplingParams
     "temperature": "temperature",
@@ -70,13 +70,11 @@ def recommended(path: str | Path) -> dict[str, Any]:
     if not file.exists():
         raise FileNotFoundError(f"{file}: expected a generation_config.json, found none; write out the fields")
     config = read_json(file)
-    for name, values_without_effect in UNSUPPORTED.items():
-        value = config.get(name)
-        if value is not None and value not in values_without_effect:
-            raise CheckpointError(
-                file, f"{name}={short(value)} has no counterpart here; remove it from a copy of the file, or write out "
-                "the other fields",
-            )  # fmt: skip
+    if others := without_counterpart(config):
+        raise CheckpointError(
+            file, f"{others[0]} has no counterpart here; remove it from a copy of the file, or write out the other "
+            "fields",
+        )  # fmt: skip
     if ignored := [f"{name}={short(config[name])}" for name in IGNORED if config.get(name) not in (None, 0)]:
         warnings.warn(
             f"{file}: {', '.join(ignored)}: not read, as transformers has no such option; pass it to SamplingParams "
@@ -87,3 +85,9 @@ def recommended(path: str | Path) -> dict[str, Any]:
     if not config.flag("do_sample"):
         fields["temperature"] = 0.0
     return fields
+
+
+def without_counterpart(config: Fields) -> list[str]:
+    """Return the unsupported options of a file that change tokens, each with its value."""
+    values = {name: config.get(name) for name in UNSUPPORTED}
+    return [f"{n}={short(v)}" for n, v in values.items() if v is not None and v not in UNSUPPORTED[n]]

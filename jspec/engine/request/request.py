@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from jspec.engine.grammar.cfg_matcher import Matcher
 from jspec.engine.grammar.token_table import Grammar
@@ -255,6 +256,15 @@ class Chunk:
     metrics: Metrics | None = None
 
 
+FOREIGN_ATTRIBUTES = {  # attributes of other libraries' results, and what jspec has instead
+    "outputs": "samples, the n completions of the prompt",
+    "choices": "samples, the n completions of the prompt",
+    "generated_text": "text",
+    "output_token_ids": "token_ids",
+    "cumulative_logprob": "logprobs, whose records have one logprob a token",
+}
+
+
 @dataclass(frozen=True, repr=False)
 class Completion:
     """The finished output of one request.
@@ -301,9 +311,15 @@ class Completion:
         """The ``n`` completions of the prompt, beginning with this one."""
         return [self, *self.others]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in FOREIGN_ATTRIBUTES:
+            raise AttributeError(f"Completion.{name}: expected {FOREIGN_ATTRIBUTES[name]}, got {name}")
+        raise AttributeError(f"'Completion' object has no attribute {name!r}")
+
     def __repr__(self) -> str:
         shown = self.text if self.text is not None else self.token_ids
-        return f"Completion({len(self.token_ids)} tokens, finish_reason={self.finish_reason!r}, {shown!r:.80})"
+        number = f"first of {len(self.samples)} samples, " if self.others else ""
+        return f"Completion({number}{len(self.token_ids)} tokens, finish_reason={self.finish_reason!r}, {shown!r:.80})"
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks, with a coloured background behind tokens from drafts."""

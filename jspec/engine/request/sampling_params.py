@@ -67,8 +67,10 @@ class SamplingParams:
             matches; ``\\d`` is 0 to 9. Tokens that end the request are allowed only where the text may end; where
             it must end, no other tokens are allowed. max_tokens or a stop string may cut the text earlier.
         json_schema: a JSON schema, as a mapping, as JSON text or as a pydantic class, that the whole output satisfies;
-            it ends as with ``regex``. Schemas with unsupported keywords are refused. Stored as text. A round with a
-            schema that fits no table (`jspec.engine.grammar.schema_regex`) runs as with ``grammar``.
+            it ends as with ``regex``. An object may have properties that the schema does not list unless
+            `additionalProperties` is false, as it is in a pydantic class that does not say otherwise. Schemas with
+            unsupported keywords are refused. Stored as text. A round with a schema that fits no table
+            (`jspec.engine.grammar.schema_regex`) runs as with ``grammar``.
         grammar: a context-free grammar, in the Lark form that the library llguidance reads, that the whole text
             matches; it ends as with ``regex``. A round with a ``grammar`` runs as two programs; between them the host
             computes the token mask of each draft token (`jspec.step.split_decode`).
@@ -129,8 +131,13 @@ class SamplingParams:
         self._check_grammar()
 
     def _check_grammar(self) -> None:
+        others = [name for name in GRAMMARS if name != self.grammar_field and getattr(self, name) is not None]
+        if others:
+            raise ValueError(
+                f"SamplingParams.{others[0]}: expected only one of {', '.join(GRAMMARS)}, got {self.grammar_field} "
+                "too; leave one of them out"
+            )
         conflicts = {
-            **{name: name != self.grammar_field and getattr(self, name) is not None for name in GRAMMARS},
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens > 0,
         }

@@ -20,7 +20,8 @@ from jspec.engine.schedule.draft_length import Adaptive, Fixed, Policy
 from jspec.engine.schedule.page_pool import PagePool
 from jspec.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from jspec.engine.schedule.sizes import halvings, portions, round_sizes
-from jspec.engine.text.tokenizer import check_size, eos_ids, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer import check_size, load_tokenizer, warn_if_replaced
+from jspec.engine.text.tokenizer_files import eos_ids
 from jspec.models.config.decoder_config import DecoderConfig, ModelConfig
 from jspec.models.decoder import Model
 from jspec.models.deterministic import check_deterministic

@@ -74,3 +74,10 @@ def visible_context(tokenizer: Tokenizer) -> list[int]:
             if text.strip() and REPLACEMENT not in text:
                 return [token]
     return []
+
+
+def byte_level_letters() -> list[str]:
+    """Return the letter of each byte in byte-level BPE: the byte itself if printable, else a letter from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
-import logging
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from convert import hub
-from convert.fields import CheckpointError, cut, short
+from convert.fields import CheckpointError, short
 from jspec.engine.text.chat_template import ChatTemplate
-from jspec.engine.text.token_texts import BLANK, TokenTexts, decodes_independently
+from jspec.engine.text.token_texts import BLANK, TokenTexts, byte_level_letters, decodes_independently
+from jspec.engine.text.tokenizer_files import REMEDY, TOKENIZER_FILES, named_faults, read_folder
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-MAX_BYTES = 256 * 2**20  # of a tokenizer file; the largest in use have 35 MB
 ROUND_TRIPS = ("hello world", "Hello, world! See 42 trees.")  # texts that every tokenizer with their letters keeps
-REMEDY = (
-    "mend the folder, pass another one as tokenizer=, or load the model alone for token ids in and out: "
-    "Engine.from_pretrained(Model.from_pretrained(folder))"
-)
 
 
 class Tokenizer(Protocol):
@@ -129,8 +121,8 @@ class HFTokenizer:
     def __init__(self, source: Path | Any) -> None:
         made: Any = None if isinstance(source, Path) else source
         self._folder = Path(str(source if made is None else getattr(made, "name_or_path", "") or "tokenizer"))
-        with _named_faults(self._folder):
-            self._tokenizer: Any = _read_folder(self._folder) if made is None else made
+        with named_faults(self._folder):
+            self._tokenizer: Any = read_folder(self._folder) if made is None else made
             vocab = self._tokenizer.get_vocab()
             added = self._tokenizer.added_tokens_decoder
             if not vocab.keys() - {token.content for token in added.values()}:
@@ -166,6 +158,12 @@ class HFTokenizer:
         shown = list(ids) if skips else [token for token in ids if token not in self.hidden_ids]
         return self._tokenizer.decode(shown, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
 
+    @property
+    def repairs(self) -> tuple[str, ...]:
+        """What was repaired in the folder's tokenizer when it was read, in words."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return ("Mistral's regular expression for words",) if getattr(backend, "fix_mistral_regex", False) else ()
+
     def with_special_tokens(self, texts: Collection[str] | None = None) -> HFTokenizer:
         names = self.special_texts
         shown = self.hidden_ids if texts is None else frozenset(names[text] for text in texts if text in names)
@@ -200,7 +198,7 @@ class HFTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def token_bytes(self) -> list[bytes | None]:
-        kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(_byte_level_letters())}
+        kind, byte_of = self._vocabulary_kind(), {letter: i for i, letter in enumerate(byte_level_letters())}
         texts: list[bytes | None] = [None] * self.vocab_size
         for token, i in self._tokenizer.get_vocab().items():
             if i in self.byte_ids:
@@ -244,74 +242,6 @@ class HFTokenizer:
         if letter is None or self.decode([letter]) != "A":
             return frozenset()
         return frozenset(i for i in ids.values() if i is not None)
-
-
-def _auto_tokenizer() -> Any:
-    """Import transformers' AutoTokenizer, without warnings about what tokenizers do not need: torch, ipywidgets."""
-    logger, message = logging.getLogger("transformers"), "PyTorch was not found"
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        return message not in record.getMessage()
-
-    logger.addFilter(is_shown)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "IProgress not found")
-            from transformers import AutoTokenizer
-    finally:
-        logger.removeFilter(is_shown)
-    return AutoTokenizer
-
-
-def _byte_level_letters() -> list[str]:
-    """Return the letter of each byte in byte-level BPE: the byte itself if printable, else a letter from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-@contextlib.contextmanager
-def _named_faults(folder: Path) -> Iterator[None]:
-    """Turn any error of reading a tokenizer in the context into a CheckpointError that names the folder."""
-    try:
-        yield
-    except BaseException as error:  # transformers raises many kinds, some of them bare; tokenizers also panics
-        if isinstance(error, (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit)):
-            raise
-        raise CheckpointError(
-            folder, f"expected tokenizer files that transformers can read, got {type(error).__name__}: "
-            f"{cut(str(error), 120)}; {REMEDY}",
-        ) from error  # fmt: skip
-
-
-def _read_folder(folder: Path) -> Any:
-    """Read the tokenizer of a folder with transformers."""
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if large := [file for file in files if file.stat().st_size > MAX_BYTES]:
-        raise CheckpointError(large[0], f"expected at most {MAX_BYTES:,} bytes, got more; download it again")
-    alone = {file.name for file in files} <= {"tokenizer.model", "tokenizer_config.json"}
-    absent = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
-    if (folder / "tokenizer.model").is_file() and alone and absent:
-        raise CheckpointError(
-            folder / "tokenizer.model", f"expected {' and '.join(absent)} to read it, not installed; "
-            "pip install -e '.[sentencepiece]' in jspec's folder, or save a tokenizer.json beside it",
-        )  # fmt: skip
-    try:
-        return _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise CheckpointError(
-            folder, f"expected a tokenizer of transformers, got one with code of its own (auto_map), which is never "
-            f"run; {REMEDY}",
-        ) from None  # fmt: skip
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that holds the module
-        return False
 
 
 def load_tokenizer(source: Any) -> Tokenizer | None:
@@ -375,30 +305,3 @@ def check_size(tokenizer: Tokenizer | None, vocab_size: int) -> None:
         f"tokenizer: expected ids below {vocab_size}, the target's vocabulary, got a tokenizer of "
         f"{tokenizer.vocab_size}; pass the target's own tokenizer"
     )
-
-
-def eos_ids(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Return the EOS ids of a model: those of its folder, else the tokenizer's with a warning, else ().
-
-    Args:
-        folder: folder of the model.
-        vocab_size: number of tokens of the model's vocabulary.
-
-    Raises:
-        CheckpointError: the folder gives something other than ids of the vocabulary.
-    """
-    if ids := hub.eos_ids(folder):
-        if wrong := [token for token in ids if token >= vocab_size]:
-            raise CheckpointError(
-                folder, f"eos_token_id: expected ids in [0, {vocab_size}), got {wrong[0]}; pass eos_ids= to replace it"
-            )
-        return ids
-    token = getattr(tokenizer, "eos_id", None)
-    if token is None or not 0 <= token < vocab_size:
-        return ()
-    warnings.warn(
-        f"{folder}: expected eos_token_id in generation_config.json or config.json, got none; the tokenizer's EOS "
-        f"token {token} ends requests; pass eos_ids= to choose others, eos_ids=() for none",
-        stacklevel=3,
-    )
-    return (token,)

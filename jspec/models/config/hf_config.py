@@ -223,7 +223,8 @@ def _llama3(theta: float, form: Fields, outer: Fields) -> Rope:
 
 def _lengths(form: Fields, outer: Fields) -> tuple[int, float]:
     """Read the context length before scaling, and the factor by which the scaling lengthens it."""
-    original = outer.integer(ORIGINAL, form.integer(ORIGINAL, outer.integer("max_position_embeddings", 2048)))
+    default = form.integer(ORIGINAL, outer.integer("max_position_embeddings", 2048, least=2), least=2)
+    original = outer.integer(ORIGINAL, default, least=2)  # 1 has the logarithm 0
     return original, form.number("factor", outer.integer("max_position_embeddings", original) / original)
 
 

@@ -115,6 +115,7 @@ class Gemma4(Gemma2):
         "attention_bias": False,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
+        "rope_scaling": None,
         "enable_moe_block": False,
     }
     names: ClassVar = {**Gemma2.names, "output_scale": ("layer_scalar",)}

@@ -14,6 +14,17 @@ from jspec.models.mlps.mlp_config import Dense, Experts, Router
 from jspec.models.parts.rope import Rope
 from jspec.models.weights.weight_map import LAYER
 
+# The rotary embedding of a Ministral 3 config.json that gives none, as in transformers.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 
 @register("mistral")
 class Mistral(Llama):
@@ -48,6 +59,8 @@ class Ministral3(Mistral):
     defaults: ClassVar = {"sliding_window": None, "head_dim": 128}
 
     def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
+        if all(fields.get(name) is None for name in ("rope_parameters", "rope_scaling")):
+            fields = Fields({**fields, "rope_theta": None, "rope_parameters": YARN}, fields.place)
         forms = [fields.object(name) for name in ("rope_parameters", "rope_scaling")]
         beta = next((form.number("llama_4_scaling_beta") for form in forms if form.get("llama_4_scaling_beta")), 0.0)
         ropes = super().ropes(fields, theta)

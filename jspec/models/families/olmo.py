@@ -40,6 +40,7 @@ class Olmo3(Olmo2):
 
     published: ClassVar = "OLMo 3"
     defaults: ClassVar = {"sliding_window": 4096}
+    theta: ClassVar = 500000.0
 
     def layer_types(self, fields: Fields) -> list[str]:
         count = fields.integer("num_hidden_layers")

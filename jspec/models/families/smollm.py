@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from convert.fields import Fields
-from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers, read_ropes
+from jspec.models.config.hf_config import FULL, SLIDING, read_layer_types, read_rope_layers
 from jspec.models.config.layer_config import LayerConfig
 from jspec.models.families import register
 from jspec.models.families.llama import Llama
@@ -23,6 +22,7 @@ class SmolLM3(Llama):
     published: ClassVar = "SmolLM3"
     defaults: ClassVar = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     fixed: ClassVar = {"mlp_bias": False}
+    theta: ClassVar = 2000000.0
 
     def decoder(self, fields: Fields, *, rope_theta: float | None = None) -> dict[str, Any]:
         read = super().decoder(fields, rope_theta=rope_theta)
@@ -33,10 +33,6 @@ class SmolLM3(Llama):
         slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
         types = [FULL if has_rope or not slides else SLIDING for has_rope in read_rope_layers(fields)]
         return read_layer_types(fields, types)
-
-    def ropes(self, fields: Fields, theta: float | None) -> Mapping[str, Rope]:
-        plain = {} if fields.get("rope_parameters") is not None else {"rope_theta": 2e6}
-        return read_ropes(Fields({**plain, **fields}, fields.place), theta=theta)
 
 
 def _without_rope(layer: LayerConfig) -> LayerConfig:

@@ -66,6 +66,8 @@ class Rope:
         if self.kind not in ROPE_KINDS:
             raise unsupported("rope type", self.kind, " or ".join(map(repr, ROPE_KINDS)))
         positive("rope", self, ("theta", "factor", "fraction", "attention_factor"))
+        if self.theta <= 1:  # its powers would not fall, and its logarithm divides
+            raise CheckpointError("rope_theta", f"expected a number above 1, got {self.theta}; correct config.json")
         if self.fraction > 1:
             raise CheckpointError("partial_rotary_factor", f"expected at most 1, got {self.fraction}")
         if self.kind not in ("default", "linear", "proportional", "none") or self.temperature:

@@ -25,11 +25,12 @@ from convert.fields import CheckpointError, short
 from convert.huggingface import MapRow
 from convert.sources import Shape, Source, Tensor
 from jspec.models.parts.checks import unsupported
-from jspec.models.weights.quantized_config import Scheme
+from jspec.models.weights.scheme import Scheme
 from pallas_kernels.layers.experts import expert_bytes
 from pallas_kernels.layers.int4.int4 import block_of, pack
 
 WORD = 8  # values in an int32 word
+ONES = 0x11111111  # a word of eight times 1
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight rows, in fours of bits from the lowest
 PACKED = (".qweight", ".weight_packed")  # ends of the names of packed weights
 
@@ -79,7 +80,7 @@ class FusedPart:
         module: name of the linear layer.
         out, columns: shape of the weight.
         groups: number of scales of a row.
-        zero_offset: number that is added to stored zero points.
+        scheme: how the checkpoint is quantised.
         layout: how the format stores the weight.
         order: name of the tensor that holds each column's group; None: groups are consecutive columns.
         shape: name of the tensor that holds the shape; None: there is none.
@@ -89,15 +90,22 @@ class FusedPart:
     out: int
     columns: int
     groups: int
-    zero_offset: int
+    scheme: Scheme
     layout: Layout
     order: str | None
     shape: str | None
 
-    def read(self, source: Source, end: str, columns: int, axis: int | None) -> np.ndarray:
-        """Read a tensor, unpack its words if neighbours along an axis are packed, and return it as [out, columns]."""
+    def read(self, source: Source, end: str, columns: int, axis: int | None, *, added: int = 0) -> np.ndarray:
+        """Read a tensor, unpack its words if neighbours along an axis are packed, and return it as [out, columns].
+
+        Args:
+            added: number that is added to each word before it is unpacked.
+        """
         name = f"{self.module}.{end}"
-        pieces = [piece if axis is None else self._unpacked(piece, axis) for piece in source.pieces(name)]
+        pieces = [
+            piece if axis is None else self._unpacked(piece.view(np.uint32) + np.uint32(added), axis)
+            for piece in source.pieces(name)
+        ]
         values = np.concatenate(pieces)
         if axis is None:
             check_scales(source, name, values, is_signed=True)  # AutoRound writes negative scales into these formats
@@ -106,10 +114,36 @@ class FusedPart:
     def _unpacked(self, words: np.ndarray, axis: int) -> np.ndarray:
         shifts = np.array(self.layout.places, np.uint32) * 4
         if axis == 0:
-            values = words.view(np.uint32)[:, None, :] >> shifts[:, None] & 15
+            values = words[:, None, :] >> shifts[:, None] & 15
             return values.astype(np.uint8).reshape(-1, words.shape[1])
-        values = words.view(np.uint32)[..., None] >> shifts & 15
+        values = words[..., None] >> shifts & 15
         return values.astype(np.uint8).reshape(len(words), -1)
+
+    def read_zeros(self, source: Source) -> np.ndarray:
+        """Read the zero points [out, groups].
+
+        GPTQ's first format stores them less 1, its second one as they are, and published files name the wrong one. Of
+        a symmetric weight all are 8, which tells the two apart.
+
+        Raises:
+            NotImplementedError: the file does not tell how its zero points are to be read.
+        """
+        name, axis, scheme = self.layout.zeros, self.layout.axes[1], self.scheme
+        stored = self.read(source, name, self.groups, axis)
+        if self.layout is not LAYOUTS["gptq"]:
+            return stored
+        if scheme.is_symmetric is not False and any((stored == common).all() for common in (7, 8)):
+            return np.full_like(stored, 8)
+        if scheme.is_symmetric:
+            got, expected = f"{stored.min()} to {stored.max()}", "zero points 7 or 8 throughout, as sym: true says"
+            raise unsupported(short(f"{self.module}.{name}"), got, expected)
+        if scheme.zero_offset == 0:
+            return stored
+        by_word, by_value = self.read(source, name, self.groups, axis, added=ONES), (stored + 1) & 15
+        if not scheme.subtracts_words and not np.array_equal(by_word, by_value):
+            expected = "gptq_v2 as checkpoint_format, or gptqmodel as meta.quantizer, beside zero points of 0"
+            raise unsupported(short(f"{self.module}.{name}"), "gptq without it", expected)
+        return by_word
 
     def group_of(self, source: Source) -> np.ndarray:
         """Return the group of each column.
@@ -203,7 +237,7 @@ def _part(weight: str, shape: Shape, groups: int, scheme: Scheme, tensors: Mappi
     names = (f"{module}.{layout.order}", f"{module}.weight_shape")
     order, stored = (name if name in tensors else None for name in names)
     out, columns = shape
-    return FusedPart(module, out, columns, groups, scheme.zero_offset, layout, order, stored)
+    return FusedPart(module, out, columns, groups, scheme, layout, order, stored)
 
 
 def _sources(parts: list[FusedPart], end: str, columns: int, axis: int | None) -> dict[str, Shape]:
@@ -234,9 +268,7 @@ def _fill_scale(
 
 
 def _fill_zeros(parts: list[FusedPart], by_column: bool, source: Source, row: MapRow, dtype: str) -> np.ndarray:
-    axis = parts[0].layout.axes[1]
-    zeros = [part.read(source, part.layout.zeros, part.groups, axis) + np.uint8(part.zero_offset) for part in parts]
-    return _joined(parts, zeros, by_column, source).reshape(row.shape)
+    return _joined(parts, [part.read_zeros(source) for part in parts], by_column, source).reshape(row.shape)
 
 
 def _joined(parts: list[FusedPart], arrays: list[np.ndarray], by_column: bool, source: Source) -> np.ndarray:

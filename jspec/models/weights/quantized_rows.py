@@ -25,7 +25,7 @@ from jspec.models.parts.checks import unsupported
 from jspec.models.weights.int4_rows import check_scales, packed_name, split_int4
 from jspec.models.weights.mxfp4_rows import mxfp4_rows
 from jspec.models.weights.quantize import EXPERTS, NAMES, WIDENED
-from jspec.models.weights.quantized_config import CONFIG, Scheme
+from jspec.models.weights.scheme import CONFIG, Scheme
 from pallas_kernels.layers.experts import expert_bytes
 from pallas_kernels.layers.int4.int4 import ZERO, unpack
 

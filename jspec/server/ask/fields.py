@@ -92,14 +92,14 @@ class Ask:
             self.params[param] = value
             self.names[param] = name
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the checked parameters.
+    def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return the checked parameters, with the server's defaults for fields that the request leaves out.
 
         Raises:
             ApiError: a field has a wrong value.
         """
         try:
-            return SamplingParams(**self.params)
+            return SamplingParams(**{**(defaults or {}), **self.params})
         except (TypeError, ValueError) as error:
             raise refused(error, self.names) from error
 

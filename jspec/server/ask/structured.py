@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.engine.grammar.closed_schema import closed
 from jspec.engine.grammar.expression import NoTable, literal
-from jspec.server.ask.values import check_keys, listing, mapping, one_of
+from jspec.server.ask.values import boolean, check_keys, listing, mapping, one_of
 from jspec.server.http.errors import invalid
 
 FORMAT_KEYS = ("type", "json_schema")
@@ -21,7 +22,8 @@ def response_format(name: str, value: Any) -> dict[str, Any]:
 
     Args:
         name: the field's name.
-        value: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}.
+        value: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}; if
+            its "strict" is true, objects have no properties but those that the schema lists or allows.
     """
     check_keys(name, mapping(name, value), FORMAT_KEYS)
     kind = one_of("text", "json_object", "json_schema")(f"{name}.type", value.get("type"))
@@ -31,7 +33,9 @@ def response_format(name: str, value: Any) -> dict[str, Any]:
         return {"json_schema": ANY_OBJECT}
     described = mapping(f"{name}.json_schema", value.get("json_schema"))
     check_keys(f"{name}.json_schema", described, SCHEMA_KEYS)
-    return {"json_schema": mapping(f"{name}.json_schema.schema", described.get("schema"))}
+    schema = mapping(f"{name}.json_schema.schema", described.get("schema"))
+    is_strict = boolean(f"{name}.json_schema.strict", described.get("strict") or False)
+    return {"json_schema": closed(schema) if is_strict else schema}
 
 
 def structured_outputs(name: str, value: Any) -> dict[str, Any]:

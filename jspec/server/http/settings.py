@@ -6,7 +6,9 @@ import hashlib
 import hmac
 import ipaddress
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 KEY_VARIABLE = "JSPEC_API_KEY"
 MEGABYTE = 2**20
@@ -46,6 +48,8 @@ class Settings:
         reasoning: whether to split the reasoning from the answer.
         reasoning_parser: name of the format of reasoning; None: the chat template tells.
         reasoning_field: name of the field that has the reasoning.
+        sampling: fields of `SamplingParams` for requests that leave them out
+            (`jspec.engine.request.model_sampling`).
         warm: what to compile before the first request: "logprobs", "grammar", "rounds".
 
     Raises:
@@ -71,6 +75,7 @@ class Settings:
     reasoning: bool = True
     reasoning_parser: str | None = None
     reasoning_field: str = "reasoning_content"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     warm: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

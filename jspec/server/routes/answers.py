@@ -60,7 +60,7 @@ class Answer(ABC):
         self.num_tokens = self.num_cached = self.num_ended = 0
         self._unsent_rounds: list[dict[str, Any]] = []
         self._check(ask)
-        self.params = ask.sampling_params()
+        self.params = ask.sampling_params(service.settings.sampling)
         self.n = self.params.n
 
     def _check(self, ask: Ask) -> None:

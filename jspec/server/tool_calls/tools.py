@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.shorten import short
+from jspec.engine.grammar.closed_schema import closed
 
 MODES = ("none", "auto", "required")
 MAX_TOOLS = 128
@@ -126,4 +127,4 @@ def _schema_of(function: Mapping[str, Any], field: str) -> Any:
         return NO_ARGUMENTS
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ValueError(f'{field}: expected a JSON schema of the type "object", got {short(schema)}')
-    return {"type": "object", **schema}
+    return {"type": "object", **(closed(schema) if function.get("strict") is True else schema)}

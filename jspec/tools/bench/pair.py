@@ -18,6 +18,7 @@ from jspec.draft.ngram import NGram
 from jspec.draft.suffix import Suffix
 from jspec.engine.callers.api import Engine
 from jspec.engine.text.tokenizer import Tokenizer
+from jspec.engine.text.tokenizer_files import eos_ids
 from jspec.models import load
 from jspec.models.decoder import Model
 from jspec.tools import check_head, demo
@@ -63,7 +64,7 @@ class BenchPair:
             target, draft = str(demo.TARGET), str(embedded.get(draft, draft))
         draft = None if draft is None else str(demo.folder(draft, "eagle3"))
         model, words = check_head.load_target(target, tokenizer, dtype=arguments.dtype)
-        return cls(model, words, hub.eos_ids(hub.find(target)), draft, arguments.dtype)
+        return cls(model, words, eos_ids(hub.find(target), words, model.config.vocab_size), draft, arguments.dtype)
 
     @property
     def tokenizer(self) -> Tokenizer:
