@@ -9,8 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from jspec.server.app import make_app
-from jspec.server.http.settings import Settings
 from tests.support import serving, tool_serving
 from tests.support.tool_serving import saying
 
@@ -22,6 +20,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+STRICT: list[Any] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 ANSWER = f"<think>\nI call.\n</think>\n\nLook:\n{CALL}\n{CALL}"
 
@@ -191,161 +190,6 @@ def test_whole_call_before_a_stop_string_is_one_in_the_reason_of_the_end(client:
     assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
 
 
-SPOKEN = (  # in harmony; <|other|> is a special token of no format, which no answer shows
-    "<|channel|>analysis<|message|>Need<|other|> f.<|end|><|start|>assistant<|channel|>commentary<|message|>Look:"
-    '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
-)
-FOUND = ("Look:", "Need f.", [("f", '{"x": 1}')])
-
-
-def found_in(server: serving.Running, route: str, **fields: Any) -> tuple[str, str, list[Any]]:
-    """Return content, reasoning and calls of the answer of a route."""
-    function = TOOLS[0]["function"]
-    asked: dict[str, Any] = {"model": serving.NAME, "messages": MESSAGES, "max_tokens": 200, "tools": TOOLS}
-    if route == "messages":
-        asked["tools"] = [{"name": "f", "input_schema": SCHEMA}]
-    elif route == "responses":
-        asked = {"model": serving.NAME, "input": MESSAGES, "tools": [{"type": "function", **function}]}
-    with server.http() as http:
-        answer = http.post({"chat": "/v1/chat/completions"}.get(route, f"/v1/{route}"), json=asked | fields).json()
-    if route == "chat":
-        message = answer["choices"][0]["message"]
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-        return message["content"] or "", message.get("reasoning_content", ""), calls
-    if route == "messages":
-        blocks = answer["content"]
-        calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
-        return *("".join(block.get(key, "") for block in blocks) for key in ("text", "thinking")), calls  # type: ignore[return-value]
-    items = answer["output"]
-    texts = {
-        kind: [p["text"] for i in items if i["type"] == kind for p in i["content"]] for kind in ("message", "reasoning")
-    }
-    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
-    return "".join(texts["message"]), "".join(texts["reasoning"]), calls
-
-
-@pytest.mark.parametrize("route", ["chat", "responses", "messages"])
-def test_markers_that_are_special_tokens_split_the_answer_of_every_route(route: str) -> None:
-    engine = tool_serving.special_engine()
-    with serving.running(engine) as server, tool_serving.telling(engine, SPOKEN):
-        assert found_in(server, route) == FOUND
-        assert found_in(server, route, skip_special_tokens=True) == FOUND
-        shown = found_in(server, route, skip_special_tokens=False)
-        assert shown == ("Look:", "Need<|other|> f.", FOUND[2])
-        if route == "chat":
-            content, reasoning, calls, reason = streamed(server.client(), tools=TOOLS)
-            assert (content, reasoning, [tuple(call[1:]) for call in calls], reason) == (*FOUND, "tool_calls")
-
-
-STRICT: dict[str, Any] = {  # a strict tool, by route
-    "chat": {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}},
-    "responses": {"type": "function", **TOOLS[0]["function"], "strict": True},
-    "messages": {"name": "f", "input_schema": SCHEMA, "strict": True},
-}
-
-
-@pytest.mark.parametrize("route", STRICT)
-@pytest.mark.parametrize("format_", ["hermes", "harmony"])
-def test_arguments_of_a_strict_tool_follow_its_schema_on_every_route(route: str, format_: str) -> None:
-    engine = tool_serving.special_engine() if format_ == "harmony" else tool_serving.engine()
-    text = SPOKEN.replace("<|other|>", "") if format_ == "harmony" else ANSWER
-    with serving.running(engine) as server, tool_serving.telling(engine, text.replace('"x": 1', '"x": 3')):
-        content, reasoning, calls = found_in(server, route, tools=[STRICT[route]])
-        assert (content, reasoning) == ("Look:", "Need f." if format_ == "harmony" else "I call.")
-        assert calls and all(json.loads(arguments) in ({"x": 1}, {"x": 2}) for _, arguments in calls)
-        loose = found_in(server, route)[2]  # the negative control
-        assert json.loads(loose[0][1]) == {"x": 3}
-
-
-@pytest.mark.parametrize("route", STRICT)
-def test_answer_that_may_have_one_call_has_one_on_every_route(server: serving.Running, route: str) -> None:
-    one: dict[str, Any] = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    fields = one if route == "messages" else {"parallel_tool_calls": False}
-    with tool_serving.telling(tool_serving.engine(), f"{CALL}\n{CALL}"):
-        assert len(found_in(server, route)[2]) == 2
-        assert len(found_in(server, route, **fields)[2]) == 1
-
-
-def test_strict_tool_in_a_format_that_no_grammar_can_force_is_refused() -> None:
-    with serving.running(tool_serving.engine(), tool_parser="pythonic") as server:
-        with pytest.raises(openai.BadRequestError, match='set tool_choice to "required"') as raised:
-            ask(server.client(), tools=[STRICT["chat"]])
-        assert raised.value.param == "tools"
-
-
-@pytest.mark.parametrize("route", STRICT)
-@pytest.mark.parametrize("is_named", [True, False])
-def test_forced_calls_of_a_template_without_tools_work_on_every_route(route: str, is_named: bool) -> None:
-    choice: Any = {"type": "tool", "name": "f"} if route == "messages" else {"type": "function", "name": "f"}
-    if not is_named:
-        choice = {"type": "any"} if route == "messages" else "required"
-    elif route == "chat":
-        choice = {"type": "function", "function": {"name": "f"}}
-    with serving.running() as server:
-        content, reasoning, ((name, arguments), *_) = found_in(server, route, tool_choice=choice)
-        assert (content, reasoning, name) == ("", "", "f") and json.loads(arguments) in ({"x": 1}, {"x": 2})
-        asked = {
-            "model": serving.NAME,
-            "messages": MESSAGES,
-            "tools": TOOLS,
-            "max_tokens": 1,
-            "tool_choice": "required",
-        }
-        with server.http() as http:
-            chat = http.post("/v1/chat/completions", json={**asked, "return_token_ids": True}).json()
-            prompt = http.post("/detokenize", json={"tokens": chat["prompt_token_ids"]}).json()["prompt"]
-            assert prompt.count(json.dumps(TOOLS[0]["function"])) == 1 and prompt.count("Once upon a time") == 1
-            listed = [{"name": "f", "input_schema": SCHEMA}]
-            counted = {**asked, "tools": listed, "tool_choice": {"type": "any"}}
-            del counted["max_tokens"]
-            tokens = http.post("/v1/messages/count_tokens", json=counted).json()["input_tokens"]
-            assert tokens == chat["usage"]["prompt_tokens"]
-            error = http.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"}).json()["error"]
-    assert error["param"] == "tools" and 'set tool_choice to "required" or a tool' in error["message"]
-
-
-def test_server_with_a_format_that_does_not_exist_is_refused() -> None:
-    for field in ("tool_parser", "reasoning_parser"):
-        with pytest.raises(ValueError, match=f"^{field}: expected one of"):
-            make_app(tool_serving.engine(), Settings(**{field: "other"}))  # type: ignore[arg-type]
-
-
-def test_reasoning_that_a_special_token_of_the_prompt_has_begun_is_reasoning() -> None:
-    engine = tool_serving.special_engine("{{ messages[0].content }}[THINK]")
-    with serving.running(engine) as server, tool_serving.telling(engine, "I add.[/THINK]3"):
-        assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
-
-
-@pytest.mark.parametrize("route", ["chat", "messages"])
-def test_message_of_harmony_that_a_prefill_has_begun_goes_on(route: str) -> None:
-    engine = tool_serving.special_engine()
-    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
-    fields: dict[str, Any] = {"tools": None, "messages": messages}
-    if route == "chat":
-        fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    with serving.running(engine) as server, tool_serving.telling(engine, " 3."):
-        assert found_in(server, route, **fields) == (" 3.", "", [])
-
-
-def test_parser_of_reasoning_by_name_overrides_the_templates() -> None:
-    engine, text = tool_serving.special_engine(), "[THINK]I add.[/THINK]3"
-    with serving.running(engine, reasoning_parser="mistral") as server, tool_serving.telling(engine, text):
-        assert found_in(server, "chat", tools=None) == ("3", "I add.", [])
-    with serving.running(engine, reasoning=False) as server, tool_serving.telling(engine, SPOKEN):
-        content, reasoning, calls = found_in(server, "chat")
-        assert content.startswith("<|channel|>analysis<|message|>Need f.<|end|>Look:") and not reasoning
-        assert calls == FOUND[2]
-
-
-@pytest.mark.parametrize("prefill", ["<think>\nI", "<think>\nI "])
-def test_reasoning_that_a_prefill_has_begun_is_reasoning_on_every_route(server: serving.Running, prefill: str) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": prefill}]
-    say = saying(" call.</think>Look:")
-    more = {"continue_final_message": True, "add_generation_prompt": False}
-    assert found_in(server, "chat", tools=None, messages=messages, **more, **say) == ("Look:", " call.", [])
-    assert found_in(server, "messages", tools=None, messages=messages, **say) == ("Look:", " call.", [])
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -356,7 +200,7 @@ def test_reasoning_that_a_prefill_has_begun_is_reasoning_on_every_route(server: 
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [STRICT["chat"]], "extra_body": saying("a")}, "structured_outputs"),
+        ({"tools": STRICT, "extra_body": saying("a")}, "structured_outputs"),
         ({"tools": TOOLS, "parallel_tool_calls": False, "extra_body": saying("a")}, "structured_outputs"),
     ],
 )
