@@ -90,10 +90,10 @@ def load(
     """Load a target or a draft model.
 
     Float8 checkpoints of compressed-tensors, of ModelOpt and in the format of DeepSeek-V3 and Qwen3 keep their bytes
-    and their scales (`jspec.models.weights.quantized_rows`). They load as kind "fp8" on every device: weights are
-    float8, and activations are not rounded, whatever the config says of activations. Thus the results are those of the
-    stored weights. ``quantize="fp8_dynamic"`` also rounds activations, with a scale for each row, as other engines do
-    with such checkpoints; on a GPU this is faster with many rows. Weights with scales for blocks load as "fp8" only.
+    and their scales (`jspec.models.weights.quantized_rows`). The config decides the kind: with a scale for each row or
+    tensor and dynamic activations it is "fp8_dynamic", which also rounds activations, with a scale for each row. With
+    unrounded or static activations, with scales for blocks, and for experts it is "fp8": weights are float8, and
+    activations are not rounded. ``quantize="fp8"`` leaves activations unrounded, whatever the config says.
 
     4-bit checkpoints of GPTQ, AWQ and compressed-tensors stay packed, two values in a byte, as kind "int4"
     (`jspec.models.weights.int4_rows`), and so do experts in mxfp4, as kind "mxfp4" (`jspec.models.weights.mxfp4_rows`).

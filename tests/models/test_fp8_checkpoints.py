@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,19 @@ TOLERANCE = 1e-4  # both sides use float32 but add up in different orders
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9]
 GOLDEN = {"llama_ct_fp8": "llama", "qwen3_fp8_block": "qwen3"}
 BLOCKS = FORMATS["fp8 by block"]
+ROUNDING = ("llama_ct_fp8", "compressed-tensors by row")  # files that ask for dynamic activations and have no blocks
+
+
+def unrounded(model: Model, name: str) -> Model:
+    """Return a model whose activations are not rounded, after a check that its file's config has decided its kind."""
+    assert quantized_as(model) == ("fp8_dynamic" if name in ROUNDING else "fp8")
+
+    def is_weight(node: Any) -> bool:
+        return isinstance(node, Quantized)
+
+    return jax.tree.map(lambda leaf: replace(leaf, kind="fp8") if is_weight(leaf) else leaf, model, is_leaf=is_weight)
+
+
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
 
@@ -64,8 +79,7 @@ def test_float8_checkpoint_has_the_logits_of_its_widened_weights(
     published: tuple[Path, dict[str, np.ndarray]],
 ) -> None:
     folder, recorded = published
-    target = Model.from_pretrained(folder, dtype="float32")
-    assert quantized_as(target) == "fp8"
+    target = unrounded(Model.from_pretrained(folder, dtype="float32"), folder.name)
     for i in range(2):
         wanted = recorded[f"logits{i}"]
         got = logits(target, recorded[f"prompt{i}"].tolist())[-len(wanted) :]
@@ -83,7 +97,7 @@ def test_engine_with_a_float8_checkpoint_has_the_greedy_tokens_of_its_widened_we
     published: tuple[Path, dict[str, np.ndarray]],
 ) -> None:
     folder, recorded = published
-    target = Model.from_pretrained(folder, dtype="float32")
+    target = unrounded(Model.from_pretrained(folder, dtype="float32"), folder.name)
     drafter = DraftModel(target, Tree.chain(3))  # it has the target's weights, so its tokens are accepted
     with Engine(target, drafter=drafter, slots=2, max_len=96, buckets=(2,), prefill_buckets=(48,)) as engine:
         assert engine.memory_plan.target_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(target))
@@ -101,7 +115,8 @@ def test_float8_checkpoint_of_each_format_keeps_its_bytes_and_has_the_logits_of_
     name: str, tmp_path: Path
 ) -> None:
     stored, wide = made.quantised(FORMATS[name])
-    model = Model.from_pretrained(made.write(tmp_path / "fp8", FORMATS[name], stored), dtype="float32")
+    loaded = Model.from_pretrained(made.write(tmp_path / "fp8", FORMATS[name], stored), dtype="float32")
+    model = unrounded(loaded, name)
     values, expected = (folders.expected_target(tensors, CONFIG["num_hidden_layers"]) for tensors in (stored, wide))
     for index, layer in enumerate(model.layers):
         for part in ("qkv", "o", "gate_up", "down"):
@@ -112,6 +127,8 @@ def test_float8_checkpoint_of_each_format_keeps_its_bytes_and_has_the_logits_of_
             np.testing.assert_array_equal(widened(weight), expected[own], err_msg=own)
     plain = Model.from_pretrained(folders.write(tmp_path / "wide", CONFIG, wide), dtype="float32")
     np.testing.assert_allclose(logits(model, IDS), logits(plain, IDS), atol=TOLERANCE)
+    if name in ROUNDING:
+        assert np.abs(logits(loaded, IDS) - logits(plain, IDS)).max() > 100 * TOLERANCE, "activations are rounded"
     dequantized = Model.from_pretrained(tmp_path / "fp8", dtype="float32", quantize="none")
     leaves = zip(jax.tree.leaves(dequantized), jax.tree.leaves(plain), strict=True)
     assert all(np.array_equal(own, other) for own, other in leaves)
@@ -164,6 +181,7 @@ def test_checkpoint_with_excluded_layers_has_both_quantised_and_unquantised_weig
     stored, wide = made.quantised(form, excluded="layers.1.self_attn")
     ignored = ["lm_head", r"re:.*layers\.1\.self_attn\..*"]
     model = Model.from_pretrained(made.write(tmp_path / "fp8", form, stored, ignore=ignored))
+    model = unrounded(model, "compressed-tensors by row")
     first, second = model.layers
     assert isinstance(first.qkv, Quantized) and isinstance(second.down, Quantized)
     assert not isinstance(second.qkv, Quantized) and not isinstance(second.o, Quantized)
@@ -266,7 +284,8 @@ def test_quantize_over_a_float8_checkpoint_switches_activations_or_raises(tmp_pa
         made.write(tmp_path / name, FORMATS[name], made.quantised(FORMATS[name])[0])
         for name in ("compressed-tensors by row", "fp8 by block")
     )
-    assert quantized_as(Model.from_pretrained(rows, quantize="fp8_dynamic")) == "fp8_dynamic"
+    kinds = [quantized_as(Model.from_pretrained(rows, quantize=kind)) for kind in (None, "fp8", "fp8_dynamic")]
+    assert kinds == ["fp8_dynamic", "fp8", "fp8_dynamic"]
     own = Model.from_pretrained(blocks)
     same = Model.from_pretrained(blocks, quantize="fp8")
     assert np.array_equal(own.layers[0].qkv.scale, same.layers[0].qkv.scale)  # type: ignore[union-attr]
@@ -279,7 +298,7 @@ def test_quantize_over_a_float8_checkpoint_switches_activations_or_raises(tmp_pa
         Engine(own, quantize="fp8_dynamic", slots=1, max_len=32)
     for folder in (rows, blocks):
         with pytest.raises(
-            ValueError, match="quantize: expected unquantised weights, got fp8; start from the original"
+            ValueError, match=r"quantize: expected unquantised weights, got fp8(_dynamic)?; start from the original"
         ):
             Model.from_pretrained(folder, quantize="int8")
     with pytest.raises(ValueError, match="deterministic: expected a target whose weights are not quantised, got fp8"):
@@ -300,7 +319,7 @@ def test_converted_float8_checkpoint_has_the_same_bytes_and_refuses_other_kinds(
         first, second = (getattr(model.layers[1], part) for model in models)
         assert np.asarray(first.values).tobytes() == np.asarray(second.values).tobytes()
         assert np.asarray(first.scale).tobytes() == np.asarray(second.scale).tobytes()
-    line = f"quantised: {'fp8 in groups of 16 or fp8 in groups of 8' if 'block' in name else 'fp8'}"
+    line = f"quantised: {'fp8 in groups of 16 or fp8 in groups of 8' if 'block' in name else 'fp8_dynamic'}"
     for folder in (source, tmp_path / "out"):
         assert line in describe(folder).splitlines()
     capsys.readouterr()

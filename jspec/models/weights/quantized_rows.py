@@ -5,7 +5,8 @@ together are a `Quantized` (`pallas_kernels.layers.weights`). `jspec.models.weig
 bits. Families need to know nothing of this: they map tensors to parameters as if the checkpoint were not quantised.
 
 The files' other scales are not used, and do not change what the weights are. `input_scale` is for activations, which
-stay unrounded with kind "fp8" and get a scale for each row with "fp8_dynamic". The scales of keys and values are for a
+stay unrounded with kind "fp8", and get a scale for each row with "fp8_dynamic": weights with a scale for each row or
+tensor are of this kind in a file whose config asks for dynamic activations. The scales of keys and values are for a
 float8 cache; the cache has the model's dtype unless `kv_dtype` says otherwise, and a float8 cache has no scales.
 """
 
@@ -28,6 +29,7 @@ from jspec.models.weights.quantize import EXPERTS, NAMES, WIDENED
 from jspec.models.weights.scheme import CONFIG, Scheme
 from pallas_kernels.layers.experts import expert_bytes
 from pallas_kernels.layers.int4.int4 import ZERO, unpack
+from pallas_kernels.layers.weights import Kind
 
 WEIGHT = ".weight"
 # Last part of the name of a weight's scales, by which its values are multiplied; only "fp8" has the first one.
@@ -137,6 +139,12 @@ def _check(row: MapRow, quantized: list[str], scheme: Scheme, tensors: Mapping[s
             )  # fmt: skip
 
 
+def _kind(row: MapRow, scheme: Scheme) -> Kind:
+    """Return the kind of a float8 weight: that of the file, but activations are not rounded for blocks and experts."""
+    rounds = scheme.activations == "dynamic" and scheme.block is None
+    return "fp8_dynamic" if rounds and row.parameter.rpartition(".")[2] not in EXPERTS else "fp8"
+
+
 def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: Mapping[str, Shape]) -> list[MapRow]:
     """Return the row of a parameter's values and the row of its scales."""
     *out, inner = row.shape
@@ -149,9 +157,10 @@ def _split(row: MapRow, scheme: Scheme, tensors: Mapping[str, Tensor], unused: M
         parts[scale] = shape
         sources[scale] = _scale_shape(scheme, shape, tensors.get(scale))
     fill = partial(_fill_scales, parts, scheme.block)
+    kind = _kind(row, scheme)
     return [
-        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8, quantized="fp8"),
-        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32", quantized="fp8"),
+        replace(row, parameter=f"{row.parameter}.values", dtype=FLOAT8, quantized=kind),
+        MapRow(f"{row.parameter}.scale", {**sources, **unused}, (*out, *groups), fill, "float32", quantized=kind),
     ]
 
 
