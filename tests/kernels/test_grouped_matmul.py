@@ -259,6 +259,16 @@ def test_product_of_many_rows_with_a_packed_weight_compiled_for_a100_widens_at_m
     assert widened_bytes({"weight": weight}, 64) == 0
 
 
+@pytest.mark.parametrize("name", ["down", "head"])
+def test_product_of_very_many_rows_with_bytes_compiled_for_l40_widens_at_most_2_27_values_at_once(name: str) -> None:
+    rows, (out, inner, function) = 1024, PRODUCTS[name]
+    program = compile_for(L40, function, jax.ShapeDtypeStruct((1, rows, inner), BF16), abstract(out, inner))
+    copy = widened_bytes({"weight": abstract(out, inner)}, rows)
+    assert copy == 2 * out * inner // (4 if name == "head" else 1)
+    assert copy <= program.temp_bytes <= copy + 4 * 4 * rows * out and program.count("grouped_matmul") == 0
+    assert widened_bytes({"weight": abstract(out, inner)}, 768) == 0
+
+
 def test_experts_with_packed_weights_are_not_widened() -> None:
     shape, scale = jax.ShapeDtypeStruct((4, 64, 8, 16), jnp.uint8), jax.ShapeDtypeStruct((4, 64, 2), F32)
     assert widened_bytes({"experts": Quantized(shape, scale, "int4")}, 1000) == 0  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from jspec.models.mlps.shared_expert import check_apart
 from pallas_kernels.layers.dense.grouped_matmul import (
     MOST_ROWS,
     MOST_ROWS_OF_BYTES,
+    is_grouped,
     packed_tiles,
     unsupported,
     widened_rows,
@@ -32,6 +33,8 @@ FLOAT8 = {kind for kind, form in FORMATS.items() if form.dtype == "float8_e4m3fn
 EXPERTS = ("experts_gate_up", "experts_down")
 NAMES = ("qkv", "q_up", "o", "gate_up", "down", *EXPERTS, "fc", "head")  # last parts of names of weights to quantise
 WIDENED = ("k_up", "v_up")  # those of small weights that a checkpoint may quantise, and that are widened when loaded
+
+BFLOAT16 = jnp.dtype("bfloat16")
 
 Tree = TypeVar("Tree")
 _quantize = jax.jit(quantize, static_argnames="kind")
@@ -152,9 +155,9 @@ def widened_bytes(tree: Any, rows: int) -> int:
     if rows <= MOST_ROWS:
         return 0
     weights = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
-    dense = [weight for weight in weights if len(weight.shape) == 2 and not weight.is_dynamic]
+    dense = [weight for weight in weights if len(weight.shape) == 2 and is_grouped(rows, weight, BFLOAT16)]
     dense = [weight for weight in dense if weight.is_packed or rows > MOST_ROWS_OF_BYTES]
-    copied = [weight for weight in dense if packed_tiles(rows, weight, jnp.dtype("bfloat16")) is None]
+    copied = [weight for weight in dense if packed_tiles(rows, weight, BFLOAT16) is None]
     return max((2 * widened_rows(*weight.shape) * weight.shape[1] for weight in copied), default=0)
 
 
