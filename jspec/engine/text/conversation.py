@@ -83,6 +83,17 @@ def _object(arguments: str) -> dict[str, Any] | None:
     return made if isinstance(made, dict) else None
 
 
+def wrong_arguments(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return an error that names the first arguments of a tool call that are no JSON object; "": all are."""
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str) and _object(arguments) is None:
+                name = f"messages[{index}].tool_calls[{number}].function.arguments"
+                return f"{name}: expected JSON text of an object, which the template needs, got {short(arguments)}"
+    return ""
+
+
 class MarkedCopy:
     """A copy of a conversation with a mark at the end of every content and in every tool call.
 
