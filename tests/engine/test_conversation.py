@@ -45,6 +45,7 @@ NEEDS_CONTENT = OBJECT.replace("{{ m.content }}", "{{ m.content.split('</think>'
 DEVELOPER: Any = {"role": "developer", "content": "BE BRIEF"}
 SYSTEM: Any = {"role": "system", "content": "BE BRIEF"}
 USER: Any = {"role": "user", "content": "hi"}
+NO: Any = {"role": "assistant", "content": "no"}
 TEXTS: Any = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 JSON = '{"x":  1, "é": "a b"}'
 
@@ -88,6 +89,8 @@ def renderer() -> ChatTemplate:
         (WITHOUT_CONTENT, [USER, asks(JSON, content="")], [USER, asks(JSON, content=None)]),
         (NEEDS_CONTENT, [asks(JSON)], [asks({"x": 1, "é": "a b"}, content="")]),
         (TURNS, [{**USER, "tool_calls": [], "name": None}], [USER]),
+        (TURNS, [USER, {"role": "assistant", "content": None, "refusal": "no"}], [USER, NO]),
+        (TURNS, [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [USER, NO]),
     ],
 )
 def test_template_gets_the_form_that_it_reads(
@@ -114,6 +117,8 @@ def test_template_gets_the_form_that_it_reads(
         (TURNS, [{"role": "assistant"}], r"messages\[0\]\.content: expected a text or a list"),
         (TURNS, [part({"role": "user", "content": 1})], r"messages\[0\]\.content\[0\]\.text: expected a text, got 1"),
         (TURNS, [asks(5)], r"messages\[0\]\.tool_calls\[0\]\.function\.arguments: expected a dict or JSON text"),
+        (TURNS, [{**NO, "function_call": {"name": "f"}}], r"messages\[0\]\.function_call: expected tool_calls instead"),
+        (TURNS, [{**NO, "audio": {"id": "1"}}], r"messages\[0\]\.audio: .* has no audio input"),
         (TURNS, [{**USER, "tool_calls": ["f"]}], r"messages\[0\]\.tool_calls\[0\]\.function: expected a tool call"),
         *(
             (TURNS, [{"role": "user", "content": [{"type": kind}]}], rf"content\[0\]\.type: .* has no {medium} input")

@@ -9,6 +9,7 @@ after the other, each beside a copy with a mark in every text: what the template
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -116,8 +117,9 @@ class MarkedCopy:
         """Return why the text of the copy is not that of the whole conversation; "": it is."""
         if f"'{self._key}" in text or self._part in text:
             return f"{FAILED}it writes an object or a list in Python's notation"
+        shown = set(re.findall(rf"{self._key}x\d+x", text))
         for mark, (path, what) in self._marks.items():
-            if mark not in text:
+            if mark not in shown:
                 return (
                     f"{path}: expected what the chat template writes into the prompt, got {what}, which it leaves out; "
                     "leave it out, or give its text in another message"
